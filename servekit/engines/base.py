@@ -1,0 +1,129 @@
+"""What an engine is. Small on purpose: a new engine is one class of about a hundred lines.
+
+A worker drives exactly one engine:
+
+    engine = create(spec)                # cheap; no torch yet
+    info = engine.load(report)           # blocking, in the engine's loading thread
+    engine.start(emit)                   # the engine's loop runs in a thread of its own
+    engine.submit(job); engine.cancel(id)   # from the worker's I/O thread, never blocking
+    engine.close()
+
+`emit` takes all that one step brought, as one list; it may be called from any thread. The worker
+turns text into token ids and token ids into text with `engine.codec`, applies stop strings, and
+checks prompt length and token range against `ModelInfo` before `submit`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from servekit.wire.messages import ChatMessage, ModelInfo, Progress, SamplingParams, WorkerSpec
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class Job:
+    """One request as an engine sees it: token ids in, token ids out.
+
+    `params.max_tokens` is always set and prompt + max_tokens fits the context. `emitted` are
+    completion tokens that another worker produced; the engine goes on after them, and penalties,
+    `min_tokens` and the noise of a seed count them as its own. `params.max_tokens` counts them
+    too.
+    """
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    emitted: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step brought to one job.
+
+    `finish` is "stop" for an end-of-sequence token (which is not among `token_ids`), "length" for
+    `max_tokens`. A failed job has `error` set and gets no further output. A cancelled job gets no
+    further output at all.
+    """
+
+    id: int
+    token_ids: list[int]
+    finish: Literal["stop", "length"] | None = None
+    error: str | None = None
+
+
+Emit = Callable[[Sequence[StepOutput]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine's load now. `progress_age_s` is 0 when it has nothing to do."""
+
+    running: int
+    waiting: int
+    kv_used: float
+    progress_age_s: float
+
+
+class Decoder(Protocol):
+    """Turns one stream of token ids into text, never splitting a character."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that has become certain; "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """Return what is left at the end; an incomplete character becomes U+FFFD."""
+
+
+class Codec(Protocol):
+    """The model's tokenizer and chat template."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, special tokens added as the model expects."""
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation by the model's own template, generation prompt included.
+
+        Raises RequestError if the template refuses the messages.
+        """
+
+    def decoder(self) -> Decoder:
+        """A fresh incremental decoder."""
+
+
+class Engine(ABC):
+    """One model, loaded once. Only `load` may block."""
+
+    codec: Codec
+    vocab_size: int
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def load(self, report: Report) -> ModelInfo:
+        """Fetch and load; raises LoadError with a sentence for the user."""
+
+    @abstractmethod
+    def start(self, emit: Emit) -> None:
+        """Start the engine's loop."""
+
+    @abstractmethod
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises RequestError if the engine cannot run it; never kills the loop."""
+
+    @abstractmethod
+    def cancel(self, job_id: int) -> None:
+        """Stop a job; its slot is free in the next step. Unknown ids are ignored."""
+
+    @abstractmethod
+    def load_now(self) -> Load:
+        """Cheap: called for every Ping."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the loop and free the device."""

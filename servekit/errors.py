@@ -1,0 +1,133 @@
+"""Every error servekit raises on purpose, with its HTTP status and its OpenAI `type`.
+
+ServekitError                     500 internal_error
+├─ ConfigError                    the file is wrong: exit code 2, nothing was started
+├─ StartError                     the machine is in the way (port, run directory, disk): exit code 1
+├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
+├─ WireError                      a peer broke the wire protocol; its connection is closed
+└─ RequestError                   400 invalid_request
+   ├─ ContextLengthExceeded       400 context_length_exceeded
+   ├─ Unsupported                 400 unsupported_parameter
+   ├─ ModelNotFound               404 model_not_found
+   ├─ BodyTooLarge                413 body_too_large
+   ├─ QueueFull                   429 queue_full             (Retry-After)
+   ├─ EngineFailed                500 engine_error           the engine gave up on this request
+   ├─ WorkerLost                  503 worker_lost            died, and the request cannot be run again
+   ├─ ModelUnavailable            503 model_unavailable      (Retry-After)
+   └─ DeadlineExceeded            504 timeout
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServekitError(Exception):
+    """Base of every deliberate error. `str(error)` is one sentence that a user can act on."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class ConfigError(ServekitError):
+    """The configuration cannot be used. Raised before anything is started; exit code 2."""
+
+    code = "config_error"
+
+
+class StartError(ServekitError):
+    """The service cannot start here: busy port, run directory in use, no disk. Exit code 1."""
+
+    code = "start_error"
+
+
+class LoadError(ServekitError):
+    """A model cannot be loaded.
+
+    `permanent` says that trying again without a change would fail again (a missing file, an
+    unsupported architecture), so the supervisor does not restart the worker.
+    """
+
+    code = "load_error"
+
+    def __init__(self, message: str, *, permanent: bool = True) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+class WireError(ServekitError):
+    """A peer sent what the wire protocol does not allow."""
+
+    code = "wire_error"
+
+
+class RequestError(ServekitError):
+    """A request that is refused. `param` names the offending field, when there is one."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class Unsupported(RequestError):
+    code = "unsupported_parameter"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class QueueFull(RequestError):
+    status = 429
+    code = "queue_full"
+
+
+class EngineFailed(RequestError):
+    status = 500
+    code = "engine_error"
+
+
+class WorkerLost(RequestError):
+    status = 503
+    code = "worker_lost"
+
+
+class ModelUnavailable(RequestError):
+    status = 503
+    code = "model_unavailable"
+
+
+class DeadlineExceeded(RequestError):
+    status = 504
+    code = "timeout"
+
+
+def _tree(root: type[RequestError]) -> dict[str, type[RequestError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+#: `code` to class, so that an error crosses the wire as (code, message, param).
+REQUEST_ERRORS: dict[str, type[RequestError]] = _tree(RequestError)

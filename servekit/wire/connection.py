@@ -1,0 +1,167 @@
+"""A framed connection between two servekit processes.
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. Frames are parsed as they
+arrive and handed over one by one, synchronously: there is no task and no queue per message.
+What is sent within one turn of the event loop leaves in one write.
+
+The connection is the lease: `on_close` is called exactly once, as soon as the peer is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from servekit.errors import WireError
+
+#: Longest frame accepted. The longest honest one is a prompt at the body limit.
+MAX_FRAME_BYTES = 64 * 2**20
+#: A peer that lets this much pile up is not reading; it is cut off.
+MAX_UNSENT_BYTES = 128 * 2**20
+
+Incoming = TypeVar("Incoming")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Connection(asyncio.Protocol, Generic[Incoming]):
+    """One end of a connection; `incoming` is the union of messages that may arrive.
+
+    `on_message` is called for every message, `on_close` once with the error that ended the
+    connection, or None after a clean EOF or `close`.
+    """
+
+    def __init__(
+        self,
+        incoming: Any,
+        on_message: Callable[[Incoming], None],
+        on_close: Callable[[Exception | None], None],
+    ) -> None:
+        self._decoder = _decoder(incoming)
+        self._on_message = on_message
+        self._on_close = on_close
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._received = bytearray()
+        self._unsent: list[bytes] = []
+        self._error: Exception | None = None
+        self.closed = self._loop.create_future()
+
+    # ---- sending
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message with the others of this turn; silently dropped once closed."""
+        if self._transport is None or self.closed.done():
+            return
+        body = _encode(message)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(len(body).to_bytes(4, "big"))
+        self._unsent.append(body)
+
+    def _flush(self) -> None:
+        transport = self._transport
+        if transport is None or not self._unsent:
+            return
+        data, self._unsent = b"".join(self._unsent), []
+        if transport.is_closing():
+            return
+        transport.write(data)
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._fail(WireError("the peer does not read what it is sent"))
+
+    def close(self) -> None:
+        """Send what is left and close."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; what has not been sent is dropped."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- receiving
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start, size = 0, len(received)
+        view = memoryview(received)
+        try:
+            while size - start >= 4:
+                length = int.from_bytes(view[start : start + 4], "big")
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"a frame of {length} bytes is over the limit")
+                end = start + 4 + length
+                if end > size:
+                    break
+                self._deliver(view[start + 4 : end])
+                start = end
+        except Exception as error:  # ours or the handler's: this connection cannot go on
+            self._fail(error)
+            start = size
+        finally:
+            view.release()
+        del received[:start]
+
+    def _deliver(self, frame: memoryview) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not a message of this protocol: {error}") from error
+        finally:
+            frame.release()
+        if self._error is None:
+            self._on_message(message)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unsent.clear()
+        if not self.closed.done():
+            self.closed.set_result(None)
+            self._on_close(self._error or exc)
+
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _decoder(incoming: Any) -> msgspec.msgpack.Decoder[Any]:
+    if incoming not in _decoders:
+        _decoders[incoming] = msgspec.msgpack.Decoder(incoming)
+    return _decoders[incoming]
+
+
+Factory = Callable[[], Connection[Any]]
+
+
+async def dial(path: str | Path, factory: Factory) -> Connection[Any]:
+    """Connect to a Unix socket. Raises OSError when nothing listens there."""
+    _, connection = await asyncio.get_running_loop().create_unix_connection(factory, str(path))
+    return connection
+
+
+async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
+    """Speak over a connected socket, such as the one inherited from the supervisor."""
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_unix_connection(factory, sock=sock)
+    return connection
+
+
+async def listen(path: str | Path, factory: Factory) -> asyncio.Server:
+    """Listen on a Unix socket that only this user can open."""
+    server = await asyncio.get_running_loop().create_unix_server(factory, str(path))
+    Path(path).chmod(0o600)
+    return server
