@@ -100,6 +100,8 @@ class Engine(ABC):
 
     codec: Codec
     vocab_size: int
+    #: Set by an engine whose loop has died; its worker then exits, to be replaced.
+    fatal: Exception | None = None
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec

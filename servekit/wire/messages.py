@@ -37,7 +37,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
 # ---------------------------------------------------------------- what is generated
 
 
-class SamplingParams(Value):
+class SamplingParams(Value, frozen=True):
     """How to choose tokens. None means the model's own default (its generation config).
 
     Ranges are checked at the gateway; an engine may rely on them.
@@ -57,7 +57,7 @@ class SamplingParams(Value):
     min_tokens: int = 0
 
 
-class ChatMessage(Value):
+class ChatMessage(Value, frozen=True):
     """One turn of a conversation, as the chat template gets it."""
 
     role: str
@@ -65,7 +65,7 @@ class ChatMessage(Value):
     name: str | None = None
 
 
-class Progress(Value):
+class Progress(Value, frozen=True):
     """How far a load is. `done` and `total` count in `unit`; total 0 means unknown."""
 
     phase: str  # "fetch" | "convert" | "load" | "warm-up"
@@ -74,7 +74,7 @@ class Progress(Value):
     unit: Literal["bytes", "tensors", "steps", ""] = ""
 
 
-class ModelInfo(Value):
+class ModelInfo(Value, frozen=True):
     """What a loaded model can do; sent once by its worker."""
 
     max_context: int  # tokens, prompt and completion together
@@ -91,7 +91,7 @@ class ModelInfo(Value):
 # ---------------------------------------------------------------- supervisor → worker
 
 
-class WorkerSpec(Value):
+class WorkerSpec(Value, frozen=True):
     """All that a worker needs to load its model."""
 
     name: str  # the worker's own name, e.g. "smollm2/0"
@@ -108,46 +108,46 @@ class WorkerSpec(Value):
     socket: str  # where the worker listens
 
 
-class Load(Message):
+class Load(Message, frozen=True):
     spec: WorkerSpec
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     seq: int
 
 
-class Dump(Message):
+class Dump(Message, frozen=True):
     """Write the stacks of all threads to stderr."""
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Take no new work; exit 0 when what is in flight is done."""
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """Exit now."""
 
 
 # ---------------------------------------------------------------- worker → supervisor
 
 
-class Loading(Message):
+class Loading(Message, frozen=True):
     progress: Progress
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """A warm-up token has come back along the path that requests take."""
 
     info: ModelInfo
     timings_s: dict[str, float]  # by phase: import, fetch, convert, load, warm-up
 
 
-class BootFailed(Message):
+class BootFailed(Message, frozen=True):
     message: str
     permanent: bool
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     seq: int
     progress_age_s: float  # since the engine loop last made progress; 0 when it has no work
     running: int
@@ -158,7 +158,7 @@ class Pong(Message):
 # ---------------------------------------------------------------- supervisor → gateway
 
 
-class ReplicaStatus(Value):
+class ReplicaStatus(Value, frozen=True):
     """One worker, as seen by the supervisor."""
 
     name: str
@@ -177,7 +177,7 @@ class ReplicaStatus(Value):
     timings_s: dict[str, float] = {}
 
 
-class ModelStatus(Value):
+class ModelStatus(Value, frozen=True):
     """One model and its replicas, as seen by the supervisor."""
 
     name: str
@@ -191,7 +191,7 @@ class ModelStatus(Value):
     max_queue: int = 1024
 
 
-class Topology(Message):
+class Topology(Message, frozen=True):
     """The whole state, sent on every change: a gateway that missed one is right again."""
 
     models: tuple[ModelStatus, ...]
@@ -201,11 +201,11 @@ class Topology(Message):
 # ---------------------------------------------------------------- gateway → supervisor
 
 
-class Serving(Message):
+class Serving(Message, frozen=True):
     """The gateway accepts connections."""
 
 
-class Traffic(Message):
+class Traffic(Message, frozen=True):
     """Counters of one gateway since it started, about once a second when they changed."""
 
     requests: int
@@ -216,7 +216,7 @@ class Traffic(Message):
 # ---------------------------------------------------------------- gateway ↔ worker
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message in both directions."""
 
     protocol: int
@@ -225,7 +225,7 @@ class Hello(Message):
     info: ModelInfo | None = None  # from a worker
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """Run one request. Exactly one of `prompt` and `messages` is set.
 
     A request that was under way elsewhere is continued: `emitted` are the token ids that worker
@@ -240,11 +240,11 @@ class Generate(Message):
     sent_chars: int = 0
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     id: int
 
 
-class Delta(Value):
+class Delta(Value, frozen=True):
     """What one engine step brought to one request.
 
     `finish` is set on the last one, and with it the counts. `token_ids` are those sampled since
@@ -260,13 +260,13 @@ class Delta(Value):
     completion_tokens: int = 0
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """One engine step: the deltas of all its requests that belong to one gateway."""
 
     deltas: list[Delta]
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The request ended without an answer; `code` is a key of `errors.REQUEST_ERRORS`."""
 
     id: int
@@ -278,15 +278,15 @@ class Failed(Message):
 # ---------------------------------------------------------------- operator ↔ supervisor
 
 
-class GetStatus(Message):
+class GetStatus(Message, frozen=True):
     pass
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     now: bool = False  # do not drain
 
 
-class GatewayStatus(Value):
+class GatewayStatus(Value, frozen=True):
     name: str
     pid: int
     state: str
@@ -296,7 +296,7 @@ class GatewayStatus(Value):
     in_flight: int = 0
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Answer to GetStatus."""
 
     version: str
@@ -310,11 +310,11 @@ class Status(Message):
     draining: bool
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     pass
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     message: str
 
 

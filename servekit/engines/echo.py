@@ -1,0 +1,198 @@
+"""A real engine without a model, for tests and benchmarks; it misbehaves when told to.
+
+It answers with the prompt's own characters, over and over, one token each (a token id is a code
+point), until `max_tokens` (by default one pass over the prompt). With a seed, or a temperature
+other than 0, the answer is a rotation of the prompt drawn from the seed and the position, so that
+tests can tell sampled from greedy and see a continuation go on exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
+from servekit.errors import LoadError
+from servekit.wire.messages import ChatMessage, ModelInfo, Progress, WorkerSpec
+
+#: Tokens handed over per job and step when no step time is set: a stream, but in few messages.
+BURST = 16
+
+
+class EchoDecoder:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def flush(self) -> str:
+        return ""
+
+
+class EchoCodec:
+    """One character is one token; a chat is its last message."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return list(map(ord, messages[-1].content))
+
+    def decoder(self) -> EchoDecoder:
+        return EchoDecoder()
+
+
+class Run:
+    """One job under way: what it will say, and how far it is."""
+
+    __slots__ = ("done", "id", "limit", "prompt", "seed")
+
+    def __init__(self, job: Job) -> None:
+        params = job.params
+        sampled = params.seed is not None or bool(params.temperature)
+        self.id = job.id
+        self.prompt = job.prompt_ids
+        self.limit = params.max_tokens or len(job.prompt_ids)
+        self.done = len(job.emitted)
+        self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
+
+    def take(self, count: int) -> StepOutput:
+        """The next tokens, at most `count`; the token at a position depends on nothing else."""
+        prompt, size, first = self.prompt, len(self.prompt), self.done + self.seed
+        stop = min(self.done + count, self.limit) + self.seed
+        tokens = [prompt[i % size] for i in range(first, stop)]
+        self.done += len(tokens)
+        return StepOutput(self.id, tokens, "length" if self.done >= self.limit else None)
+
+
+class EchoEngine(Engine):
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.codec = EchoCodec()
+        self.vocab_size = sys.maxunicode + 1
+        self._options: dict[str, Any] = spec.options
+        self._runs: dict[int, Run] = {}
+        self._hung = False
+        self._progress_at = time.monotonic()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._tokens = 0
+        self._leaked: list[bytes] = []
+        self._grandchildren: list[subprocess.Popen[bytes]] = []
+
+    def load(self, report: Report) -> ModelInfo:
+        options = self._options
+        for _ in range(options.get("grandchildren", 0)):
+            self._grandchildren.append(subprocess.Popen(["sleep", "1000"]))
+        _load_slowly(options.get("load_s", 0.0), report)
+        if (code := options.get("exit_on_load")) is not None:
+            os._exit(code)
+        if message := options.get("load_error"):
+            raise LoadError(message)
+        return ModelInfo(
+            max_context=self.spec.max_context or options.get("max_context", 8192),
+            slots=options.get("slots", 64),
+            chat=True,
+            architecture="echo",
+            dtype="none",
+            device="cpu",
+            detail="answers with the prompt",
+        )
+
+    def start(self, emit: Emit) -> None:
+        self._emit = emit
+        self._step_s: float = self._options.get("step_s", 0.0)
+        self._slots: int = self._options.get("slots", 64)
+        threading.Thread(target=self._loop, name="engine", daemon=True).start()
+
+    def submit(self, job: Job) -> None:
+        self._misbehave(job)
+        run = Run(job)
+        if not self._step_s and not self._hung and run.limit - run.done <= BURST:
+            self._emit([self._count(run.take(BURST))])  # a short answer needs no thread
+            return
+        with self._changed:
+            if not self._runs:
+                self._progress_at = time.monotonic()
+            self._runs[job.id] = run
+            self._changed.notify()
+
+    def cancel(self, job_id: int) -> None:
+        with self._changed:
+            self._runs.pop(job_id, None)
+
+    def load_now(self) -> Load:
+        with self._changed:
+            age = time.monotonic() - self._progress_at if self._runs else 0.0
+            running = min(len(self._runs), self._slots)
+            return Load(running, len(self._runs) - running, 0.0, age)
+
+    def close(self) -> None:
+        while self._options.get("ignore_sigterm"):
+            time.sleep(1)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        for child in self._grandchildren:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+                child.wait()
+
+    # ---- the loop
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._runs and not self._hung))
+                if self._closed:
+                    return
+            if self._step_s:
+                time.sleep(self._step_s)
+            self._step()
+
+    def _step(self) -> None:
+        count = 1 if self._step_s else BURST
+        with self._changed:
+            batch = list(self._runs.values())[: self._slots]
+            outputs = [run.take(count) for run in batch]
+            for output in outputs:
+                if output.finish:
+                    del self._runs[output.id]
+            self._progress_at = time.monotonic()
+        self._emit([self._count(output) for output in outputs])
+
+    # ---- misbehaviour
+
+    def _misbehave(self, job: Job) -> None:
+        options = self._options
+        if not (options.get("crash_on") or options.get("hang_on")):
+            return
+        text = "".join(map(chr, job.prompt_ids))
+        if (mark := options.get("crash_on")) and mark in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (mark := options.get("hang_on")) and mark in text:
+            self._hung = True
+            if options.get("hang_holding_gil"):
+                ctypes.PyDLL(None).sleep(10_000)  # PyDLL keeps the GIL through the call
+
+    def _count(self, output: StepOutput) -> StepOutput:
+        self._tokens += len(output.token_ids)
+        if leak := self._options.get("leak_bytes_per_token", 0):
+            self._leaked.append(os.urandom(leak * len(output.token_ids)))
+        limit = self._options.get("crash_after_tokens")
+        if limit is not None and self._tokens >= limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return output
+
+
+def _load_slowly(load_s: float, report: Report, steps: int = 20) -> None:
+    for step in range(steps if load_s else 0):
+        report(Progress("load", step, steps, "steps"))
+        time.sleep(load_s / steps)

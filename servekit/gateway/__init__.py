@@ -1,0 +1,1 @@
+"""The gateway process: HTTP and Gradio in front, the workers' sockets behind. Never torch."""

@@ -1,0 +1,1 @@
+"""The worker process: exactly one engine, behind a socket of its own."""

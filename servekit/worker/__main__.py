@@ -1,0 +1,26 @@
+"""`python -m servekit.worker`: started by the supervisor only, its pin already in place."""
+
+from __future__ import annotations
+
+from servekit.wire.lifeline import die_with
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="servekit.worker")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    args = parser.parse_args()
+    die_with(args.parent_pid)
+
+    import faulthandler
+    import socket
+    import sys
+
+    from servekit import logs
+    from servekit.worker.worker import run
+
+    faulthandler.enable()
+    logs.configure(args.name, json=True)
+    sys.exit(run(args.name, socket.socket(fileno=args.control_fd)))

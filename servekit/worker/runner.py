@@ -1,0 +1,279 @@
+"""Requests in a worker: from the wire to the engine and back, one message per engine step.
+
+Everything here runs on the worker's event loop; only `emit` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from servekit.engines.base import Engine, Job, StepOutput
+from servekit.errors import ContextLengthExceeded, EngineFailed, RequestError, WireError, WorkerLost
+from servekit.wire.connection import Connection
+from servekit.wire.messages import (
+    PROTOCOL,
+    Cancel,
+    Delta,
+    Failed,
+    FinishReason,
+    GatewayToWorker,
+    Generate,
+    Hello,
+    ModelInfo,
+    Tokens,
+)
+from servekit.worker.text import TextStream
+
+log: Any = structlog.get_logger("servekit.worker")
+
+#: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
+LONG_PROMPT_CHARS = 16_384
+
+
+class Task:
+    """One request under way."""
+
+    __slots__ = ("completion", "held", "id", "peer", "prompt_tokens", "text")
+
+    def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
+        self.peer = peer
+        self.id = request.id
+        self.prompt_tokens = prompt_tokens
+        self.completion = len(request.emitted)
+        self.text = text
+        self.held = text.push(request.emitted) if request.emitted else ""
+
+    def delta(self, output: StepOutput) -> Delta:
+        """What the step brought, as the gateway gets it."""
+        self.completion += len(output.token_ids)
+        text = self.held + self.text.push(output.token_ids)
+        self.held = ""
+        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
+        if finish is None:
+            return Delta(self.id, text, output.token_ids)
+        if not self.text.stopped:
+            text += self.text.finish()
+            finish = "stop" if self.text.stopped else finish
+        return Delta(self.id, text, output.token_ids, finish, self.prompt_tokens, self.completion)
+
+
+class Peer:
+    """One connection to this worker: a gateway, or the worker's own warm-up probe."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.jobs: dict[int, int] = {}  # request id → job id
+        self.connection: Connection[GatewayToWorker] = Connection(
+            GatewayToWorker, self._on_message, self._on_close
+        )
+        self._deltas: list[Delta] = []
+        self._greeted = False
+
+    def add(self, delta: Delta) -> None:
+        """Send a delta with the others of this turn of the loop, in one message."""
+        if not self._deltas:
+            self.runner.loop.call_soon(self._flush)
+        self._deltas.append(delta)
+
+    def fail(self, request_id: int, error: RequestError) -> None:
+        self.jobs.pop(request_id, None)
+        self.connection.send(Failed(request_id, error.code, error.message, error.param))
+
+    def _flush(self) -> None:
+        deltas, self._deltas = self._deltas, []
+        self.connection.send(Tokens(deltas))
+
+    def _on_message(self, message: GatewayToWorker) -> None:
+        if isinstance(message, Generate) and self._greeted:
+            self.runner.accept(self, message)
+        elif isinstance(message, Cancel):
+            self.runner.cancel(self, message.id)
+        elif isinstance(message, Hello) and message.protocol == PROTOCOL:
+            self._greeted = True
+            self.connection.send(
+                Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
+            )
+        else:
+            raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
+
+    def _on_close(self, error: Exception | None) -> None:
+        if isinstance(error, WireError):
+            log.warning("connection closed", error=str(error))
+        self.runner.forget(self)
+
+
+class Runner:
+    """All requests of this worker. `on_idle` is called when the last one is done."""
+
+    def __init__(self, engine: Engine, info: ModelInfo, on_idle: Callable[[], None]) -> None:
+        self.engine = engine
+        self.info = info
+        self.loop = asyncio.get_running_loop()
+        self.peers: set[Peer] = set()
+        self.draining = False
+        self._on_idle = on_idle
+        self._tasks: dict[int, Task] = {}  # job id → task
+        self._next_job = 0
+        self._steps: deque[Sequence[StepOutput]] = deque()
+        self._thread = threading.get_ident()
+
+    @property
+    def busy(self) -> bool:
+        return any(peer.jobs for peer in self.peers)
+
+    def connect(self) -> Connection[GatewayToWorker]:
+        """A connection factory for `wire.connection.listen`."""
+        peer = Peer(self)
+        self.peers.add(peer)
+        return peer.connection
+
+    # ---- from the gateway
+
+    def accept(self, peer: Peer, request: Generate) -> None:
+        if request.id in peer.jobs:
+            raise WireError(f"request {request.id} is in flight already")
+        if self.draining:
+            peer.fail(request.id, WorkerLost("the worker is draining"))
+            return
+        self._next_job += 1
+        peer.jobs[request.id] = self._next_job
+        if _length(request) > LONG_PROMPT_CHARS:
+            self.loop.create_task(self._accept_long(peer, request, self._next_job))
+        else:
+            self._guard(peer, request, self._next_job, self._encode)
+
+    async def _accept_long(self, peer: Peer, request: Generate, job_id: int) -> None:
+        try:
+            ids = await asyncio.to_thread(self._encode, request)
+        except RequestError as error:
+            peer.fail(request.id, error)
+            return
+        if peer.jobs.get(request.id) == job_id:  # not cancelled meanwhile
+            self._guard(peer, request, job_id, lambda _: ids)
+
+    def _guard(
+        self, peer: Peer, request: Generate, job_id: int, encode: Callable[[Generate], list[int]]
+    ) -> None:
+        """Start a request; whatever it does wrong is answered to it alone."""
+        try:
+            self._start(peer, request, job_id, encode(request))
+        except RequestError as error:
+            self._tasks.pop(job_id, None)
+            peer.fail(request.id, error)
+        except Exception:
+            log.exception("request refused", request=request.id)
+            self._tasks.pop(job_id, None)
+            peer.fail(request.id, EngineFailed("the engine failed to take this request"))
+
+    def _start(self, peer: Peer, request: Generate, job_id: int, ids: list[int]) -> None:
+        limit = completion_limit(len(ids), request.params.max_tokens, self._limits())
+        params = _with_limit(request, limit)
+        text = TextStream(self.engine.codec.decoder(), params.stop, request.sent_chars)
+        self._tasks[job_id] = Task(peer, request, len(ids), text)
+        if len(request.emitted) >= limit or text.stopped:
+            self._deliver([StepOutput(job_id, [], "length")])
+            return
+        self.engine.submit(Job(job_id, ids, params, list(request.emitted)))
+
+    def _limits(self) -> tuple[int, int | None]:
+        default = self.engine.spec.sampling.get("max_tokens")
+        return self.info.max_context, None if default is None else int(default)
+
+    def _encode(self, request: Generate) -> list[int]:
+        if request.messages is not None:
+            return self.engine.codec.render_chat(request.messages)
+        if isinstance(request.prompt, str):
+            return self.engine.codec.encode(request.prompt)
+        ids = request.prompt or []
+        if ids and not (min(ids) >= 0 and max(ids) < self.engine.vocab_size):
+            raise RequestError(
+                f"token ids must be between 0 and {self.engine.vocab_size - 1}", param="prompt"
+            )
+        return ids
+
+    def cancel(self, peer: Peer, request_id: int) -> None:
+        job_id = peer.jobs.pop(request_id, None)
+        if job_id is not None:
+            self._tasks.pop(job_id, None)
+            self.engine.cancel(job_id)
+            self._check_idle()
+
+    def forget(self, peer: Peer) -> None:
+        """The gateway is gone, and with it everybody who could want its answers."""
+        for request_id in list(peer.jobs):
+            self.cancel(peer, request_id)
+        self.peers.discard(peer)
+
+    # ---- from the engine
+
+    def emit(self, outputs: Sequence[StepOutput]) -> None:
+        """Take one engine step's outputs; from any thread."""
+        if threading.get_ident() == self._thread:
+            self._deliver(outputs)
+            return
+        self._steps.append(outputs)
+        self.loop.call_soon_threadsafe(self._drain_steps)
+
+    def _drain_steps(self) -> None:
+        while self._steps:
+            self._deliver(self._steps.popleft())
+
+    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            task = self._tasks.get(output.id)
+            if task is None:
+                continue  # cancelled while the step ran
+            if output.error is not None:
+                self._end(output.id, task)
+                task.peer.fail(task.id, EngineFailed(output.error))
+                continue
+            delta = task.delta(output)
+            if delta.finish is not None:
+                self._end(output.id, task)
+                if output.finish is None:
+                    self.engine.cancel(output.id)  # a stop string ended it, not the engine
+            if delta.text or delta.token_ids or delta.finish:
+                task.peer.add(delta)
+
+    def _end(self, job_id: int, task: Task) -> None:
+        del self._tasks[job_id]
+        task.peer.jobs.pop(task.id, None)
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self.draining and not self.busy:
+            self.loop.call_soon(self._on_idle)
+
+
+def completion_limit(prompt: int, asked: int | None, limits: tuple[int, int | None]) -> int:
+    """How many tokens may be generated; raises RequestError where none or too few fit."""
+    context, default = limits
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    room = context - prompt
+    if room < 1 or (asked is not None and asked > room):
+        wanted = f" and max_tokens is {asked}" if asked is not None else ""
+        raise ContextLengthExceeded(
+            f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
+            "Shorten the prompt or ask for fewer tokens",
+            param="messages" if asked is None else "max_tokens",
+        )
+    return asked if asked is not None else min(room, default or room)
+
+
+def _with_limit(request: Generate, limit: int) -> Any:
+    from msgspec.structs import replace
+
+    return replace(request.params, max_tokens=limit)
+
+
+def _length(request: Generate) -> int:
+    if request.messages is not None:
+        return sum(len(message.content) for message in request.messages)
+    return len(request.prompt) if isinstance(request.prompt, str) else 0

@@ -1,0 +1,80 @@
+"""From an engine's token ids to the text that may leave: decoding and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servekit.engines.base import Decoder
+
+
+class StopScanner:
+    """Finds the first stop string in a stream of text, wherever the pieces are cut.
+
+    Text that could be the beginning of a stop string is held back until it is certain.
+    """
+
+    __slots__ = ("_held", "_longest", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that may leave, and whether a stop string was found right after it."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = self._could_begin(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """Return what was held back: no stop string will complete it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _could_begin(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+class TextStream:
+    """The text of one completion, from its token ids.
+
+    A continuation is primed with the ids another worker had reported: their text is made anew,
+    and the `sent_chars` characters that have already gone to the client are left out.
+    """
+
+    __slots__ = ("_decoder", "_scanner", "_skip", "stopped")
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0) -> None:
+        self._decoder = decoder
+        self._scanner = StopScanner(stops)
+        self._skip = sent_chars
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that may leave; `stopped` is set once a stop string has been found."""
+        text, self.stopped = self._scanner.push(self._decoder.push(token_ids))
+        return self._unsent(text)
+
+    def finish(self) -> str:
+        """Return the rest, once no further token comes."""
+        text, self.stopped = self._scanner.push(self._decoder.flush())
+        return self._unsent(text if self.stopped else text + self._scanner.flush())
+
+    def _unsent(self, text: str) -> str:
+        if not self._skip:
+            return text
+        skip = min(self._skip, len(text))
+        self._skip -= skip
+        return text[skip:]
