@@ -1,30 +1,86 @@
 """The schema of the configuration file, as frozen pydantic models.
 
 Every key has a description: `servekit schema` publishes them as JSON schema for editors, and the
-README's table is read off them. Unknown keys are errors.
+README's table is read off them. Unknown keys are errors. What needs more than one key, the disk or
+the machine is checked elsewhere: `config/checks.py` (one file), `supervisor/placement.py` (GPUs).
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+_ENV_NAME = r"^[^=\s]+$"
+_GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(_NAME, value):
+        raise ValueError(
+            "a name begins with a letter or digit and goes on with letters, digits and . _ : / -,"
+            " 128 characters at most"
+        )
+    return value
+
+
+def _env_name(value: str) -> str:
+    if value == "CUDA_VISIBLE_DEVICES":
+        raise ValueError(f"{value} is servekit's to set; say which GPUs by `gpus`")
+    if not re.fullmatch(_ENV_NAME, value):
+        raise ValueError(f"{value!r} cannot be the name of an environment variable")
+    return value
+
+
+def _gpu(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("a GPU's index is 0 or more")
+    if isinstance(value, str) and not _GPU_UUID.fullmatch(value):
+        raise ValueError(
+            "a GPU is an index (0) or a UUID (GPU-…), both as `nvidia-smi -L` has them"
+        )
+    return value
+
+
+def _host(value: str) -> str:
+    if not re.fullmatch(r"[0-9A-Za-z_.:%-]+", value):
+        raise ValueError("must be an address or a host name, such as 0.0.0.0, without a scheme")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
+EnvName = Annotated[str, AfterValidator(_env_name)]
+Gpu = Annotated[int | str, AfterValidator(_gpu)]
+Host = Annotated[str, AfterValidator(_host)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    """A mapping of the file."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ServerConfig(Section):
     """The public side: where it listens, and its limits."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on. Loopback unless told otherwise."""
+    host: Host = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface. There is no authentication yet."""
     port: Port = 8000
     """TCP port; 0 takes a free one."""
     gateways: Annotated[int, Field(ge=1, le=64)] = 1
@@ -41,11 +97,17 @@ class SamplingDefaults(Section):
     """Sampling used where a request does not say; over the model's own generation config."""
 
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    """0 is greedy: always the likeliest token. Higher is more varied."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Draw from the likeliest tokens that together have this probability."""
     top_k: Annotated[int | None, Field(ge=0)] = None
+    """Draw from this many likeliest tokens; 0 is off."""
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Draw from tokens at least this likely, relative to the likeliest."""
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    """Divides the scores of tokens that have occurred; 1 is off."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Longest answer; by default up to the end of the context."""
 
 
 class TransformersOptions(Section):
@@ -110,19 +172,20 @@ ENGINE_OPTIONS: dict[str, type[Section]] = {
 class ModelConfig(Section):
     """One model and how it is served."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+    name: Name
     """The name requests use."""
     path: Annotated[str, Field(min_length=1)]
-    """A folder, a .gguf file, a hub id (org/name), or pypi:PACKAGE==VERSION/FILE.gguf."""
-    revision: str | None = None
+    """A folder or .gguf file, relative to this file; a hub id (org/name); or
+    pypi:PACKAGE==VERSION/FILE.gguf."""
+    revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id. A commit is never looked up again."""
     engine: Literal["transformers", "echo"] = "transformers"
     """What runs it."""
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Name, ...] = ()
     """More names that requests may use."""
     device: Device = "auto"
     """auto: GPUs if there are any, else the CPU. cuda: a GPU or an error."""
-    gpus: tuple[int | str, ...] | None = None
+    gpus: Annotated[tuple[Gpu, ...] | None, Field(min_length=1)] = None
     """GPUs this model may use, by NVML index or UUID; by default any."""
     replicas: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
     """Workers, each on a GPU of its own. auto: the free GPUs, shared evenly; one on a CPU."""
@@ -138,7 +201,7 @@ class ModelConfig(Section):
     """Longest a request may take, waiting included."""
     max_queue: Annotated[int, Field(ge=1)] = 1024
     """Requests that may wait; more are 429."""
-    env: dict[str, str] = {}
+    env: dict[EnvName, str] = {}
     """Environment variables for this model's workers."""
     options: dict[str, Any] = {}
     """The engine's own options."""
@@ -148,13 +211,6 @@ class ModelConfig(Section):
     def _positive(cls, value: int | str) -> int | str:
         if isinstance(value, int) and not 1 <= value <= 256:
             raise ValueError("must be between 1 and 256, or auto")
-        return value
-
-    @field_validator("env")
-    @classmethod
-    def _not_the_pin(cls, value: dict[str, str]) -> dict[str, str]:
-        if "CUDA_VISIBLE_DEVICES" in value:
-            raise ValueError("CUDA_VISIBLE_DEVICES is servekit's to set; say which GPUs by `gpus`")
         return value
 
     def engine_options(self) -> Section:
@@ -170,7 +226,8 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     """The public side."""
     run_dir: Path | None = None
-    """Sockets, logs and the lock; by default under XDG_RUNTIME_DIR. One instance each."""
+    """Sockets, logs and the lock, relative to this file; by default under XDG_RUNTIME_DIR. One
+    instance each."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Config:

