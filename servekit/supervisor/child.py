@@ -1,0 +1,221 @@
+"""One child process, from spawn to reap.
+
+A child is a fresh interpreter with an explicit environment, its own session and process group, one
+end of a socketpair (control channel and lifeline in one), and one pipe for what it writes.
+
+    spawn ──▶ running ── exits, or is told to ──▶ its group is killed ──▶ reaped ──▶ `exited`
+
+Exit is seen through a pidfd, and the group is killed before the leader is reaped: until then its
+PID, which names the group, cannot be given to anyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from servekit.supervisor import procfs
+from servekit.supervisor.output import OnLine, Output, RotatingFile
+from servekit.wire.connection import Connection, adopt
+
+Incoming = TypeVar("Incoming")
+
+#: From SIGTERM to SIGKILL.
+TERM_GRACE_S = 2.0
+#: A child that has closed its control channel is on its way out; it gets this long.
+GOODBYE_S = 5.0
+#: After the exit, how long the last lines may take to come out of the pipe.
+_LAST_LINES_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a child is started: `python -m MODULE ARGS --control-fd N --parent-pid P`."""
+
+    name: str
+    module: str
+    args: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    log_path: Path
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a child ended. Exactly one of `code` and `signal` is set."""
+
+    code: int | None
+    signal: int | None
+    tail: tuple[str, ...]  # its last lines
+    out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
+    cause: str = ""  # why we killed it, if we did
+
+    def __str__(self) -> str:
+        if self.cause:
+            return self.cause
+        if self.signal is not None:
+            name = _signal_name(self.signal)
+            oom = ", probably by the kernel: out of memory" if self.out_of_memory else ""
+            return f"killed by {name}{oom}"
+        last = next((line.strip() for line in reversed(self.tail) if line.strip()), "")
+        said = f": {last}" if last and self.code != 0 and not last.startswith("{") else ""
+        return f"exit code {self.code}{said}"
+
+
+class Child(Generic[Incoming]):
+    """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
+
+    def __init__(self, command: Command, process: subprocess.Popen[bytes], output: Output) -> None:
+        self.name = command.name
+        self.pid = process.pid
+        found = procfs.read(process.pid)
+        self.started = found.started if found else 0
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._process = process
+        self._output = output
+        self._connection: Connection[Incoming] | None = None
+        self._cause = ""
+        self._oom_kills = procfs.oom_kills()
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+
+    @classmethod
+    async def spawn(
+        cls,
+        command: Command,
+        incoming: Any,
+        on_message: Callable[[Incoming], None],
+        on_line: OnLine,
+    ) -> Child[Incoming]:
+        """Start it. Raises OSError when the system refuses (no memory, no processes left)."""
+        ours, theirs = socket.socketpair()
+        reading, writing = os.pipe()
+        try:
+            process = _popen(command, theirs.fileno(), writing)
+        except OSError:
+            ours.close()
+            os.close(reading)
+            raise
+        finally:
+            theirs.close()
+            os.close(writing)
+        output = Output(RotatingFile(command.log_path), on_line)
+        child = cls(command, process, output)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: output, os.fdopen(reading, "rb", buffering=0))
+        connection: Connection[Incoming] = Connection(incoming, on_message, child._on_close)
+        child._connection = connection
+        await adopt(ours, lambda: connection)
+        return child
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send it a message; dropped once it is gone."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def kill(self, cause: str) -> None:
+        """SIGKILL its whole group now; `cause` becomes the reason of its exit."""
+        if not self.exited.done():
+            self._cause = self._cause or cause
+            self._signal_group(signal.SIGKILL)
+
+    async def stop(self, ask: msgspec.Struct, grace_s: float) -> Exit:
+        """Ask it to end, insist after `grace_s`, and return when it is reaped."""
+        self.send(ask)
+        if not await self._exits_within(grace_s):
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            if not await self._exits_within(TERM_GRACE_S):
+                self.kill(f"did not stop within {grace_s + TERM_GRACE_S:g} s, killed")
+        return await asyncio.shield(self.exited)
+
+    async def _exits_within(self, time_s: float) -> bool:
+        done, _ = await asyncio.wait((self.exited,), timeout=time_s)
+        return bool(done)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self._process.returncode is not None:
+            return  # reaped: its PID, which names the group, may be another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    # ---- its end
+
+    def _on_close(self, error: Exception | None) -> None:
+        """The control channel is closed: it is dead, dying, or talks nonsense."""
+        if error is not None and not isinstance(error, OSError):
+            self.kill(f"broke the wire protocol: {error}")
+        elif not self.exited.done():
+            self._loop.call_later(GOODBYE_S, self.kill, "closed its control channel and stayed")
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._signal_group(signal.SIGKILL)
+        code = self._process.wait()
+        self._loop.create_task(self._conclude(code))
+
+    async def _conclude(self, code: int) -> None:
+        # Someone who left the group may still hold the pipe, so its end is not waited for forever.
+        await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
+        if self._connection is not None:
+            self._connection.abort()
+        killed = code == -signal.SIGKILL
+        exit_ = Exit(
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            tail=tuple(self._output.tail),
+            out_of_memory=killed and procfs.oom_kills() > self._oom_kills,
+            cause=self._cause,
+        )
+        if not self.exited.done():
+            self.exited.set_result(exit_)
+
+
+def _popen(command: Command, control_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+    # No preexec_fn: it would run Python between fork and exec. The child sets its own
+    # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
+    return subprocess.Popen(
+        [
+            *_interpreter(),
+            *("-m", command.module, *command.args),
+            *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
+        ],
+        env=dict(command.env),
+        stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
+        pass_fds=(control_fd, *command.pass_fds),
+        start_new_session=True,
+    )
+
+
+def _interpreter() -> Sequence[str]:
+    """Our own interpreter; `-P` unless we ourselves were found in the working directory.
+
+    With `-m`, Python puts the working directory first on its path, and a file of the user's that
+    is called like a module (random.py) would break every child.
+    """
+    package_parent = Path(__file__).resolve().parents[2]
+    if package_parent == Path.cwd() and not sys.flags.safe_path:
+        return (sys.executable,)
+    return (sys.executable, "-P")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

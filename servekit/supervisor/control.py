@@ -1,0 +1,86 @@
+"""The operator's socket, both ends: what `servekit ps` and `servekit down` speak to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from servekit.errors import ServekitError, StartError
+from servekit.wire.connection import Connection, dial, listen
+from servekit.wire.messages import (
+    Accepted,
+    FromSupervisor,
+    GetStatus,
+    Refused,
+    Shutdown,
+    Status,
+    ToSupervisor,
+)
+
+
+class Operators:
+    """Answers operators until closed."""
+
+    def __init__(self, status: Callable[[], Status], shutdown: Callable[[bool], None]) -> None:
+        self._status = status
+        self._shutdown = shutdown
+        self._connections: set[Connection[ToSupervisor]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, path: Path) -> None:
+        self._server = await listen(path, self._connect)
+
+    def close(self) -> None:
+        """Take no more operators. Those who wait for our end see it when the process exits."""
+        if self._server is not None:
+            self._server.close()
+
+    def _connect(self) -> Connection[ToSupervisor]:
+        connection: Connection[ToSupervisor] = Connection(
+            ToSupervisor,
+            lambda message: self._on_message(connection, message),
+            lambda error: self._connections.discard(connection),
+        )
+        self._connections.add(connection)
+        return connection
+
+    def _on_message(self, connection: Connection[ToSupervisor], message: ToSupervisor) -> None:
+        match message:
+            case GetStatus():
+                connection.send(self._status())
+            case Shutdown(now):
+                self._shutdown(now)
+                connection.send(Accepted())
+
+
+async def ask(path: Path, message: GetStatus | Shutdown, timeout_s: float = 10.0) -> FromSupervisor:
+    """Ask the supervisor behind the control socket `path`.
+
+    Raises StartError when none runs there, ServekitError when it refuses or does not answer.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[FromSupervisor] = loop.create_future()
+
+    def on_message(reply: FromSupervisor) -> None:
+        if not answer.done():
+            answer.set_result(reply)
+
+    def on_close(error: Exception | None) -> None:
+        if not answer.done():
+            answer.set_exception(ServekitError("the supervisor hung up"))
+
+    try:
+        connection = await dial(path, lambda: Connection(FromSupervisor, on_message, on_close))
+    except OSError as error:
+        raise StartError(f"no servekit runs in {path.parent}") from error
+    connection.send(message)
+    try:
+        reply = await asyncio.wait_for(answer, timeout_s)
+    except TimeoutError:
+        raise ServekitError(f"the supervisor did not answer within {timeout_s:g} s") from None
+    finally:
+        connection.close()
+    if isinstance(reply, Refused):
+        raise ServekitError(reply.message)
+    return reply

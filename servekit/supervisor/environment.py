@@ -1,0 +1,60 @@
+"""The environment of each child, made before its interpreter starts; our own is never edited."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from servekit.supervisor.leftovers import MARK
+from servekit.supervisor.placement import Assignment
+
+_ALWAYS = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that indexes in messages agree
+    "TOKENIZERS_PARALLELISM": "false",  # a worker may fork helpers after tokenizing
+    "PYTHONUNBUFFERED": "1",  # the last line before a crash is the one that matters
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def for_worker(
+    base: Mapping[str, str],
+    assignment: Assignment,
+    extra: Mapping[str, str],
+    instance: str,
+) -> dict[str, str]:
+    """A worker's environment: `base`, ours, the model's own `env` over it, and the pin over all."""
+    env = {**base, **_ALWAYS}
+    if assignment.threads is not None:
+        env |= dict.fromkeys(_THREADS, str(assignment.threads))
+    env |= extra
+    pin = "" if assignment.gpu is None else assignment.gpu.uuid
+    return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
+
+
+def for_gateway(base: Mapping[str, str], instance: str) -> dict[str, str]:
+    """A gateway's environment. It sees no GPU, whatever it imports."""
+    return {**base, **_ALWAYS, "CUDA_VISIBLE_DEVICES": "", MARK: instance}
+
+
+def usable_cpus() -> int:
+    """Cores this process may use: its affinity, and its cgroup's quota rounded up."""
+    affinity = len(os.sched_getaffinity(0))
+    quota = _quota(Path("/sys/fs/cgroup"))
+    return max(1, min(affinity, quota) if quota else affinity)
+
+
+def _quota(root: Path) -> int | None:
+    """Cores of a CPU quota, None if unlimited. Source: kernel cgroup-v2 cpu.max; v1 cfs_quota."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if not quota.isdecimal() or not period.isdecimal():
+        return None  # "max", or -1
+    return -(-int(quota) // int(period))

@@ -1,0 +1,84 @@
+"""One gateway, as the supervisor sees it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+
+from servekit.config.schema import ServerConfig
+from servekit.supervisor import environment, procfs
+from servekit.supervisor.child import Command
+from servekit.supervisor.life import Host, Life
+from servekit.wire.messages import FromGateway, GatewayStatus, Serving, Topology, Traffic
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+
+class Gateway(Life[FromGateway]):
+    """Runs one gateway on the shared listening socket."""
+
+    incoming = FromGateway
+
+    def __init__(self, index: int, listen_fd: int, server: ServerConfig, host: Host) -> None:
+        super().__init__(f"gateway/{index}", host)
+        self.traffic = Traffic(0, 0, {})
+        self._listen_fd = listen_fd
+        self._server = server
+        self._topology = Topology(())
+        self._rss_bytes = 0
+        self._started_at = 0.0
+
+    def command(self) -> Command:
+        self._started_at = time.monotonic()
+        return Command(
+            name=self.name,
+            module="servekit.gateway",
+            args=(
+                *("--name", self.name),
+                *("--listen-fd", str(self._listen_fd)),
+                *("--settings", self._server.model_dump_json()),
+            ),
+            env=environment.for_gateway(self.host.environ, self.host.mark),
+            log_path=self.host.run_dir.log_path(self.name),
+            pass_fds=(self._listen_fd,),
+        )
+
+    def greet(self) -> None:
+        self.publish(self._topology)
+
+    def publish(self, topology: Topology) -> None:
+        """Tell it where everything is; a later incarnation is told first thing."""
+        self._topology = topology
+        if self.child is not None:
+            self.child.send(topology)
+
+    def receive(self, message: FromGateway) -> None:
+        match message:
+            case Serving():
+                took_s = round(time.monotonic() - self._started_at, 2)
+                log.info("serving", child=self.name, after_s=took_s)
+                self.came_up()
+            case Traffic():
+                self.traffic = message
+                self.host.changed()
+
+    def buried(self) -> None:
+        self.traffic = Traffic(0, 0, {})
+        self._rss_bytes = 0
+
+    def measure(self) -> None:
+        if self.child is not None:
+            self._rss_bytes = procfs.rss_bytes(self.pid)
+
+    def status(self) -> GatewayStatus:
+        return GatewayStatus(
+            name=self.name,
+            pid=self.pid,
+            state=self.state,
+            restarts=self.restarts,
+            rss_bytes=self._rss_bytes,
+            requests=self.traffic.requests,
+            in_flight=self.traffic.in_flight,
+        )

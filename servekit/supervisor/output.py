@@ -1,0 +1,99 @@
+"""What a child writes: split into lines, kept in a file of its own, passed on to the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+OnLine = Callable[[str], None]
+
+_LONGEST_LINE_BYTES = 64 * 2**10
+
+
+class RotatingFile:
+    """An append-only log with a bounded size: NAME.log, then NAME.log.1 (older) and so on.
+
+    It never raises: a full disk must not touch the service.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = 10 * 2**20, keep: int = 3) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._file: IO[bytes] | None = None
+        self._size_bytes = 0
+
+    def write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                self._open()
+            elif self._size_bytes + len(line) > self._max_bytes:
+                self._rotate()
+            if self._file is not None:
+                self._file.write(line)
+                self._size_bytes += len(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        self._file = None
+
+    def _open(self) -> None:
+        # Unbuffered: what was written before a crash of ours is on file.
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(fd, "ab", buffering=0)
+        self._size_bytes = os.fstat(fd).st_size
+
+    def _rotate(self) -> None:
+        self.close()
+        for number in range(self._keep, 0, -1):
+            older = self._numbered(number - 1)
+            if older.exists():
+                older.replace(self._numbered(number))
+        self._open()
+
+    def _numbered(self, number: int) -> Path:
+        return self._path if number == 0 else self._path.with_name(f"{self._path.name}.{number}")
+
+
+class Output(asyncio.Protocol):
+    """The reading end of a child's stdout and stderr, which are one pipe so that order is kept."""
+
+    def __init__(self, file: RotatingFile, on_line: OnLine, tail: int = 40) -> None:
+        self._file = file
+        self._on_line = on_line
+        self._rest = bytearray()
+        self.tail: deque[str] = deque(maxlen=tail)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._rest += data
+        *lines, rest = self._rest.split(b"\n")
+        for line in lines:
+            self._take(bytes(line))
+        if len(rest) > _LONGEST_LINE_BYTES:
+            self._take(bytes(rest))
+            rest = bytearray()
+        self._rest = rest
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rest:
+            self._take(bytes(self._rest))
+        self._file.close()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _take(self, line: bytes) -> None:
+        # A progress bar rewrites its line with \r; what it last showed is the line.
+        shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+        self._file.write(shown + b"\n")
+        text = shown.decode(errors="replace")
+        if text.strip():
+            self.tail.append(text)
+            self._on_line(text)

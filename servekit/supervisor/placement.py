@@ -1,0 +1,168 @@
+"""Which worker runs on which GPU. A pure function of the file and the machine.
+
+    device   GPUs found   the model runs on
+    cpu      any          the CPU
+    cuda     some         GPUs, one per replica
+    cuda     none         ConfigError
+    auto     some         GPUs, one per replica (engines that have no use for one: the CPU)
+    auto     none         the CPU (unless `gpus` names some: ConfigError)
+
+First every model gets what it must have: its explicit number of replicas, or one. Then what is
+left is dealt to the models with `replicas: auto`, one at a time, always to the one with the
+fewest. Both steps look for augmenting paths (Kuhn's algorithm for bipartite matching), so a
+placement is found whenever there is one, whatever GPUs the models insist on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from servekit.config.schema import ModelConfig
+from servekit.errors import ConfigError
+from servekit.supervisor.gpus import Gpu, match
+
+#: Engines that have no use for a GPU, so that `device: auto` keeps them off it.
+CPU_ENGINES = frozenset({"echo"})
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One worker's place. `threads` is its share of the cores; None on a GPU."""
+
+    model: str
+    index: int
+    gpu: Gpu | None
+    threads: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.index}"
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.gpu is None else str(self.gpu)
+
+
+def place(models: Sequence[ModelConfig], gpus: Sequence[Gpu], cpus: int) -> tuple[Assignment, ...]:
+    """Give every worker a place, in the file's order. Raises ConfigError if they do not fit."""
+    wanted = {m.name: _allowed(m, gpus) for m in models if _on_gpu(m, gpus)}
+    counts = {m.name: _least(m) for m in models}
+    matching = _Matching(wanted)
+    _satisfy(matching, {name: counts[name] for name in wanted}, gpus)
+    _share(matching, [m.name for m in models if m.name in wanted and m.replicas == "auto"])
+    on_cpu = sum(counts[m.name] for m in models if m.name not in wanted)
+    threads = _threads(cpus, on_cpu)
+    placed: list[Assignment] = []
+    for model in models:
+        if model.name in wanted:
+            own = sorted(matching.gpus_of(model.name), key=lambda gpu: gpu.index)
+            placed += [Assignment(model.name, i, gpu, None) for i, gpu in enumerate(own)]
+        else:
+            placed += [Assignment(model.name, i, None, threads) for i in range(counts[model.name])]
+    return tuple(placed)
+
+
+def _on_gpu(model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
+    if model.device == "cpu":
+        if model.gpus is not None:
+            raise ConfigError(f"model {model.name!r} names GPUs but asks for device: cpu")
+        return False
+    if model.device == "cuda" and not gpus:
+        raise ConfigError(
+            f"model {model.name!r} asks for device: cuda, and no NVIDIA GPU was found here; "
+            "write device: auto to fall back to the CPU"
+        )
+    return (
+        model.device == "cuda"
+        or model.gpus is not None
+        or (bool(gpus) and model.engine not in CPU_ENGINES)
+    )
+
+
+def _allowed(model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    if model.gpus is None:
+        return tuple(gpus)
+    allowed: list[Gpu] = []
+    for entry in model.gpus:
+        gpu = match(gpus, entry)
+        if gpu is None:
+            there = ", ".join(str(g) for g in gpus) or "no GPU at all"
+            raise ConfigError(f"model {model.name!r}: gpus names {entry!r}; there is {there}")
+        if gpu not in allowed:
+            allowed.append(gpu)
+    if not allowed:
+        raise ConfigError(f"model {model.name!r}: gpus is empty; leave it out to use any GPU")
+    return tuple(allowed)
+
+
+def _least(model: ModelConfig) -> int:
+    return 1 if model.replicas == "auto" else int(model.replicas)
+
+
+def _threads(cpus: int, workers: int) -> int:
+    # One core is left to the gateway and the rest: a CPU worker that fills every core makes
+    # its own tokens wait for the process that sends them.
+    return max(1, (cpus - 1) // max(1, workers))
+
+
+class _Matching:
+    """Who holds which GPU; grows one GPU at a time without ever taking a model's count down."""
+
+    def __init__(self, allowed: Mapping[str, Sequence[Gpu]]) -> None:
+        self.allowed = allowed
+        self._holder: dict[Gpu, str] = {}
+
+    def gpus_of(self, name: str) -> list[Gpu]:
+        return [gpu for gpu, holder in self._holder.items() if holder == name]
+
+    def grow(self, name: str) -> bool:
+        """Give `name` one more GPU, moving others if need be; False if that cannot be."""
+        return self._augment(name, set())
+
+    def _augment(self, name: str, seen: set[Gpu]) -> bool:
+        for gpu in sorted(self.allowed[name], key=lambda gpu: gpu in self._holder):
+            holder = self._holder.get(gpu)
+            if gpu in seen or holder == name:
+                continue
+            seen.add(gpu)
+            if holder is None or self._augment(holder, seen):
+                self._holder[gpu] = name
+                return True
+        return False
+
+
+def _satisfy(matching: _Matching, counts: Mapping[str, int], gpus: Sequence[Gpu]) -> None:
+    for name, count in counts.items():
+        for _ in range(count):
+            if not matching.grow(name):
+                raise ConfigError(_shortage(name, counts, matching.allowed[name], gpus))
+
+
+def _share(matching: _Matching, names: list[str]) -> None:
+    growing = list(names)
+    while growing:
+        name = min(growing, key=lambda n: len(matching.gpus_of(n)))
+        if not matching.grow(name):
+            growing.remove(name)
+
+
+def _shortage(
+    name: str, counts: Mapping[str, int], allowed: Sequence[Gpu], gpus: Sequence[Gpu]
+) -> str:
+    if counts[name] > len(allowed) and len(allowed) < len(gpus):
+        return (
+            f"model {name!r} asks for {counts[name]} replicas and its `gpus` names {len(allowed)}: "
+            "each replica takes a GPU of its own"
+        )
+    needs = ", ".join(f"{model} {count}" for model, count in counts.items())
+    total = sum(counts.values())
+    if total > len(gpus):
+        return (
+            f"the models need {total} GPUs ({needs}) and there are {len(gpus)}: "
+            f"{total - len(gpus)} too few; each replica takes a GPU of its own"
+        )
+    return (
+        f"model {name!r} needs {counts[name]} of the GPUs that its `gpus` names, and the other "
+        f"models' `gpus` leave it fewer (replicas: {needs}; {len(gpus)} GPUs in all)"
+    )

@@ -1,0 +1,160 @@
+"""One worker, as the supervisor sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor import environment, procfs
+from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
+from servekit.supervisor.child import Command
+from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
+from servekit.supervisor.life import Host, Life
+from servekit.supervisor.placement import Assignment
+from servekit.wire.messages import (
+    BootFailed,
+    FromWorker,
+    Load,
+    Loading,
+    ModelInfo,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    ReplicaStatus,
+    WorkerSpec,
+)
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+
+class Replica(Life[FromWorker]):
+    """Runs one worker at its place."""
+
+    incoming = FromWorker
+
+    def __init__(
+        self, model: ModelConfig, place: Assignment, gpus: Sequence[Gpu], host: Host
+    ) -> None:
+        super().__init__(place.name, host)
+        self.model = model
+        self.place = place
+        self.info: ModelInfo | None = None
+        self._gpus = gpus
+        self._socket: Path | None = None
+        self._progress: Progress | None = None
+        self._timings_s: dict[str, float] = {}
+        self._pong = Pong(0, 0.0, 0, 0, 0.0)
+        self._rss_bytes = 0
+        self._gpu_bytes = 0
+        self._started_at = 0.0
+
+    def command(self) -> Command:
+        self._started_at = time.monotonic()
+        self._socket = self.host.run_dir.new_socket()
+        return Command(
+            name=self.name,
+            module="servekit.worker",
+            args=("--name", self.name),
+            env=environment.for_worker(
+                self.host.environ, self.place, self.model.env, self.host.mark
+            ),
+            log_path=self.host.run_dir.log_path(self.name),
+        )
+
+    def greet(self) -> None:
+        assert self.child is not None
+        self.child.send(Load(worker_spec(self.model, self.place, str(self._socket))))
+
+    def receive(self, message: FromWorker) -> None:
+        match message:
+            case Loading(progress):
+                self._progress = progress
+                self.set("loading", self.reason)
+            case Ready(info, timings_s):
+                self._on_ready(info, timings_s)
+            case BootFailed(reason, permanent):
+                self.fail(reason, permanent=permanent)
+            case Pong():
+                self._pong = message
+                self.host.changed()
+
+    def buried(self) -> None:
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+        self._socket, self._progress = None, None
+        self._pong = Pong(0, 0.0, 0, 0, 0.0)
+        self._rss_bytes = self._gpu_bytes = 0
+
+    def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
+        assert self.child is not None
+        stray = self._stray_memory()
+        if stray:
+            message = f"worker {self.name} {stray}"
+            self.fail(message, permanent=True)
+            self.child.kill(message)
+            return
+        self.info, self._timings_s, self._progress = info, timings_s, None
+        took_s = round(time.monotonic() - self._started_at, 2)
+        log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
+        self.came_up()
+
+    def _stray_memory(self) -> str:
+        if not self._gpus:
+            return ""
+        own = {self.place.gpu.uuid} if self.place.gpu is not None else set[str]()
+        return stray_memory(group_of(self.pid), own, gpu_memory_by_pid(), self._gpus)
+
+    def ping(self, seq: int) -> None:
+        """Ask for its load; read its memory."""
+        if self.child is not None:
+            self._rss_bytes = procfs.rss_bytes(self.pid)
+            if self.state == "ready":
+                self.child.send(Ping(seq))
+
+    def measure(self, holdings: Holdings) -> None:
+        """Take its share of what NVML tells."""
+        if self.child is not None:
+            self._gpu_bytes = held_bytes(group_of(self.pid), holdings)
+
+    def status(self) -> ReplicaStatus:
+        gpu = self.place.gpu
+        return ReplicaStatus(
+            name=self.name,
+            state=self.state,
+            socket=str(self._socket or ""),
+            pid=self.pid,
+            device=self.place.device,
+            gpus=(gpu.uuid,) if gpu is not None else (),
+            progress=self._progress,
+            reason=self.reason,
+            restarts=self.restarts,
+            running=self._pong.running,
+            waiting=self._pong.waiting,
+            rss_bytes=self._rss_bytes,
+            gpu_bytes=self._gpu_bytes,
+            timings_s=self._timings_s,
+        )
+
+
+def worker_spec(model: ModelConfig, place: Assignment, socket: str) -> WorkerSpec:
+    """What the worker is told to load."""
+    return WorkerSpec(
+        name=place.name,
+        model=model.name,
+        engine=model.engine,
+        path=model.path,
+        revision=model.revision,
+        device="cpu" if place.gpu is None else "cuda",
+        dtype=model.dtype,
+        max_context=model.max_context,
+        trust_remote_code=model.trust_remote_code,
+        sampling=model.sampling.model_dump(exclude_none=True),
+        options=model.engine_options().model_dump(exclude_none=True),
+        socket=socket,
+    )

@@ -1,0 +1,182 @@
+"""The run directory: one instance's lock, sockets, logs and the record of what it started.
+
+    lock               flock, held while the instance lives; its text is the holder's PID
+    supervisor.json    who runs here: pid, start time, URL, configuration, mark
+    children.json      what it started: name, pid, birthmark
+    control.sock       the operator's socket
+    w1.sock …          one socket per worker incarnation
+    logs/NAME.log      what each child wrote
+
+It belongs to this user alone (0700). What a dead instance left is swept by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from servekit.errors import StartError
+from servekit.supervisor.leftovers import CHILDREN, Started, end_leftovers, read_children
+
+#: sockaddr_un.sun_path holds 108 bytes with its NUL (unix(7)).
+_MAX_SOCKET_PATH_BYTES = 107
+_LONGEST_NAME = "control.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Who runs in a run directory."""
+
+    pid: int
+    started_at: float  # Unix time, s
+    url: str
+    config: str
+    mark: str
+
+
+def default_path(environ: Mapping[str, str]) -> Path:
+    """Where an instance lives when nobody says otherwise."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    base = (
+        Path(runtime)
+        if runtime and Path(runtime).is_dir()
+        else Path(f"/tmp/servekit-{os.getuid()}")
+    )
+    return base / "servekit" / "default"
+
+
+def _fallback_base() -> Path:
+    return Path(f"/tmp/servekit-{os.getuid()}")
+
+
+def read_record(path: Path) -> Record | None:
+    """Who runs, or last ran, in `path`."""
+    try:
+        return Record(**json.loads((path / "supervisor.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+class RunDir:
+    """A run directory that this process holds."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+        self._sockets = 0
+        self.control = path / "control.sock"
+        self.logs = path / "logs"
+
+    @classmethod
+    def take(cls, path: Path) -> RunDir:
+        """Make it ours and clear what a dead instance left. Raises StartError."""
+        path = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow a symlink)
+        _check_length(path)
+        try:
+            _make_private(path)
+            lock_fd = _lock(path)
+        except OSError as error:
+            raise StartError(f"cannot use the run directory {path}: {error.strerror}") from error
+        taken = cls(path, lock_fd)
+        taken._sweep()
+        taken.logs.mkdir(mode=0o700, exist_ok=True)
+        return taken
+
+    def new_socket(self) -> Path:
+        """A socket path that no incarnation before has used."""
+        self._sockets += 1
+        return self.path / f"w{self._sockets}.sock"
+
+    def log_path(self, name: str) -> Path:
+        # "~" occurs in no model's name, so no two children share a file.
+        return self.logs / f"{name.replace('/', '~')}.log"
+
+    def record(self, record: Record) -> None:
+        _write(self.path / "supervisor.json", json.dumps(asdict(record)))
+
+    def record_children(self, children: Iterable[Started]) -> None:
+        _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
+
+    def release(self) -> None:
+        """Leave nothing but the logs and the lock file."""
+        self._clear()
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock_fd, 0)
+        os.close(self._lock_fd)
+
+    def _sweep(self) -> None:
+        """End what a dead instance left running, then remove its files."""
+        record = read_record(self.path)
+        end_leftovers(read_children(self.path), record.mark if record else "")
+        self._clear()
+
+    def _clear(self) -> None:
+        for pattern in ("*.sock", "supervisor.json", CHILDREN):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
+
+
+def _check_length(path: Path) -> None:
+    longest = len(os.fsencode(path / _LONGEST_NAME))
+    if longest > _MAX_SOCKET_PATH_BYTES:
+        raise StartError(
+            f"the run directory {path} makes socket paths of {longest} bytes, and Unix sockets "
+            f"allow {_MAX_SOCKET_PATH_BYTES}; choose a shorter one with --run-dir"
+        )
+
+
+def _make_private(path: Path) -> None:
+    for parent in reversed((path, *path.parents)):
+        if not parent.exists():
+            with contextlib.suppress(FileExistsError):
+                parent.mkdir(mode=0o700)
+            _check_ours(parent)
+    _check_ours(path)
+    _check_default_base(path)
+    if not (path / "lock").exists() and any(path.iterdir()):
+        raise StartError(f"the run directory {path} holds other files; choose an empty one")
+    path.chmod(0o700)
+
+
+def _check_default_base(path: Path) -> None:
+    # Under /tmp, another user may have made our parent first, to swap what is below it.
+    if _fallback_base() in path.parents:
+        _check_ours(_fallback_base())
+
+
+def _check_ours(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise StartError(f"the run directory {path} is not a directory, or is a symbolic link")
+    if found.st_uid != os.getuid():
+        raise StartError(f"the run directory {path} belongs to another user (uid {found.st_uid})")
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(fd, 32).decode(errors="replace").strip()
+        os.close(fd)
+        who = f"pid {holder}" if holder else "another process"
+        raise StartError(
+            f"the run directory {path} is in use by {who}; stop it with `servekit down`, "
+            "or choose another with --run-dir"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old text or the new, never half of it."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)

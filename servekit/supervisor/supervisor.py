@@ -1,0 +1,282 @@
+"""The supervisor: its life is `Supervisor.live`, one page of verbs.
+
+It owns the public socket, the run directory and every process of the instance. Signals and
+operators only post requests to it; one task acts on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import structlog
+
+from servekit import __version__
+from servekit.config.schema import Config
+from servekit.supervisor import listening, procfs
+from servekit.supervisor.control import Operators
+from servekit.supervisor.gateways import Gateway
+from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
+from servekit.supervisor.guard import Guard
+from servekit.supervisor.leftovers import Started, end_leftovers
+from servekit.supervisor.life import Life
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.replicas import Replica
+from servekit.supervisor.run_dir import Record, RunDir
+from servekit.wire.messages import Drain, ModelStatus, Status, Stop, Topology
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+_TICK_S = 1.0
+#: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
+Request = Literal["signal", "drain", "now"]
+#: NVML is asked less often: it takes milliseconds on a machine with eight GPUs.
+_NVML_EVERY_TICKS = 5
+#: From Stop to SIGTERM for a worker that has nothing in flight.
+_WORKER_GRACE_S = 5.0
+
+
+class Observer(Protocol):
+    """Who watches an instance: the command line's display."""
+
+    def changed(self, status: Status) -> None:
+        """The whole state, at most once per turn of the event loop."""
+
+    def line(self, name: str, text: str) -> None:
+        """A line that a child wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to run: the file, and where every worker goes."""
+
+    config: Config
+    config_path: str
+    places: tuple[Assignment, ...]
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What an instance stands on, taken before anything is started."""
+
+    run_dir: RunDir
+    listener: socket.socket
+
+    @classmethod
+    def take(cls, run_dir: Path, host: str, port: int) -> Ground:
+        """Lock the run directory and bind the public socket. Raises StartError."""
+        taken = RunDir.take(run_dir)
+        try:
+            return cls(taken, listening.bind(host, port))
+        except BaseException:
+            taken.release()
+            raise
+
+
+class Supervisor:
+    """One instance. Made on a running event loop."""
+
+    def __init__(
+        self, plan: Plan, ground: Ground, environ: Mapping[str, str], observer: Observer
+    ) -> None:
+        self.run_dir = ground.run_dir
+        self.environ = environ
+        self.mark = secrets.token_hex(16)
+        self.url = listening.url_of(ground.listener)
+        self._plan = plan
+        self._listener = ground.listener
+        self._observer = observer
+        self._started_at = time.time()
+        self._draining = False
+        self._publishing = False
+        self._topology = Topology(())
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._operators = Operators(self.status, self._on_shutdown)
+        server = plan.config.server
+        self._gateways = [
+            Gateway(index, self._listener.fileno(), server, self)
+            for index in range(server.gateways)
+        ]
+        models = {model.name: model for model in plan.config.models}
+        self._replicas = [
+            Replica(models[place.model], place, plan.gpus, self) for place in plan.places
+        ]
+
+    # ---- its life
+
+    async def live(self) -> int:
+        """Run until told to stop; returns the exit code. Nothing it started outlives it."""
+        self._catch_signals()
+        self._leave_record()
+        guard = Guard(self.run_dir.path, self.mark, self.environ)
+        lives: set[asyncio.Task[None]] = set()
+        ticking = self._loop.create_task(self._tick())
+        try:
+            await self._operators.listen(self.run_dir.control)
+            lives |= self._start(self._gateways)
+            lives |= self._start(self._replicas)
+            await self._until_told(lives)
+            await self._drain(lives)
+        finally:
+            ticking.cancel()
+            self._end_all(lives)
+            guard.dismiss()
+        return 0
+
+    def _start(self, those: Sequence[Life[Any]]) -> set[asyncio.Task[None]]:
+        return {self._loop.create_task(life.run(), name=life.name) for life in those}
+
+    async def _until_told(self, lives: set[asyncio.Task[None]]) -> None:
+        """Return when a signal or an operator says so; raise if a life breaks off."""
+        told = self._loop.create_task(self._requests.get())
+        await asyncio.wait({told, *lives}, return_when=asyncio.FIRST_COMPLETED)
+        if told.done() and told.result() == "now":
+            self._hurry()
+        told.cancel()
+
+    async def _drain(self, lives: set[asyncio.Task[None]]) -> None:
+        """Gateways first: they need the workers for what is in flight."""
+        self._draining = True
+        self._listener.close()
+        log.info("draining", at_most_s=self._plan.config.server.drain_timeout_s)
+        self.changed()
+        hurrying = self._loop.create_task(self._hurry_if_told_again())
+        for gateway in self._gateways:
+            gateway.end(Drain(), self._plan.config.server.drain_timeout_s)
+        of_gateways = {task for task in lives if task.get_name().startswith("gateway/")}
+        # A worker that loads, or waits to be restarted, has nothing in flight.
+        self._end_workers([replica for replica in self._replicas if replica.state != "ready"])
+        await _all(of_gateways)
+        self._end_workers(self._replicas)
+        await _all(lives)
+        hurrying.cancel()
+        log.info("stopped")
+
+    def _end_workers(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            replica.end(Stop(), _WORKER_GRACE_S)
+
+    async def _hurry_if_told_again(self) -> None:
+        while await self._requests.get() == "drain":  # an operator may ask twice; it is under way
+            pass
+        self._hurry()
+
+    def _hurry(self) -> None:
+        log.warning("stopping now; what is in flight is cut off")
+        for life in self._lives():
+            life.end_now()
+
+    def _end_all(self, lives: set[asyncio.Task[None]]) -> None:
+        """The last word, also when `live` broke off: nothing of ours runs after it."""
+        for task in lives:
+            task.cancel()
+        self._operators.close()
+        self._listener.close()
+        end_leftovers(self._started(), self.mark)
+        self.run_dir.release()
+
+    # ---- requests to it
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._loop.add_signal_handler(number, self._requests.put_nowait, "signal")
+
+    def _on_shutdown(self, now: bool) -> None:
+        self._requests.put_nowait("now" if now else "drain")
+
+    # ---- what its children tell
+
+    def changed(self) -> None:
+        if not self._publishing:
+            self._publishing = True
+            self._loop.call_soon(self._publish)
+
+    def children_changed(self) -> None:
+        self.run_dir.record_children(self._started())
+
+    def line(self, name: str, text: str) -> None:
+        self._observer.line(name, text)
+
+    def _publish(self) -> None:
+        self._publishing = False
+        topology = Topology(self._models(), self._draining)
+        if topology != self._topology:
+            self._topology = topology
+            for gateway in self._gateways:
+                gateway.publish(topology)
+        self._observer.changed(self.status())
+
+    async def _tick(self) -> None:
+        for count in itertools.count():
+            holdings = None
+            if self._plan.gpus and count % _NVML_EVERY_TICKS == 0:
+                holdings = gpu_memory_by_pid()
+            for gateway in self._gateways:
+                gateway.measure()
+            for replica in self._replicas:
+                replica.ping(count)
+                if holdings is not None:
+                    replica.measure(holdings)
+            await asyncio.sleep(_TICK_S)
+
+    # ---- what it knows
+
+    def status(self) -> Status:
+        return Status(
+            version=__version__,
+            pid=os.getpid(),
+            url=self.url,
+            config=self._plan.config_path,
+            started_at=self._started_at,
+            rss_bytes=procfs.rss_bytes(os.getpid()),
+            models=self._models(),
+            gateways=tuple(gateway.status() for gateway in self._gateways),
+            draining=self._draining,
+        )
+
+    def _models(self) -> tuple[ModelStatus, ...]:
+        return tuple(
+            ModelStatus(
+                name=model.name,
+                engine=model.engine,
+                path=model.path,
+                created=int(self._started_at),
+                replicas=tuple(r.status() for r in self._replicas if r.model is model),
+                info=next((r.info for r in self._replicas if r.model is model and r.info), None),
+                aliases=model.aliases,
+                timeout_s=model.timeout_s,
+                max_queue=model.max_queue,
+            )
+            for model in self._plan.config.models
+        )
+
+    def _started(self) -> list[Started]:
+        children = (life.child for life in self._lives())
+        return [Started(c.name, c.pid, c.started) for c in children if c is not None]
+
+    def _lives(self) -> list[Life[Any]]:
+        return [*self._gateways, *self._replicas]
+
+    def _leave_record(self) -> None:
+        self.run_dir.record(
+            Record(os.getpid(), self._started_at, self.url, self._plan.config_path, self.mark)
+        )
+
+
+async def _all(tasks: set[asyncio.Task[None]]) -> None:
+    """Wait for all; then raise what the first broken one raised."""
+    if tasks:
+        await asyncio.wait(tasks)
+        for task in tasks:
+            task.result()
