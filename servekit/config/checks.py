@@ -7,7 +7,7 @@ from pathlib import Path
 
 from servekit.config import paths
 from servekit.config.nodes import Node, find
-from servekit.config.problems import Problem, dotted
+from servekit.config.problems import Problem, dotted, short
 from servekit.config.schema import Config, ModelConfig
 
 Place = tuple[str | int, ...]
@@ -20,7 +20,7 @@ def names(root: Node) -> Iterator[Problem]:
         first = seen.setdefault(name, loc)
         if first != loc:
             line = find(root, first).node.mark.line
-            yield Problem(loc, f"'{name}' is taken by {dotted(first)} on line {line}.")
+            yield Problem(loc, f"'{short(name)}' is taken by {dotted(first)} on line {line}.")
 
 
 def _names(root: Node) -> Iterator[tuple[Place, str]]:

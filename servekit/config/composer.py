@@ -34,8 +34,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\u
 def parse(text: str) -> Node:
     """Compose one YAML document; raises DocumentError."""
     if bad := _UNPRINTABLE.search(text):
-        what = "the file is binary, not YAML" if bad[0] == "\0" else "unprintable character"
-        raise DocumentError(f"{what} (U+{ord(bad[0]):04X}).", mark_at(text, bad.start()))
+        what = f"unprintable character (U+{ord(bad[0]):04X})."
+        raise DocumentError(what, mark_at(text, bad.start()))
     try:
         root = _Composer(yaml.parse(text, Loader=_LOADER)).document()
     except yaml.MarkedYAMLError as error:
@@ -98,7 +98,7 @@ class _Composer:
         node = self._anchors.get(anchor)
         if node is None:
             what = "contains itself" if anchor in self._anchors else "is not defined above"
-            raise DocumentError(f"the alias *{anchor} {what}.", mark)
+            raise DocumentError(f"the alias *{(anchor or '')[:40]} {what}.", mark)
         self._count(node.size, mark)
         return Node(mark, node.value, node.text, node.keys, node.size)
 
@@ -120,7 +120,7 @@ class _Composer:
                 continue
             if key in keys:
                 raise DocumentError(
-                    f"the key '{key}' stands twice; first on line {keys[key].line}.", key_mark
+                    f"the key '{key[:40]}' stands twice; first on line {keys[key].line}.", key_mark
                 )
             values[key], keys[key] = value, key_mark
         for source in merged:
@@ -153,7 +153,7 @@ def _key(event: yaml.Event) -> str:
 
 
 def _short_tag(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!")
+    return tag.replace("tag:yaml.org,2002:", "!!")[:40]
 
 
 def _resolve(text: str) -> Scalar:

@@ -61,6 +61,8 @@ def _yaml_files_in(folder: Path) -> str:
 def _decode(data: bytes) -> str:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DocumentError("is saved as UTF-16; save it as UTF-8.")
+    if b"\0" in data:
+        raise DocumentError("is binary, not YAML.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -91,7 +91,7 @@ def _line(path: Path, root: Node, problem: Problem) -> tuple[tuple[int, int], st
 
 def dotted(loc: Loc) -> str:
     """`("models", 0, "name")` as `models[0].name`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{short(part)}" for part in loc)
     return "".join(parts).removeprefix(".")
 
 
@@ -125,7 +125,7 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     if first["type"] == "extra_forbidden":
         return Problem(loc, _unknown_key(loc, root), at_key=True)
     node = find(root, loc).node
-    wanted = [_EXPECTED[e["type"]].format(**e.get("ctx", {})) for e in errors if _known(e)]
+    wanted = [_wanted(e) for e in errors if e["type"] in _EXPECTED]
     if not wanted:
         is_key = first["loc"][-1:] == ("[key]",)
         return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
@@ -134,8 +134,11 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     return Problem(loc, message + _hint(node, wanted, first))
 
 
-def _known(error: ErrorDetails) -> bool:
-    return error["type"] in _EXPECTED
+def _wanted(error: ErrorDetails) -> str:
+    limits = error.get("ctx", {})
+    return _EXPECTED[error["type"]].format(
+        **{k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in limits.items()}
+    )
 
 
 def _own_words(error: ErrorDetails) -> str:
@@ -151,15 +154,16 @@ def describe(node: Node) -> str:
         case bool():
             return f"the truth value {node.text}"
         case int() | float():
-            return f"the number {_short(node.text)}"
+            return f"the number {short(node.text)}"
         case str():
-            return f"the text '{_short(node.value)}'"
+            return f"the text '{short(node.value)}'"
         case list():
             return "a list" if node.value else "an empty list"
     return "a mapping"
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """One line of `text` that is not too long for a message."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."
 
@@ -167,9 +171,9 @@ def _short(text: str) -> str:
 def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
     scalar = not isinstance(node.value, list | dict)
     if wanted == ["text"] and scalar and not isinstance(node.value, str):
-        return f' Put it in quotes: "{_short(node.text)}".'
+        return f' Put it in quotes: "{short(node.text)}".'
     if wanted == ["a list"] and scalar:
-        return f" Write [{_short(node.text)}]."
+        return f" Write [{short(node.text)}]."
     if error["type"] == "literal_error" and isinstance(node.value, str):
         choices = error.get("ctx", {}).get("expected", "").replace("'", "")
         return _did_you_mean(node.value, choices.replace(" or ", ", ").split(", "))
@@ -232,5 +236,5 @@ def _purpose(loc: tuple[str | int, ...]) -> str:
     sections: dict[int, type[Section]] = {1: Config, 3: ModelConfig}
     section = sections.get(len(loc))
     field = section.model_fields.get(str(loc[-1])) if section else None
-    text = (field.description or "") if field else ""
+    text = " ".join((field.description or "").split()) if field else ""
     return (text[:1].lower() + text[1:]) or "it must be written."
