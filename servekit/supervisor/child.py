@@ -62,15 +62,19 @@ class Exit:
     cause: str = ""  # why we killed it, if we did
 
     def __str__(self) -> str:
+        return self.explain()
+
+    def explain(self, when: str = "") -> str:
+        """In words; `when` follows what happened: "exit code 1 before it was ready: No module"."""
         if self.cause:
             return self.cause
         if self.signal is not None:
-            name = _signal_name(self.signal)
             oom = ", probably by the kernel: out of memory" if self.out_of_memory else ""
-            return f"killed by {name}{oom}"
-        last = next((line.strip() for line in reversed(self.tail) if line.strip()), "")
-        said = f": {last}" if last and self.code != 0 and not last.startswith("{") else ""
-        return f"exit code {self.code}{said}"
+            return f"killed by {_signal_name(self.signal)}{when}{oom}"
+        # Our own log lines are for machines; what precedes an exit as plain text is its reason.
+        plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
+        last = next((line for line in plain if line), "")
+        return f"exit code {self.code}{when}" + (f": {last}" if last and self.code else "")
 
 
 class Child(Generic[Incoming]):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 from collections.abc import Callable
 from pathlib import Path
 
 from servekit.errors import ServekitError, StartError
+from servekit.supervisor.run_dir import read_record
 from servekit.wire.connection import Connection, dial, listen
 from servekit.wire.messages import (
     Accepted,
@@ -84,3 +87,24 @@ async def ask(path: Path, message: GetStatus | Shutdown, timeout_s: float = 10.0
     if isinstance(reply, Refused):
         raise ServekitError(reply.message)
     return reply
+
+
+def shut_down(run_dir: Path, *, now: bool) -> int:
+    """End the instance of `run_dir` and return its PID once that process is gone.
+
+    Raises StartError when none runs there.
+    """
+    record = read_record(run_dir)
+    control = run_dir / "control.sock"
+    if record is None or not control.exists():
+        raise StartError(f"no servekit runs in {run_dir}")
+    try:
+        pidfd = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        raise StartError(f"no servekit runs in {run_dir}; its last one died") from None
+    try:
+        asyncio.run(ask(control, Shutdown(now)))
+        select.select([pidfd], [], [])  # readable when it has ended (pidfd_open(2))
+    finally:
+        os.close(pidfd)
+    return record.pid

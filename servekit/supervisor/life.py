@@ -164,13 +164,16 @@ class Life(ABC, Generic[Incoming]):
     def _judge(self, exit_: Exit) -> Decision:
         now = time.monotonic()
         if self._came_up and self._boot_failed is None:
-            self.reason, decision = str(exit_), self._policy.crashed(now)
-            log.error("died", child=self.name, reason=self.reason, again_in_s=decision.after_s)
-            return decision
-        said = self._boot_failed or BootFailed(f"{exit_} before it was ready", permanent=False)
-        self.reason = said.message
+            return self._tell("died", str(exit_), self._policy.crashed(now))
+        unsaid = BootFailed(exit_.explain(" before it was ready"), permanent=False)
+        said = self._boot_failed or unsaid
         decision = self._policy.boot_failed(permanent=said.permanent)
-        log.error("cannot start", child=self.name, reason=self.reason, again_in_s=decision.after_s)
+        return self._tell("cannot start", said.message, decision)
+
+    def _tell(self, event: str, reason: str, decision: Decision) -> Decision:
+        self.reason = reason
+        again = "not" if decision.after_s is None else f"{decision.after_s:.2f} s"
+        log.error(event, child=self.name, reason=reason, again_in=again)
         return decision
 
     async def _pause(self, decision: Decision) -> None:

@@ -26,6 +26,14 @@ from servekit.supervisor.gpus import Gpu, match
 CPU_ENGINES = frozenset({"echo"})
 
 
+class Misplaced(ConfigError):
+    """The models do not fit this machine. `loc` leads to the value to blame in the file."""
+
+    def __init__(self, message: str, *loc: str | int) -> None:
+        super().__init__(message)
+        self.loc = loc
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One worker's place. `threads` is its share of the cores; None on a GPU."""
@@ -45,11 +53,11 @@ class Assignment:
 
 
 def place(models: Sequence[ModelConfig], gpus: Sequence[Gpu], cpus: int) -> tuple[Assignment, ...]:
-    """Give every worker a place, in the file's order. Raises ConfigError if they do not fit."""
-    wanted = {m.name: _allowed(m, gpus) for m in models if _on_gpu(m, gpus)}
+    """Give every worker a place, in the file's order. Raises Misplaced if they do not fit."""
+    wanted = {m.name: _allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
     counts = {m.name: _least(m) for m in models}
     matching = _Matching(wanted)
-    _satisfy(matching, {name: counts[name] for name in wanted}, gpus)
+    _satisfy(matching, models, {name: counts[name] for name in wanted}, gpus)
     _share(matching, [m.name for m in models if m.name in wanted and m.replicas == "auto"])
     on_cpu = sum(counts[m.name] for m in models if m.name not in wanted)
     threads = _threads(cpus, on_cpu)
@@ -63,15 +71,17 @@ def place(models: Sequence[ModelConfig], gpus: Sequence[Gpu], cpus: int) -> tupl
     return tuple(placed)
 
 
-def _on_gpu(model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
+def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
     if model.device == "cpu":
         if model.gpus is not None:
-            raise ConfigError(f"model {model.name!r} names GPUs but asks for device: cpu")
+            message = f"model {model.name!r} names GPUs but asks for device: cpu"
+            raise Misplaced(message, "models", index, "gpus")
         return False
     if model.device == "cuda" and not gpus:
-        raise ConfigError(
+        raise Misplaced(
             f"model {model.name!r} asks for device: cuda, and no NVIDIA GPU was found here; "
-            "write device: auto to fall back to the CPU"
+            "write device: auto to fall back to the CPU",
+            *("models", index, "device"),
         )
     return (
         model.device == "cuda"
@@ -80,19 +90,21 @@ def _on_gpu(model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
     )
 
 
-def _allowed(model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+def _allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     if model.gpus is None:
         return tuple(gpus)
     allowed: list[Gpu] = []
-    for entry in model.gpus:
+    for number, entry in enumerate(model.gpus):
         gpu = match(gpus, entry)
         if gpu is None:
             there = ", ".join(str(g) for g in gpus) or "no GPU at all"
-            raise ConfigError(f"model {model.name!r}: gpus names {entry!r}; there is {there}")
+            message = f"model {model.name!r} asks for GPU {entry!r}; there is {there}"
+            raise Misplaced(message, "models", index, "gpus", number)
         if gpu not in allowed:
             allowed.append(gpu)
     if not allowed:
-        raise ConfigError(f"model {model.name!r}: gpus is empty; leave it out to use any GPU")
+        message = f"model {model.name!r} may use no GPU at all; leave `gpus` out to allow any"
+        raise Misplaced(message, "models", index, "gpus")
     return tuple(allowed)
 
 
@@ -132,11 +144,18 @@ class _Matching:
         return False
 
 
-def _satisfy(matching: _Matching, counts: Mapping[str, int], gpus: Sequence[Gpu]) -> None:
-    for name, count in counts.items():
-        for _ in range(count):
-            if not matching.grow(name):
-                raise ConfigError(_shortage(name, counts, matching.allowed[name], gpus))
+def _satisfy(
+    matching: _Matching,
+    models: Sequence[ModelConfig],
+    counts: Mapping[str, int],
+    gpus: Sequence[Gpu],
+) -> None:
+    for index, model in enumerate(models):
+        for _ in range(counts.get(model.name, 0)):
+            if not matching.grow(model.name):
+                message = _shortage(model.name, counts, matching.allowed[model.name], gpus)
+                key = "gpus" if model.replicas == "auto" and model.gpus else "replicas"
+                raise Misplaced(message, "models", index, key)
 
 
 def _share(matching: _Matching, names: list[str]) -> None:

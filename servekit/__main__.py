@@ -1,0 +1,14 @@
+"""`servekit` and `python -m servekit`."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command line."""
+    from servekit.cli import app
+
+    app(prog_name="servekit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The command line: parse and delegate. Heavy imports stand inside the commands, so that
+`servekit --help` answers at once. Exit codes: 0 done, 1 the machine is in the way, 2 the input is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.errors import ConfigError, ServekitError
+
+if TYPE_CHECKING:
+    from servekit.config.schema import Config
+    from servekit.supervisor.supervisor import Plan
+    from servekit.wire.messages import Status
+
+app = typer.Typer(
+    help="Serve your own models on your own GPUs: one command, every GPU pinned, nothing lost.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir", envvar="SERVEKIT_RUN_DIR", help="Sockets, logs and lock of one instance."
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def servekit(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from servekit import __version__
+
+        print(f"servekit {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def up(
+    config: ConfigFile,
+    host: Annotated[str | None, typer.Option(help="Listen here instead.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Listen here instead; 0: a free port.")
+    ] = None,
+    run_dir: RunDirectory = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only warnings and errors; no banner.")
+    ] = False,
+) -> None:
+    """Serve the models of a file until told to stop."""
+    with _one_sentence():
+        settings = _overridden(_load(config), host, port)
+        plan = _plan(settings, config)
+        raise typer.Exit(_run(plan, _run_dir(run_dir, settings), quiet=quiet))
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="The configuration file (YAML).")],
+) -> None:
+    """Check a file and show what would run where; start nothing."""
+    with _one_sentence():
+        from servekit.tables import plan_table, show
+
+        show(plan_table(_plan(_load(file), file)))
+
+
+@app.command()
+def ps(
+    run_dir: RunDirectory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="How long each phase of a start took.")
+    ] = False,
+) -> None:
+    """Show the processes of a running instance."""
+    with _one_sentence():
+        status = _ask_status(_run_dir(run_dir))
+        if as_json:
+            import json
+
+            from servekit.tables import as_builtins
+
+            print(json.dumps(as_builtins(status), indent=2))
+            return
+        from servekit.tables import show, status_tables
+
+        show(*status_tables(status, timings=timings))
+
+
+@app.command()
+def down(
+    run_dir: RunDirectory = None,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for requests in flight.")] = False,
+) -> None:
+    """Stop a running instance; returns when all of it is gone."""
+    with _one_sentence():
+        from servekit.supervisor.control import shut_down
+
+        pid = shut_down(_run_dir(run_dir), now=now)
+        print(f"servekit (pid {pid}) has stopped")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration file, for editors."""
+    import json
+
+    from servekit.config.load import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@contextlib.contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn our own errors into a sentence on stderr and an exit code."""
+    try:
+        yield
+    except ServekitError as error:
+        print(error.message, file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _load(path: Path) -> Config:
+    from servekit.config.load import load
+
+    return load(path)
+
+
+def _overridden(settings: Config, host: str | None, port: int | None) -> Config:
+    given = {"host": host, "port": port}
+    said = {key: value for key, value in given.items() if value is not None}
+    server = settings.server.model_copy(update=said)
+    return settings.model_copy(update={"server": server})
+
+
+def _plan(settings: Config, path: Path) -> Plan:
+    from servekit.config.load import complain
+    from servekit.supervisor.environment import usable_cpus
+    from servekit.supervisor.gpus import find_gpus
+    from servekit.supervisor.placement import Misplaced, place
+    from servekit.supervisor.supervisor import Plan
+
+    gpus = find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    try:
+        places = place(settings.models, gpus, usable_cpus())
+    except Misplaced as error:
+        raise complain(path, error.loc, error.message) from None
+    return Plan(settings, str(path.resolve()), places, gpus)
+
+
+def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
+    import asyncio
+
+    from servekit import logs
+    from servekit.display import watch
+    from servekit.supervisor.supervisor import Ground, Supervisor
+
+    ground = Ground.take(run_dir, plan.config.server.host, plan.config.server.port)
+    logs.configure("supervisor", level="warning" if quiet else "info")
+
+    async def live() -> int:
+        with watch(quiet=quiet) as display:
+            return await Supervisor(plan, ground, dict(os.environ), display).live()
+
+    return asyncio.run(live())
+
+
+def _run_dir(given: Path | None, settings: Config | None = None) -> Path:
+    from servekit.supervisor.run_dir import default_path
+
+    if given is not None:
+        return given
+    if settings is not None and settings.run_dir is not None:
+        return settings.run_dir
+    return default_path(os.environ)
+
+
+def _ask_status(run_dir: Path) -> Status:
+    import asyncio
+
+    from servekit.supervisor.control import ask
+    from servekit.wire.messages import GetStatus, Status
+
+    answer = asyncio.run(ask(run_dir / "control.sock", GetStatus()))
+    if not isinstance(answer, Status):
+        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+    return answer

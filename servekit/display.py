@@ -1,0 +1,213 @@
+"""What `servekit up` shows: on a terminal a live picture of the start with the log above it, then
+one banner and plain log lines; elsewhere plain lines from the beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import structlog
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from servekit.tables import note, progress_text, state
+from servekit.wire.messages import ModelStatus, ReplicaStatus, Status
+
+log: Any = structlog.get_logger("servekit")
+
+#: The picture is drawn at most this often.
+_DRAW_EVERY_S = 0.1
+#: Off a terminal, one line of progress per replica at most this often.
+_TELL_EVERY_S = 5.0
+_LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
+#: Fields of a child's log line that the supervisor's own line has already.
+_OURS = frozenset({"event", "level", "logger", "timestamp", "process"})
+
+
+@contextlib.contextmanager
+def watch(*, quiet: bool) -> Iterator[Display]:
+    """A display for as long as an instance lives."""
+    console = Console(stderr=True)
+    picture = _Picture(console) if console.is_terminal and not quiet else None
+    display = Display(console, picture, quiet=quiet)
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+class Display:
+    """The supervisor's observer."""
+
+    def __init__(self, console: Console, picture: _Picture | None, *, quiet: bool) -> None:
+        self._console = console
+        self._picture = picture
+        self._announced = quiet
+        self._told: dict[str, tuple[str, float]] = {}  # by replica: phase, and when it was told
+        self._finishing: int | None = None
+
+    def changed(self, status: Status) -> None:
+        if status.draining:
+            self._draining(status)
+        elif not self._announced:
+            self._starting(status)
+
+    def line(self, name: str, text: str) -> None:
+        """Log what a child wrote: its log lines as ours with its name, anything else as it is."""
+        level, event, fields = read_line(text)
+        getattr(log, level)(event, child=name, **fields)
+
+    def close(self) -> None:
+        if self._picture is not None:
+            self._picture.close()
+            self._picture = None
+
+    def _starting(self, status: Status) -> None:
+        if settled(status):
+            self.close()
+            self._announced = True
+            self._console.print(banner(status, boxed=self._console.is_terminal))
+        elif self._picture is not None:
+            self._picture.draw(status)
+        else:
+            self._tell_progress(status)
+
+    def _tell_progress(self, status: Status) -> None:
+        now = time.monotonic()
+        for replica in _replicas(status):
+            if replica.progress is None:
+                continue
+            phase, at = self._told.get(replica.name, ("", 0.0))
+            if phase != replica.progress.phase or now - at >= _TELL_EVERY_S:
+                self._told[replica.name] = (replica.progress.phase, now)
+                log.info(progress_text(replica.progress), child=replica.name)
+
+    def _draining(self, status: Status) -> None:
+        self.close()
+        in_flight = sum(gateway.in_flight for gateway in status.gateways)
+        if in_flight != self._finishing and in_flight:
+            requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
+            log.info(f"finishing {requests}, press Ctrl-C again to stop now")
+        self._finishing = in_flight
+
+
+class _Picture:
+    """The live picture of a start. Drawn by the event loop: no thread of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+        self._drawn_at = 0.0
+        _log_to_stderr()  # Live has put itself in the place of sys.stderr
+
+    def draw(self, status: Status) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at >= _DRAW_EVERY_S:
+            self._drawn_at = now
+            self._live.update(picture(status), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        _log_to_stderr()
+
+
+def _log_to_stderr() -> None:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
+def settled(status: Status) -> bool:
+    """Whether the start is over: gateways serve, and every replica serves or has given up."""
+    return all(gateway.state == "ready" for gateway in status.gateways) and all(
+        replica.state in ("ready", "failed") for replica in _replicas(status)
+    )
+
+
+def picture(status: Status) -> RenderableType:
+    """One line for each process that is coming up."""
+    grid = Table.grid(padding=(0, 2))
+    for model in status.models:
+        for replica in model.replicas:
+            grid.add_row(
+                Text(replica.name, style="bold"),
+                state(replica.state),
+                Text(replica.device, style="dim"),
+                _bar(replica),
+                Text(note(model, replica)),
+            )
+    for gateway in status.gateways:
+        grid.add_row(Text(gateway.name, style="bold"), state(gateway.state), "", "", "")
+    return Group(Text(), grid)
+
+
+def _bar(replica: ReplicaStatus) -> RenderableType:
+    progress = replica.progress
+    if progress is None or not progress.total:
+        return ""
+    return ProgressBar(total=progress.total, completed=progress.done, width=24)
+
+
+def banner(status: Status, *, boxed: bool) -> RenderableType:
+    """Where everything is, and how to stop it."""
+    lines = Text()
+    for label, value in _addresses(status):
+        lines.append(f"{label:<8}", style="bold")
+        lines.append(f"{value}\n", style="cyan")
+    for model in status.models:
+        lines.append(f"{'model':<8}", style="bold")
+        lines.append_text(_served(model))
+    lines.append(f"{'stop':<8}", style="bold")
+    lines.append("Ctrl-C, or: servekit down")
+    title = f"servekit {status.version}"
+    if boxed:
+        return Panel(lines, title=title, border_style="green", expand=False, padding=(0, 1))
+    return Group(Text(f"{title} is up"), lines)
+
+
+def _addresses(status: Status) -> Sequence[tuple[str, str]]:
+    return (
+        ("API", f"{status.url}/v1"),
+        ("UI", f"{status.url}/ui"),
+        ("docs", f"{status.url}/docs"),
+    )
+
+
+def _served(model: ModelStatus) -> Text:
+    ready = [replica for replica in model.replicas if replica.state == "ready"]
+    line = Text(model.name)
+    if ready:
+        devices = ", ".join(sorted({replica.device for replica in ready}))
+        times = f"{len(ready)} × " if len(ready) > 1 else ""
+        line.append(f"  {times}{devices}\n", style="dim")
+    for replica in model.replicas:
+        if replica.state == "failed":
+            line.append(f"{'' if ready else '  '}failed: {replica.reason}\n", style="red")
+    return line
+
+
+def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
+    """Level, event and fields of a child's line; a line that is not ours is its own event."""
+    if text.startswith("{"):
+        with contextlib.suppress(ValueError):
+            fields = json.loads(text)
+            level = fields.get("level", "info")
+            event = str(fields.get("event", text))
+            rest = {key: value for key, value in fields.items() if key not in _OURS}
+            return level if level in _LEVELS else "info", event, rest
+    return "info", text, {}
+
+
+def _replicas(status: Status) -> Iterator[ReplicaStatus]:
+    for model in status.models:
+        yield from model.replicas

@@ -1,0 +1,162 @@
+"""What the command line shows of a plan and of a running instance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from servekit.supervisor.supervisor import Plan
+from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
+
+_COLOURS = {
+    "ready": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "draining": "yellow",
+    "backoff": "red",
+    "failed": "red",
+    "stopped": "dim",
+}
+#: Columns of a table that goes to a file or a pipe, where nothing should be cut off.
+_WIDE = 200
+
+
+def show(*renderables: RenderableType) -> None:
+    """Print on stdout, in colour on a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def plan_table(plan: Plan) -> Table:
+    """What would run where."""
+    table = _table("WORKER", "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
+    models = {model.name: model for model in plan.config.models}
+    for place in plan.places:
+        model = models[place.model]
+        threads = "" if place.threads is None else str(place.threads)
+        table.add_row(place.name, model.engine, place.device, threads, model.dtype, model.path)
+    return table
+
+
+def status_tables(status: Status, *, timings: bool) -> Sequence[RenderableType]:
+    """A running instance: its workers, its gateways, the supervisor itself."""
+    head = Text(
+        f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
+        f"{size(status.rss_bytes)} · up {duration(time.time() - status.started_at)}"
+        + (" · draining" if status.draining else "")
+    )
+    return [head, _workers(status, timings=timings), _gateways(status)]
+
+
+def _workers(status: Status, *, timings: bool) -> Table:
+    table = _table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
+    table.add_column("TIMINGS" if timings else "NOTE")
+    for model in status.models:
+        for replica in model.replicas:
+            last = timings_of(replica) if timings else note(model, replica)
+            table.add_row(
+                replica.name,
+                state(replica.state),
+                str(replica.pid or "-"),
+                replica.device,
+                size(replica.rss_bytes),
+                size(replica.gpu_bytes),
+                str(replica.restarts),
+                str(replica.running),
+                str(replica.waiting),
+                Text(last),
+            )
+    return table
+
+
+def _gateways(status: Status) -> Table:
+    table = _table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
+    for gateway in status.gateways:
+        table.add_row(
+            gateway.name,
+            state(gateway.state),
+            str(gateway.pid or "-"),
+            size(gateway.rss_bytes),
+            str(gateway.restarts),
+            str(gateway.in_flight),
+            str(gateway.requests),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("WORKER", "STATE", "PID"))
+    return table
+
+
+def state(name: str) -> Text:
+    return Text(name, style=_COLOURS.get(name, ""))
+
+
+def note(model: ModelStatus, replica: ReplicaStatus) -> str:
+    """What there is to say of a replica: its progress, why it is down, else what it runs."""
+    if replica.progress is not None:
+        return progress_text(replica.progress)
+    if replica.state in ("failed", "backoff"):
+        return replica.reason
+    if replica.reason:
+        return f"last: {replica.reason}"
+    return f"{model.info.architecture} {model.info.dtype}" if model.info else ""
+
+
+def timings_of(replica: ReplicaStatus) -> str:
+    return ", ".join(f"{phase} {time_s:.2f} s" for phase, time_s in replica.timings_s.items())
+
+
+def progress_text(progress: Progress) -> str:
+    """ "fetch 12.0 of 94.0 MB", "load 30 of 272 tensors", "warm-up"."""
+    if not progress.total:
+        return progress.phase
+    if progress.unit == "bytes":
+        return f"{progress.phase} {size(progress.done)} of {size(progress.total)}"
+    return f"{progress.phase} {progress.done} of {progress.total} {progress.unit}".rstrip()
+
+
+def size(size_bytes: int) -> str:
+    """Bytes for people; "-" for none."""
+    if not size_bytes:
+        return "-"
+    value = float(size_bytes)
+    for unit in ("B", "KB", "MB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GB"
+
+
+def duration(time_s: float) -> str:
+    minutes, seconds = divmod(int(time_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def as_builtins(value: Any) -> Any:
+    """Structs as dicts with their field names (on the wire they are arrays)."""
+    if isinstance(value, msgspec.Struct):
+        return {name: as_builtins(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: as_builtins(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_builtins(item) for item in value]
+    return value
