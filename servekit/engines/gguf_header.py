@@ -1,0 +1,132 @@
+"""The header of a GGUF file, read without torch: is it whole, how large will it be?
+
+After the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servekit.errors import LoadError
+
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_DEFAULT_ALIGNMENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is known of a GGUF file before it is converted."""
+
+    architecture: str
+    tensors: int
+    parameters: int  # elements of all tensors
+
+
+def read_header(path: Path) -> Header:
+    """Read and check `path`. Raises LoadError if it is no GGUF file, cut short, or one of parts."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data, path).header()
+    except (struct.error, ValueError, OverflowError) as error:
+        raise LoadError(f"{path} is not a whole GGUF file: {error}. Fetch it again.") from error
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._at = 0
+
+    def header(self) -> Header:
+        magic, version, tensors, fields = self._unpack("4sIQQ")
+        if magic != b"GGUF":
+            raise ValueError("it does not start with GGUF")
+        if version not in (2, 3):
+            raise ValueError(
+                f"its version is {version:#x}; versions 2 and 3, little endian, are known"
+            )
+        metadata = dict(self._field() for _ in range(fields))
+        if int(metadata.get("split.count") or 1) > 1:
+            raise LoadError(
+                f"{self._path} is one of {metadata['split.count']} parts: join them with "
+                "`llama-gguf-split --merge FIRST_PART OUT.gguf`."
+            )
+        parameters = self._tensors(tensors, int(metadata.get("general.alignment", 32)))
+        return Header(str(metadata.get("general.architecture", "")), tensors, parameters)
+
+    def _tensors(self, count: int, alignment: int) -> int:
+        """The number of elements, after checking that the file holds them all."""
+        table = [self._tensor() for _ in range(count)]
+        start = -(-self._at // alignment) * alignment
+        end = start + max((offset + size for _, offset, size in table), default=0)
+        if len(self._data) < end:
+            raise ValueError(f"it has {len(self._data)} bytes where {end} belong")
+        return sum(elements for elements, _, _ in table)
+
+    def _tensor(self) -> tuple[int, int, int]:
+        """Elements, offset and size in bytes of the next tensor in the table."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        self._string()
+        (dimensions,) = self._unpack("I")
+        elements = math.prod(self._unpack(f"{dimensions}Q"))
+        kind, offset = self._unpack("IQ")
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        return elements, offset, elements // block * block_bytes
+
+    def _field(self) -> tuple[str, Any]:
+        name = self._string()
+        (kind,) = self._unpack("I")
+        return name, self._value(kind)
+
+    def _value(self, kind: int) -> Any:
+        """A metadata value; arrays are skipped over, for only scalars are of use here."""
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            self._skip_array()
+            return None
+        return self._unpack(_scalar(kind))[0]
+
+    def _skip_array(self) -> None:
+        kind, count = self._unpack("IQ")
+        if kind in _SCALARS:
+            self._at += struct.calcsize("<" + _SCALARS[kind]) * count
+            return
+        for _ in range(count):
+            self._value(kind)
+
+    def _string(self) -> str:
+        (length,) = self._unpack("Q")
+        return bytes(self._unpack(f"{length}s")[0]).decode(errors="replace")
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self._data, self._at)
+        self._at += struct.calcsize("<" + layout)
+        return values
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"it has a metadata value of unknown type {kind}")
+    return _SCALARS[kind]

