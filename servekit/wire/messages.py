@@ -196,6 +196,7 @@ class Topology(Message, frozen=True):
 
     models: tuple[ModelStatus, ...]
     draining: bool = False
+    gateways: int = 1  # how many share the workers' slots
 
 
 # ---------------------------------------------------------------- gateway → supervisor

@@ -1,0 +1,164 @@
+"""The gateway's connections to the workers: one per replica that the supervisor calls ready.
+
+The connection is the lease: greeted is routable, EOF is death, and the calls that were in flight
+there go back to the router in that very moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import structlog
+
+from servekit.errors import REQUEST_ERRORS, RequestError, WorkerLost
+from servekit.gateway.call import Call
+from servekit.wire.connection import Connection, dial
+from servekit.wire.messages import (
+    PROTOCOL,
+    Cancel,
+    Failed,
+    Hello,
+    ModelInfo,
+    ReplicaStatus,
+    Tokens,
+    WorkerToGateway,
+)
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+#: Between attempts to reach a worker that does not answer its socket.
+REDIAL_S = 0.05
+
+
+class Owner(Protocol):
+    """Who is told what becomes of the calls: the router."""
+
+    name: str
+
+    def on_free(self, replica: Replica) -> None: ...
+    def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
+    def on_ended(self, call: Call) -> None: ...
+
+
+class Replica:
+    """One worker, as this gateway reaches it. `credits` is how many calls it may hold for us."""
+
+    def __init__(self, owner: Owner, model: str, status: ReplicaStatus, share: int) -> None:
+        self.owner = owner
+        self.model = model
+        self.name = status.name
+        self.socket = status.socket
+        self.share = share  # gateways that share the worker's slots
+        self.info: ModelInfo | None = None
+        self.calls: dict[int, Call] = {}
+        self.wanted = True  # False: no new calls, those in flight may finish
+        self._next_id = 0
+        self._connection: Connection[WorkerToGateway] | None = None
+        self._dialling = asyncio.get_running_loop().create_task(self._dial())
+
+    # ---- routing
+
+    @property
+    def credits(self) -> int:
+        """Calls that may be sent now; 0 while not routable."""
+        if self.info is None or not self.wanted:
+            return 0
+        return max(1, self.info.slots // self.share) - len(self.calls)
+
+    @property
+    def routable(self) -> bool:
+        return self.info is not None and self.wanted
+
+    def run(self, call: Call) -> None:
+        """Send a call to this worker; the caller has looked at `credits`."""
+        assert self._connection is not None
+        self._next_id += 1
+        self.calls[self._next_id] = call
+        call.replica = self
+        self._connection.send(call.request(self._next_id))
+
+    def drop(self, call: Call) -> None:
+        """Cancel a call that runs here; its slot is free for another one at once."""
+        if self.calls.pop(call.wire_id, None) is not None and self._connection is not None:
+            self._connection.send(Cancel(call.wire_id))
+        call.replica = None
+
+    def retire(self) -> None:
+        """Take no new calls; the connection closes once those in flight are done."""
+        self.wanted = False
+        self._dialling.cancel()
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self.wanted and not self.calls and self._connection is not None:
+            self._connection.close()
+
+    # ---- the connection
+
+    async def _dial(self) -> None:
+        while self.wanted:
+            try:
+                self._connection = await dial(self.socket, self._factory)
+            except OSError:
+                await asyncio.sleep(REDIAL_S)  # it died; the supervisor will say so
+                continue
+            self._connection.send(Hello(PROTOCOL, "gateway", self.owner.name))
+            return
+
+    def _factory(self) -> Connection[WorkerToGateway]:
+        return Connection(WorkerToGateway, self._on_message, self._on_close)
+
+    def _on_message(self, message: WorkerToGateway) -> None:
+        if isinstance(message, Tokens):
+            self._on_tokens(message)
+        elif isinstance(message, Failed):
+            self._on_failed(message)
+        else:
+            self.info = message.info
+            log.info("worker connected", worker=self.name)
+            self.owner.on_free(self)
+
+    def _on_tokens(self, message: Tokens) -> None:
+        freed = False
+        for delta in message.deltas:
+            call = self.calls.get(delta.id)
+            if call is None:
+                continue  # cancelled while this was on its way
+            if delta.finish is not None:
+                del self.calls[delta.id]
+                call.replica = None
+                self.owner.on_ended(call)
+                freed = True
+            call.take(delta)
+        if freed:
+            self._after_free()
+
+    def _on_failed(self, message: Failed) -> None:
+        call = self.calls.pop(message.id, None)
+        if call is None:
+            return
+        call.replica = None
+        kind = REQUEST_ERRORS.get(message.code, RequestError)
+        if kind is WorkerLost:  # it is draining: nothing is wrong with the call
+            self.wanted = False
+            self.owner.on_lost(self, [call])
+        else:
+            self.owner.on_ended(call)
+            call.fail(kind(message.message, param=message.param))
+        self._after_free()
+
+    def _after_free(self) -> None:
+        self.owner.on_free(self)
+        self._close_if_idle()
+
+    def _on_close(self, error: Exception | None) -> None:
+        was, self.info, self._connection = self.info, None, None
+        calls, self.calls = list(self.calls.values()), {}
+        for call in calls:
+            call.replica = None
+        if was is not None and (self.wanted or calls):
+            log.warning("worker lost", worker=self.name, in_flight=len(calls), error=str(error))
+        if self.wanted:
+            self._dialling = asyncio.get_running_loop().create_task(self._dial())
+        self.owner.on_lost(self, calls)
