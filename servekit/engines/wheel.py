@@ -88,6 +88,7 @@ def _start_pip(requirement: str, scratch: Path, output: IO[bytes]) -> subprocess
         "--no-cache-dir",
         "--no-input",
     )
+    into = ("--dest", str(scratch), requirement)
     return subprocess.Popen(
         (sys.executable, "-c", _PIP, str(os.getpid()), "download", *options, *into),
         stdin=subprocess.DEVNULL,
