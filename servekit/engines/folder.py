@@ -17,6 +17,10 @@ def check(folder: Path) -> None:
 
     Reads the headers of the weights, not the weights.
     """
+    if not folder.is_dir():
+        raise LoadError(
+            f"{folder} is a file; name the folder that holds the model, or a .gguf file."
+        )
     weights = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file():
         raise LoadError(_no_config(folder))

@@ -10,6 +10,7 @@ on the CPU; no tensor is placed on a GPU and no CUDA context is opened.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -45,8 +46,8 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     header = read_header(path)
     report(Progress("convert", 0, header.tensors, "tensors"))
     try:
-        _save_tokenizer(path, folder)
-        with _tensors_reported(report, header.tensors):
+        with _hastened(report, header.tensors):
+            _save_tokenizer(path, folder)
             model = _load(path, header)
     except LoadError:
         raise
@@ -96,8 +97,14 @@ def _save_model(model: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _tensors_reported(report: Report, total: int) -> Iterator[None]:
-    """Report each tensor as the library's own progress bar would count it."""
+def _hastened(report: Report, total: int) -> Iterator[None]:
+    """Report each tensor the library unpacks, and let it parse the file once instead of thrice.
+
+    For SmolLM2 this halves the time: reading the header takes the `gguf` package 2 s each time,
+    and the library asks for the same map of tensor names once per module of the model.
+    """
+    import gguf
+
     library: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
     def counted(tensors: Any, *_: Any, **__: Any) -> Iterator[Any]:
@@ -105,12 +112,22 @@ def _tensors_reported(report: Report, total: int) -> Iterator[None]:
             report(Progress("convert", done, total, "tensors"))
             yield tensor
 
-    original = getattr(library, "tqdm", None)
-    library.tqdm = counted
+    with (
+        _replaced(library, "tqdm", counted),
+        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        library.tqdm = original
+        setattr(module, name, original)
 
 
 def _unsupported(path: Path, header: Header, error: Exception) -> str:

@@ -61,18 +61,16 @@ def fetch(
     """
     wanted = revision or "main"
     key = Key(f"{repo} {file}", ("hub", repo, file, wanted, str(trust_remote_code)))
-    with cache.locked(key, report, phase="fetch") as shared:
-        path = cache.root / ".pins" / f"{key.name}.json"
-        pin = _read(path)
-        if pin is None or _snapshot_of(pin) is None:
-            pin = _Hub(repo, file, trust_remote_code, shared).download(wanted, pin)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(msgspec.json.encode(pin))
-        snapshot = _snapshot_of(pin)
-    if snapshot is None:
-        raise LoadError(f"{repo} at {pin.commit} is not in the hub's cache.", permanent=False)
+    path = cache.root / ".pins" / f"{key.name}.json"
+    pin = _read(path)
+    if pin is None or not _is_here(pin):
+        with cache.locked(key, report, phase="fetch") as shared:
+            pin = _read(path)
+            if pin is None or not _is_here(pin):
+                pin = _Hub(repo, file, trust_remote_code, shared).download(wanted, pin)
+                _write(path, pin)
     _announce(pin, path)
-    return snapshot, pin.commit
+    return _snapshot(pin), pin.commit
 
 
 def _announce(pin: Pin, path: Path) -> None:
@@ -93,10 +91,20 @@ def _read(path: Path) -> Pin | None:
         return None
 
 
-def _snapshot_of(pin: Pin) -> Path | None:
-    """The pin's folder in the hub's cache, if all its files are there."""
-    snapshot = _repo_cache(pin.repo) / "snapshots" / pin.commit
-    return snapshot if all((snapshot / name).is_file() for name in pin.files) else None
+def _write(path: Path, pin: Pin) -> None:
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(pin))
+    fresh.replace(path)
+
+
+def _snapshot(pin: Pin) -> Path:
+    return _repo_cache(pin.repo) / "snapshots" / pin.commit
+
+
+def _is_here(pin: Pin) -> bool:
+    """Whether all its files are in the hub's cache."""
+    return all((_snapshot(pin) / name).is_file() for name in pin.files)
 
 
 def _repo_cache(repo: str) -> Path:
@@ -146,9 +154,8 @@ class _Hub:
         """The files that serving needs. Raises LoadError if the weights are not among them."""
         if self._file:
             if self._file not in names:
-                raise LoadError(
-                    model_folder.no_weights(f"{self._repo} has no {self._file}: it", names)
-                )
+                ggufs = ", ".join(n for n in names if n.endswith(".gguf")) or "none"
+                raise LoadError(f"{self._repo} has no {self._file}; its GGUF files: {ggufs}.")
             return [self._file]
         weights = [n for n in names if fnmatch.fnmatch(n, "*.safetensors") and "/" not in n]
         if not weights:
