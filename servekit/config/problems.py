@@ -220,6 +220,9 @@ def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:
         if section and key in section.model_fields and home != loc[:-1]:
             where = f"under {dotted(home)}" if home else "at the top of the file"
             return f"'{key}' belongs {where}"
+    for engine, options in ENGINE_OPTIONS.items():
+        if "options" in loc[:-1] and key in options.model_fields:
+            return f"'{key}' is an option of `engine: {engine}`"
     return ""
 
 
