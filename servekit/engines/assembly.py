@@ -1,0 +1,199 @@
+"""Choosing how a loaded model is run: batching, cache size, context, defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from servekit.engines import kv_cache
+from servekit.engines.base import StepOutput
+from servekit.engines.continuous import ContinuousRunner
+from servekit.engines.rows import Row
+from servekit.engines.static import StaticRunner
+from servekit.errors import LoadError
+from servekit.wire.messages import ModelInfo, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+#: Context of a model that states none, such as a recurrent one.
+UNSTATED_CONTEXT = 8192
+#: Smaller than this a context serves nobody.
+LEAST_CONTEXT = 16
+#: What the library raises for a model whose layers it cannot page.
+_NOT_PAGEABLE = (ValueError, TypeError, AttributeError, KeyError, NotImplementedError)
+
+
+class Runner(Protocol):
+    """Runs rows step by step; called by the engine's thread only."""
+
+    capacity: int
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_used(self) -> float: ...
+    def add(self, row: Row) -> None: ...
+    def cancel(self, row: Row) -> None: ...
+    def step(self) -> list[tuple[Row, StepOutput]]: ...
+    def close(self) -> None: ...
+
+
+def assemble(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
+    """The runner for this model, and what it can do. Raises LoadError."""
+    wish = spec.options.get("batching", "auto")
+    attention = str(model.config._attn_implementation)
+    reason = "the configuration says static" if wish == "static" else _obstacle(model)
+    if not reason:
+        try:
+            return _continuous(model, spec, chat)
+        except _NOT_PAGEABLE as error:
+            reason = f"{type(error).__name__}: {error}"
+            model.set_attn_implementation(attention)
+    if wish == "continuous":
+        raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
+    log.info("%s runs one request at a time: %s", spec.model, reason)
+    return _static(model, spec, chat)
+
+
+def _obstacle(model: PreTrainedModel) -> str:
+    """Why this model cannot share a batch, or "". Silence here would mean wrong text."""
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if getattr(model, "_is_stateful", False):
+        return "it is recurrent"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced by a paged one"
+    return ""
+
+
+def _continuous(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
+    context = _context(model, spec)
+    plan = _plan(model, spec, context)
+    runner = _with_less_on_failure(lambda halvings: ContinuousRunner(model, plan.halved(halvings)))
+    plan = runner.plan
+    detail = f"continuous batching, {runner.attention}, {plan.blocks} × {plan.block_size} tokens"
+    return runner, _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)
+
+
+def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
+    context = _context(model, spec)
+    default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
+    chunk = spec.options.get("max_batch_tokens") or default
+    runner = StaticRunner(model, context, chunk)
+    detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}"
+    return runner, _info(model, spec, chat, runner, 1, 0, detail, context)
+
+
+def _info(
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    chat: bool,
+    runner: Runner,
+    slots: int,
+    kv_bytes: int,
+    detail: str,
+    context: int,
+) -> ModelInfo:
+    context = min(context, runner.capacity)
+    if context < LEAST_CONTEXT:
+        raise LoadError(
+            f"Memory is enough for a context of {context} tokens only.", permanent=False
+        )
+    return ModelInfo(
+        max_context=context,
+        slots=slots,
+        chat=chat,
+        architecture=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kv_cache_bytes=kv_bytes,
+        detail=detail,
+    )
+
+
+def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    stated = [value for name in names if isinstance(value := getattr(config, name, None), int)]
+    own = next((value for value in stated if value > 0), UNSTATED_CONTEXT)
+    return min(own, spec.max_context or own)
+
+
+# ---------------------------------------------------------------- the cache's size
+
+
+def _plan(model: PreTrainedModel, spec: WorkerSpec, context: int) -> kv_cache.Plan:
+    options = spec.options
+    return kv_cache.plan(
+        kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize),
+        cuda=spec.device == "cuda",
+        available_bytes=_available_bytes(spec),
+        max_context=context,
+        block_size=options.get("block_size") or 32,
+        slots=options.get("slots"),
+        batch_tokens=options.get("max_batch_tokens"),
+        cache_bytes=options.get("kv_cache_bytes"),
+    )
+
+
+def _available_bytes(spec: WorkerSpec) -> int:
+    if spec.device == "cpu":
+        return kv_cache.available_host_bytes()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(0)[0])
+
+
+def _with_less_on_failure(make: Callable[[int], ContinuousRunner]) -> ContinuousRunner:
+    """Another process may have taken memory meanwhile; try twice with half of it."""
+    for halvings in range(3):
+        try:
+            return make(halvings)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            log.warning("no room for the KV cache as planned: %s", error)
+    raise LoadError("There is no room for the KV cache.", permanent=False)
+
+
+# ---------------------------------------------------------------- what the model says of itself
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """All token ids that end a completion, from wherever the model names them."""
+    found: list[Any] = []
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    known = range(vocab_size(model))
+    return frozenset(token for token in found if isinstance(token, int) and token in known)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the embedding: every token id that the model can read."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
+    """The sampling that the model's generation config asks for, by `Sampling` field."""
+    config = model.generation_config
+    stated = {} if config is None else config.to_diff_dict()
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: stated[name] for name in names if stated.get(name) is not None}
+
+
+def cpu_threads(asked: int | None) -> int:
+    """torch threads: as asked, as OMP_NUM_THREADS says, or half the cores.
+
+    More are slower for models small enough for a CPU, and erratic when the cores are shared.
+    """
+    if asked is not None:
+        return asked
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    return int(stated) if stated.isdigit() else max(1, len(os.sched_getaffinity(0)) // 2)

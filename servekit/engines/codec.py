@@ -1,0 +1,173 @@
+"""Text to token ids and back, by the model's own tokenizer and chat template.
+
+Decoding is incremental: text is handed out as soon as it is certain, and never a part of a
+character. Byte-level tokenizers are decoded byte by byte; all others by decoding a short window
+of tokens with and without the new ones, which gets leading spaces right whatever the tokenizer's
+rules are. Both cost the same for the thousandth token as for the first.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from servekit.errors import RequestError
+from servekit.wire.messages import ChatMessage
+
+REPLACEMENT = "�"
+#: Tokens after which a window that still ends in U+FFFD is not waiting but broken.
+_LONGEST_CHARACTER = 8
+
+
+class TokenizerCodec:
+    """Codec over a `transformers` tokenizer; see `base.Codec`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._pieces = _BytePieces(backend) if _is_byte_level(backend) else None
+
+    @property
+    def chat(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        if not self.chat:
+            raise RequestError(
+                "This model has no chat template; use /v1/completions.", param="messages"
+            )
+        if not messages:
+            raise RequestError("messages must have at least one message.", param="messages")
+        text = self._render([_as_dict(message) for message in messages])
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def decoder(self) -> ByteDecoder | WindowDecoder:
+        if self._pieces is not None:
+            return ByteDecoder(self._pieces)
+        return WindowDecoder(self._tokenizer)
+
+
+def _as_dict(message: ChatMessage) -> dict[str, str]:
+    fields = {"role": message.role, "content": message.content}
+    return fields if message.name is None else fields | {"name": message.name}
+
+
+# ---------------------------------------------------------------- byte-level tokenizers
+
+
+def _is_byte_level(backend: Any) -> bool:
+    return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
+
+
+class _BytePieces:
+    """The bytes of each token, looked up once per token id and shared by all decoders."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._special = {
+            token for token, added in backend.get_added_tokens_decoder().items() if added.special
+        }
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._look_up(token)
+        return piece
+
+    def _look_up(self, token: int) -> bytes:
+        text = None if token in self._special else self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        try:
+            return bytes(_byte_alphabet()[character] for character in text)
+        except KeyError:  # an added token, written as plain text
+            return str(text).encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest from U+0100."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(itself)]
+    alphabet = {chr(byte): byte for byte in itself}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class ByteDecoder:
+    """Joins the tokens' bytes and decodes UTF-8 as it completes."""
+
+    def __init__(self, pieces: _BytePieces) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._pieces.of, token_ids)))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+# ---------------------------------------------------------------- all others
+
+
+class WindowDecoder:
+    """Decodes a window of tokens; what it says beyond its settled part is the new text.
+
+    The window keeps the tokens before the new ones, because a token's text may depend on its
+    neighbour (a leading space that is dropped at the start, bytes that make a character).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._settled = 0  # tokens of the window whose text has been handed out
+        self._settled_text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._push_one(token) for token in token_ids)
+
+    def _push_one(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._settled
+        if text.endswith(REPLACEMENT) and waiting < _LONGEST_CHARACTER:
+            return ""
+        return self._settle(text)
+
+    def flush(self) -> str:
+        return self._settle(self._decode(self._window))
+
+    def _settle(self, text: str) -> str:
+        new = text[len(self._settled_text) :]
+        if new or len(self._window) > 4 * _LONGEST_CHARACTER:  # tokens without text pile up
+            self._window = self._window[self._settled :][-_LONGEST_CHARACTER:]
+            self._settled_text = self._decode(self._window)
+        self._settled = len(self._window)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )

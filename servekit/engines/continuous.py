@@ -1,0 +1,252 @@
+"""Continuous batching by transformers' own processor, stepped by us.
+
+The library offers a manager with a thread of its own. We use the manager's parts (paged cache,
+scheduler, prefix sharing, model runner) and call the three steps of its loop ourselves:
+`prepare_next_batch`, `_generation_step`, `update_batch`. Why not its thread:
+
+- Its thread dies of one bad request and takes every other with it; between steps of ours, adding
+  and cancelling cannot race with a step, and stopping with work in flight is just returning.
+- It delivers each request's whole output again on every step, through a queue; here the one new
+  token is read off the request's state.
+- A chunk of a long prompt brings no output, but is progress; here it is seen as such.
+- `add_request` blocks for ten seconds on a full queue, and says None when the loop is dead.
+
+Batches are synchronous and without CUDA graphs: penalties need the last token on the host before
+the next is drawn, and our sampler's work depends on who is in the batch.
+
+Written against transformers 5.17 and 5.23, whose differences are all in this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from servekit.engines.base import StepOutput
+from servekit.engines.kv_cache import Plan
+from servekit.engines.rows import Row
+from servekit.engines.sampling import Sampler
+
+log = logging.getLogger(__name__)
+
+#: Output tokens for which a request must find room before it is admitted. Requests mostly end
+#: before their limit, so not all of it is set aside; should the cache fill up all the same, the
+#: library takes the newest request out and runs it again later.
+ADMISSION_TOKENS = 128
+#: Steps in a row that may schedule nothing although there is work.
+PATIENCE = 3
+_FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+
+
+class SchedulerStuck(RuntimeError):
+    """The library's scheduler finds nothing to run although requests are waiting."""
+
+
+class ContinuousRunner:
+    """Runs many rows at once; not thread-safe, all calls come from the engine's thread."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self._model = model
+        self.plan = plan
+        self._manager = _manager(model, plan)
+        self._sampling = _SamplingHook()
+        self._manager.logit_processor = self._sampling
+        self._manager.output_router = _Discard()
+        self._processor: Any = self._manager._create_batch_processor()
+        self.capacity = _capacity(self._processor.cache, plan)
+        self.attention = str(model.config._attn_implementation)
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[str, Row] = {}
+        self._sampling.rows = self._rows
+        self._idle_steps = 0
+
+    # ---- what the engine sees
+
+    @property
+    def running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_used(self) -> float:
+        rows = list(self._rows.values())
+        return min(1.0, sum(row.length for row in rows) / self.capacity)
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def cancel(self, row: Row) -> None:
+        """Drop a row now: its slot and blocks are free for the next step."""
+        if self._rows.pop(row.key, None) is None:
+            self._waiting = deque(other for other in self._waiting if other is not row)
+            return
+        scheduler = self._processor.scheduler
+        scheduler.set_request_cancellation(row.key)
+        for state in scheduler.clear_cancelled_requests():
+            self._processor.offloading_manager.free_request_cpu_cache(state)
+        # The library lifts this block only when a request finishes; a cancelled one never does.
+        scheduler.block_new_requests = False
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Row, StepOutput]]:
+        """Run one forward pass; returns what it brought. Any exception ends the engine."""
+        self._admit()
+        processor = self._processor
+        if not processor.prepare_next_batch():
+            self._be_patient()
+            return []
+        self._idle_steps = 0
+        processor._generation_step(self._model)
+        processor.update_batch()
+        return self._collect()
+
+    def close(self) -> None:
+        """Free the cache."""
+        self._rows.clear()
+        self._waiting.clear()
+        self._processor = None
+        self._manager.batch_processor = None
+        gc.collect()
+
+    # ---- inside a step
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < self.plan.slots:
+            row = self._waiting[0]
+            if self._rows and self._promised() + _promise(row) > self.capacity:
+                return
+            self._waiting.popleft()
+            self._rows[row.key] = row
+            self._processor.scheduler.add_waiting_request(_state(row))
+
+    def _promised(self) -> int:
+        return sum(_promise(row) for row in self._rows.values())
+
+    def _be_patient(self) -> None:
+        self._idle_steps += bool(self._rows)
+        if self._idle_steps > PATIENCE:
+            raise SchedulerStuck("the scheduler does not run any of the waiting requests")
+
+    def _collect(self) -> list[tuple[Row, StepOutput]]:
+        outputs = []
+        for future in self._processor.inputs_and_outputs.requests_in_batch:
+            if future.has_new_token:
+                row = self._rows[future.state.request_id]
+                output = row.push(future.state.generated_tokens[-1])
+                if output.finish:
+                    self._finish(row, future.state)
+                outputs.append((row, output))
+        return outputs
+
+    def _finish(self, row: Row, state: RequestState) -> None:
+        if state.status != RequestStatus.FINISHED:
+            raise RuntimeError("the library and the engine disagree on where a request ends")
+        del self._rows[row.key]
+
+
+def _promise(row: Row) -> int:
+    return row.length + min(row.remaining, ADMISSION_TOKENS)
+
+
+def _state(row: Row) -> RequestState:
+    """The library's own record of a request. Another worker's tokens are prompt to it."""
+    return RequestState(
+        request_id=row.key,
+        initial_tokens=row.context,
+        max_new_tokens=row.remaining,
+        eos_token_id=sorted(row.eos),
+    )
+
+
+class _Discard(OutputRouter):
+    """The library queues finished outputs for someone to fetch; tokens are read elsewhere."""
+
+    def deliver(self, output: Any) -> None:
+        return None
+
+    def deliver_batch(self, outputs: Any) -> None:
+        return None
+
+
+class _SamplingHook(ContinuousBatchingLogitsProcessorList):
+    """Stands where the library keeps its logits processors, and calls our sampler.
+
+    The library is told to take the argmax. With `do_processing` false it does not come here at
+    all, which is why a batch of plain greedy rows costs nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(LogitsProcessorList())
+        self.rows: dict[str, Row] = {}
+        self._batch: list[Row] = []
+        self._sampler = Sampler()
+
+    def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: Any) -> Any:
+        """Note whose logits will come, in order."""
+        self._batch = [
+            self.rows[future.state.request_id]
+            for future in requests_in_batch
+            if future.has_new_token
+        ]
+        self.do_processing = any(
+            not row.sampling.greedy or row.sampling.penalised or row.eos_forbidden
+            for row in self._batch
+        )
+        return arg_storage
+
+    def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
+        self._sampler.apply(self._batch, scores[: len(self._batch)])
+        return scores
+
+
+# ---------------------------------------------------------------- the library's two shapes
+
+
+def _manager(model: PreTrainedModel, plan: Plan) -> Any:
+    options: dict[str, Any] = {
+        "num_blocks": plan.blocks + 2,  # 5.17 allots a request up to two blocks more than it fills
+        "max_batch_tokens": plan.batch_tokens,
+        "max_requests_per_batch": plan.slots,
+        "max_memory_percent": 1.0,  # sized by us
+        "max_blocks_per_request": 0,
+        "allow_block_sharing": True,
+        "use_async_batching": False,
+        "use_cuda_graph": False,
+        "auto_switch_to_flash": False,
+        "page_size": plan.block_size,
+    }
+    if "page_size" not in _FIELDS:
+        options["block_size"] = plan.block_size
+    config = ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in _FIELDS})
+    attention = model.config._attn_implementation
+    if "auto_switch_to_flash" not in _FIELDS and attention in ("sdpa", "eager"):
+        # 5.17 would otherwise ask the hub for a flash kernel where `kernels` is installed.
+        model.set_attn_implementation(f"paged|{attention}")
+    library: Any = model
+    greedy: Any = GenerationConfig
+    return library.init_continuous_batching(
+        generation_config=greedy(do_sample=False, eos_token_id=-1),
+        continuous_batching_config=config,
+    )
+
+
+def _capacity(cache: Any, plan: Plan) -> int:
+    """Tokens that one request alone can have in the cache."""
+    groups = getattr(cache, "num_groups", 1)
+    return int(plan.tokens // groups)

@@ -1,0 +1,81 @@
+"""What may enter the engine's loop.
+
+The library's loop trusts its input, and one bad request ends it for everyone; so everything it
+trusts is checked here, on the caller's thread, where the answer is a 400.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from servekit.engines.base import Job
+from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.wire.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job must keep to. `max_context` counts prompt and completion tokens together."""
+
+    vocab_size: int
+    max_context: int
+
+
+def check(job: Job, limits: Limits) -> None:
+    """Raise RequestError if the job could not run, or would harm others."""
+    if not job.prompt_ids:
+        raise RequestError(
+            "The prompt is empty; the model needs at least one token.", param="prompt"
+        )
+    _check_ids(job.prompt_ids, limits.vocab_size)
+    _check_ids(job.emitted, limits.vocab_size)
+    _check_params(job.params)
+    _check_length(job, limits)
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"Token id {bad} is not in the model's vocabulary (0 to {vocab_size - 1}).",
+            param="prompt",
+        )
+
+
+def _check_length(job: Job, limits: Limits) -> None:
+    prompt, limit = len(job.prompt_ids), limits.max_context
+    if prompt >= limit:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt} tokens, and this model's context has room for {limit}, "
+            "with at least one for the answer.",
+            param="prompt",
+        )
+    if job.params.max_tokens is None or job.params.max_tokens < 1:
+        raise RequestError("max_tokens must be at least 1.", param="max_tokens")
+    if prompt + job.params.max_tokens > limit:
+        raise ContextLengthExceeded(
+            f"{prompt} prompt tokens and max_tokens {job.params.max_tokens} exceed this model's "
+            f"context of {limit} tokens.",
+            param="max_tokens",
+        )
+
+
+#: Inclusive ranges. The gateway checks them too; here they keep NaN out of everyone's batch.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, math.inf),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "min_tokens": (0, math.inf),
+}
+
+
+def _check_params(params: SamplingParams) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:
+            raise RequestError(f"{name} must be between {low:g} and {high:g}.", param=name)

@@ -1,0 +1,209 @@
+"""How big the KV cache may be: what memory is really available, and how it is cut up.
+
+The library's own default looks at the machine's total memory. Inside a container that is not
+what the process may use: the cgroup's limit is, at every level up to the root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from servekit.errors import LoadError
+
+#: Of the memory available, what the cache may take; activations and neighbours need the rest.
+CPU_FRACTION = 0.4
+CUDA_FRACTION = 0.9
+#: On a CPU more cache than this per slot only costs memory: it cannot decode that much at once.
+CPU_TOKENS_PER_SLOT = 512
+#: Tokens in one forward pass. On a CPU small, so that a long prompt does not hold up the others.
+CPU_BATCH_TOKENS = 256
+CUDA_BATCH_TOKENS = 2048
+CPU_SLOTS = 32
+CUDA_SLOTS = 256
+#: Kept free on a GPU for workspaces and fragmentation.
+CUDA_HEADROOM_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides the size of one cached token."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    hidden: int
+    vocab_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def read_bytes(self) -> int:
+        """What reading one cached token takes beside it, in the one layer that is at work."""
+        return (2 * self.kv_heads + 2 * self.heads) * self.head_dim * self.itemsize
+
+    def fixed_bytes(self, batch_tokens: int, slots: int) -> int:
+        """Activations and logits of one forward pass, whatever the cache's size."""
+        activations = (
+            batch_tokens * self.itemsize * (8 * self.hidden + 4 * self.heads * self.head_dim)
+        )
+        return activations + 4 * slots * self.vocab_size * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The cache as it will be made: `blocks` of `block_size` tokens."""
+
+    blocks: int
+    block_size: int
+    batch_tokens: int
+    slots: int
+    token_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_size
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * self.token_bytes
+
+    def halved(self, times: int) -> Plan:
+        return replace(self, blocks=max(2, self.blocks >> times))
+
+
+def shape_of(config: Any, itemsize: int) -> Shape:
+    """Read a model's text configuration."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Shape(
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        hidden=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def plan(
+    shape: Shape,
+    *,
+    cuda: bool,
+    available_bytes: int,
+    max_context: int,
+    block_size: int,
+    slots: int | None = None,
+    batch_tokens: int | None = None,
+    cache_bytes: int | None = None,
+) -> Plan:
+    """Cut the cache to the memory there is, and to no more than the slots could use.
+
+    Raises LoadError when not even two blocks fit.
+    """
+    batch_tokens = batch_tokens or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS)
+    slots = min(slots or (CUDA_SLOTS if cuda else CPU_SLOTS), batch_tokens)
+    tokens = _tokens_that_fit(shape, cuda, available_bytes, batch_tokens, slots, cache_bytes)
+    useful = slots * max_context if cuda else slots * CPU_TOKENS_PER_SLOT
+    if cache_bytes is None:
+        tokens = min(tokens, max(useful, max_context + 2 * block_size))
+    blocks = tokens // block_size
+    if blocks < 2:
+        raise LoadError(
+            f"There is no room for a KV cache: {available_bytes / 2**20:.0f} MiB of memory are "
+            f"available and one token takes {shape.token_bytes} bytes. Free some memory, or use a "
+            "smaller model.",
+            permanent=False,
+        )
+    return Plan(blocks, block_size, batch_tokens, slots, shape.token_bytes)
+
+
+def _tokens_that_fit(
+    shape: Shape, cuda: bool, available: int, batch_tokens: int, slots: int, asked: int | None
+) -> int:
+    if asked is not None:
+        if asked > available:
+            raise LoadError(
+                f"kv_cache_bytes asks for {asked / 2**20:.0f} MiB, and only "
+                f"{available / 2**20:.0f} MiB are available.",
+                permanent=False,
+            )
+        return asked // shape.token_bytes
+    headroom = CUDA_HEADROOM_BYTES if cuda else 0
+    fraction = CUDA_FRACTION if cuda else CPU_FRACTION
+    room = int(available * fraction) - headroom - shape.fixed_bytes(batch_tokens, slots)
+    return max(0, room) // (shape.token_bytes + shape.read_bytes)
+
+
+# ---------------------------------------------------------------- memory on the host
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """What this process may still allocate: the host's free memory and its cgroups' limits."""
+    return min([_mem_available(root), *_cgroup_rooms(root)])
+
+
+def _mem_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise LoadError("/proc/meminfo does not say how much memory is available.")
+
+
+def _cgroup_rooms(root: Path) -> list[int]:
+    """Bytes left under each memory limit that holds for this process, cgroup v2 and v1."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    rooms: list[int] = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            mount, limit, usage = "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mount, limit = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
+        else:
+            continue
+        for folder in _upwards(root / mount, path):
+            room = _room(folder, limit, usage)
+            rooms += [] if room is None else [room]
+    return rooms
+
+
+def _upwards(mount: Path, path: str) -> list[Path]:
+    """The cgroup's folder and those above it; in a container the path may not exist there."""
+    inside = Path(path.lstrip("/"))
+    return [mount / inside, *(mount / parent for parent in inside.parents)]
+
+
+def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - usage + _reclaimable(folder))
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that the kernel gives up under pressure; it counts as usage but is free."""
+    try:
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,240 @@
+"""Choosing tokens: greedy rows and sampled rows side by side in one batch.
+
+A sampled token is drawn by the Gumbel-max trick: the argmax of logits plus Gumbel noise is an
+exact draw from their softmax. The noise is no generator's state but a hash of (seed, position,
+token id), so a request draws the same tokens alone, in a crowd, after it was moved to another
+worker, and on any device (up to the last bits of the logits). `position` counts the completion
+tokens before the one that is drawn.
+
+Filters apply in the order of `transformers`: temperature, top-k, top-p, min-p. Top-k and top-p
+look at the 256 best candidates only, and sort the whole vocabulary for those rows alone whose
+mass lies deeper.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from servekit.wire.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from servekit.engines.rows import Row
+
+#: Candidates looked at before the whole vocabulary is sorted.
+CANDIDATES = 256
+#: Below this a division by the temperature overflows float32; it is greedy anyway.
+COLDEST = 1e-5
+#: Noise is made for this many logits at a time, so that a big batch needs no gigabytes for it.
+_NOISE_CHUNK = 8 * 2**20
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request chooses its tokens; every default filled in, every value in range."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < COLDEST
+
+    @property
+    def penalised(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def ranked(self) -> bool:
+        """The draw needs to know the best candidates in order."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def resolve(params: SamplingParams, defaults: Mapping[str, Any], vocab_size: int) -> Sampling:
+    """Fill in what the request leaves open: from `defaults`, then OpenAI's (temperature 1).
+
+    `defaults` has the fields of `Sampling`; an unseeded request gets a fresh seed. A top-k at or
+    above the vocabulary keeps every token, which is to say it is off.
+    """
+    named = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    asked = {name: getattr(params, name) for name in named}
+    chosen = {name: defaults.get(name) if value is None else value for name, value in asked.items()}
+    sampling = Sampling(
+        **{name: value for name, value in chosen.items() if value is not None},
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        min_tokens=params.min_tokens,
+    )
+    return replace(sampling, top_k=0) if sampling.top_k >= vocab_size else sampling
+
+
+class Sampler:
+    """Turns a batch of logits so that the argmax of each row is its chosen token."""
+
+    def apply(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Change `logits` [len(rows), vocabulary], float32, in place.
+
+        Rows that are plain greedy are not touched and cost nothing.
+        """
+        for index, row in enumerate(rows):
+            if row.sampling.penalised:
+                _penalise(row, logits[index])
+            if row.eos_forbidden:
+                logits[index, list(row.eos)] = -torch.inf
+        drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
+        if drawn:
+            where = torch.tensor(drawn, device=logits.device)
+            tokens = draw(
+                logits[where],
+                [rows[index].sampling for index in drawn],
+                [rows[index].position for index in drawn],
+            )
+            logits[where, tokens] = torch.inf
+
+
+def _penalise(row: Row, logits: Tensor) -> None:
+    """Lower what was said before: OpenAI's penalties count the completion, repetition all."""
+    sampling = row.sampling
+    counts, seen = row.history(logits.shape[0], logits.device)
+    if sampling.repetition_penalty != 1.0:
+        factor = sampling.repetition_penalty
+        lowered = torch.where(logits > 0, logits / factor, logits * factor)
+        logits.copy_(torch.where(seen, lowered, logits))
+    if sampling.frequency_penalty:
+        logits.sub_(counts, alpha=sampling.frequency_penalty)
+    if sampling.presence_penalty:
+        logits.sub_((counts > 0).to(logits.dtype), alpha=sampling.presence_penalty)
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """Draw one token per row. `logits` [rows, vocabulary] are overwritten; returns ids [rows]."""
+    device = logits.device
+    logits.div_(_column([s.temperature for s in samplings], device))
+    keys = torch.tensor(
+        [_keys(s.seed, position) for s, position in zip(samplings, positions, strict=True)],
+        dtype=torch.int64,
+        device=device,
+    )
+    ranked = [index for index, s in enumerate(samplings) if s.ranked]
+    plain = [index for index, s in enumerate(samplings) if not s.ranked]
+    tokens = torch.empty(len(samplings), dtype=torch.int64, device=device)
+    for chosen, draw_rows in ((plain, _draw_plain), (ranked, _draw_ranked)):
+        if chosen:
+            some = len(chosen) < len(samplings)
+            where = torch.tensor(chosen, device=device)
+            picked = [samplings[index] for index in chosen]
+            tokens[where] = draw_rows(
+                logits[where] if some else logits, picked, keys[where] if some else keys
+            )
+    return tokens
+
+
+def _draw_plain(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor) -> Tensor:
+    """Draw from the whole vocabulary, a few rows at a time."""
+    if any(s.min_p for s in samplings):
+        logits.masked_fill_(logits < _floor(logits.amax(-1, keepdim=True), samplings), -torch.inf)
+    vocabulary = logits.shape[1]
+    ids = torch.arange(vocabulary, device=logits.device).unsqueeze(0)
+    step = max(1, _NOISE_CHUNK // vocabulary)
+    parts = [
+        (logits[at : at + step] + _gumbel(ids, keys[at : at + step])).argmax(-1)
+        for at in range(0, len(samplings), step)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _draw_ranked(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor) -> Tensor:
+    """Draw from the best candidates; rows whose top-p reaches deeper go over all tokens."""
+    width = min(CANDIDATES, logits.shape[1])
+    tokens, enough = _draw_among(logits, samplings, keys, width)
+    if width < logits.shape[1] and not bool(enough.all()):
+        deep = (~enough).nonzero().squeeze(1)
+        chosen = [samplings[index] for index in deep.tolist()]
+        tokens[deep], _ = _draw_among(logits[deep], chosen, keys[deep], logits.shape[1])
+    return tokens
+
+
+def _draw_among(
+    logits: Tensor, samplings: Sequence[Sampling], keys: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Draw among the `width` best; also say for which rows those were all that could be drawn."""
+    device = logits.device
+    values, ids = logits.topk(width, dim=-1)
+    top_p = _column([s.top_p for s in samplings], device)
+    limit = torch.tensor([[s.top_k or logits.shape[1]] for s in samplings], device=device)
+    keep = torch.arange(width, device=device).unsqueeze(0) < limit
+    within = values.masked_fill(~keep, -torch.inf)
+    whole = torch.where(limit <= width, within.logsumexp(-1, True), logits.logsumexp(-1, True))
+    mass = (within - whole).exp()
+    before = mass.cumsum(-1) - mass
+    keep &= (before < top_p) | (torch.arange(width, device=device) == 0)
+    enough = (limit <= width) | ((top_p < 1) & (before[:, -1:] + mass[:, -1:] >= top_p))
+    # A top-k deeper than the candidates renormalises over tokens that are not seen here.
+    enough &= (limit <= width) | (limit >= logits.shape[1])
+    if any(s.min_p for s in samplings):
+        keep &= values >= _floor(values[:, :1], samplings)
+    noisy = (values + _gumbel(ids, keys)).masked_fill(~keep, -torch.inf)
+    return ids.gather(1, noisy.argmax(-1, keepdim=True)).squeeze(1), enough.squeeze(1)
+
+
+def _floor(best: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The lowest logit that min-p lets through, [rows, 1]."""
+    logs = [math.log(s.min_p) if s.min_p else -math.inf for s in samplings]
+    return best + _column(logs, best.device)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+
+def _keys(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys out of (seed, position), by two rounds of splitmix64."""
+    mixed = _splitmix64(_splitmix64(seed & _MASK64) + position)
+    return mixed & _MASK32, mixed >> 32
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
+
+
+def _gumbel(ids: Tensor, keys: Tensor) -> Tensor:
+    """Gumbel noise for token `ids` [rows or 1, n] under `keys` [rows, 2]; float32 [rows, n].
+
+    Integer arithmetic in int64 cut to 32 bits, so that every device computes the same hash
+    (lowbias32 by C. Wellons, twice). 24 bits of it become a uniform in the open interval (0, 1),
+    whose small end, which decides who wins, float32 resolves well.
+    """
+    bits = (ids * 0x9E3779B1 + keys[:, :1]).bitwise_and_(_MASK32)
+    _scramble(bits)
+    bits.bitwise_xor_(keys[:, 1:])
+    _scramble(bits)
+    uniform = bits.bitwise_right_shift_(8).to(torch.float32).add_(0.5).mul_(2.0**-24)
+    uniform.clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _scramble(bits: Tensor) -> None:
+    bits.bitwise_xor_(bits >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK32)
+    bits.bitwise_xor_(bits >> 15).mul_(0x846CA68B).bitwise_and_(_MASK32)
+    bits.bitwise_xor_(bits >> 16)

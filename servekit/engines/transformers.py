@@ -1,0 +1,177 @@
+"""The transformers engine: any causal language model that the library can load.
+
+Requests share batches through `continuous.ContinuousRunner` where the model can, and run one by
+one through `static.StaticRunner` where it cannot. Either way the loop is here, in a thread of
+its own: take what was submitted and cancelled, run one step, emit what it brought, all of it at
+once. Nothing but this thread touches the runner.
+
+Should a step raise, the loop cannot be trusted any more: every request under way gets an error,
+`fatal` is set, and the worker is expected to exit and be started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from servekit.engines import weights
+from servekit.engines.assembly import assemble, cpu_threads, eos_ids, sampling_defaults, vocab_size
+from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.codec import TokenizerCodec
+from servekit.engines.guard import Limits, check
+from servekit.engines.rows import Row
+from servekit.engines.sampling import resolve
+from servekit.errors import EngineFailed, RequestError
+from servekit.wire.messages import ModelInfo, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+
+class TransformersEngine(Engine):
+    """See the module's docstring; options are `config.schema.TransformersOptions`."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.fatal: Exception | None = None
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._rows: dict[int, Row] = {}
+        self._serial = count()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._progress_at = time.monotonic()
+
+    # ---------------------------------------------------------------- loading
+
+    def load(self, report: Report) -> ModelInfo:
+        from servekit.engines.source import resolve as resolve_source
+
+        options = self.spec.options
+        if self.spec.device == "cpu":
+            torch.set_num_threads(cpu_threads(options.get("threads")))
+        folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
+        tokenizer = weights.load_tokenizer(folder, self.spec)
+        model = weights.load_model(folder, self.spec, options.get("attention"), report)
+        self.codec = TokenizerCodec(tokenizer)
+        self.vocab_size = vocab_size(model)
+        self._eos = eos_ids(model, tokenizer)
+        self._defaults = sampling_defaults(model) | self.spec.sampling
+        self._runner, info = assemble(model, self.spec, self.codec.chat)
+        self._limits = Limits(self.vocab_size, info.max_context)
+        return info
+
+    # ---------------------------------------------------------------- the caller's side
+
+    def start(self, emit: Emit) -> None:
+        self._emit = emit
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        check(job, self._limits)
+        sampling = resolve(job.params, self._defaults, self.vocab_size)
+        eos = frozenset() if job.params.ignore_eos else self._eos
+        with self._changed:
+            if self.fatal is not None or self._closing:
+                raise EngineFailed("The engine has stopped; the worker is being restarted.")
+            if job.id in self._rows:
+                raise RequestError(f"Request id {job.id} is already in flight.")
+            if not self._rows:
+                self._progress_at = time.monotonic()  # what was idle until now is not late
+            key = f"{job.id}#{next(self._serial)}"
+            row = Row(key, job, sampling, eos, job.params.max_tokens or 1)
+            self._rows[job.id] = row
+            self._post(lambda: self._add(row))
+
+    def cancel(self, job_id: int) -> None:
+        with self._changed:
+            row = self._rows.pop(job_id, None)
+            if row is not None:
+                row.cancelled = True
+                self._post(lambda: self._runner.cancel(row))
+
+    def load_now(self) -> Load:
+        runner, total = self._runner, len(self._rows)
+        running = min(runner.running, total)
+        age = time.monotonic() - self._progress_at if total else 0.0
+        return Load(running, total - running, runner.kv_used if total else 0.0, age)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._changed.notify()
+
+    # ---------------------------------------------------------------- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                self._step()
+        except Exception as error:
+            log.exception("the engine's loop has failed")
+            self._fail(error)
+        finally:
+            self._runner.close()
+
+    def _await_work(self) -> bool:
+        """Carry out commands; wait until there is a step to run. False when closing."""
+        while True:
+            with self._changed:
+                idle = not (self._runner.running or self._runner.waiting)
+                while idle and not self._commands and not self._closing:
+                    self._changed.wait()
+                commands, self._commands = self._commands, deque()
+                if self._closing:
+                    return False
+            for command in commands:
+                command()
+            if self._runner.running or self._runner.waiting:
+                return True
+
+    def _add(self, row: Row) -> None:
+        if row.cancelled:
+            return
+        if row.remaining > 0:
+            self._runner.add(row)
+        else:  # continued from a worker that died between its last token and saying so
+            self._deliver([(row, StepOutput(row.job.id, [], "length"))])
+
+    def _step(self) -> None:
+        outputs = self._runner.step()
+        self._progress_at = time.monotonic()
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: list[tuple[Row, StepOutput]]) -> None:
+        """Emit one step's outputs, without those cancelled meanwhile.
+
+        Under the lock, so that nothing of a job is emitted once `cancel` has returned.
+        """
+        with self._changed:
+            live = [output for row, output in outputs if not row.cancelled]
+            for output in live:
+                if output.finish is not None:
+                    del self._rows[output.id]
+            if live:
+                self._emit(live)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.fatal = error
+            lost, self._rows = list(self._rows), {}
+            self._commands.clear()
+        message = f"The engine failed: {type(error).__name__}: {error}"
+        if lost:
+            self._emit([StepOutput(job_id, [], error=message) for job_id in lost])

@@ -1,0 +1,174 @@
+"""Loading a model and its tokenizer from a folder, straight onto their device.
+
+Only safetensors are read, the hub is never asked, and code that comes with the model runs only
+where the specification says so. Whatever goes wrong becomes a LoadError that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as library_logging
+
+from servekit.engines.base import Report
+from servekit.errors import LoadError
+from servekit.wire.messages import Progress, WorkerSpec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
+    """The model's tokenizer, with its chat template if it has one."""
+    check_folder(folder)
+    with _explained(folder, spec):
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
+        )
+
+
+def load_model(
+    folder: Path, spec: WorkerSpec, attention: str | None, report: Report
+) -> transformers.PreTrainedModel:
+    """The model in evaluation mode on `spec.device`, every tensor loaded straight there."""
+    check_folder(folder)
+    device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+    with _explained(folder, spec), _progress(report):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=_dtype(spec),
+            device_map={"": device},
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=spec.trust_remote_code,
+        )
+    strays = {str(tensor.device) for tensor in model.parameters()} - {str(device)}
+    if strays:
+        raise LoadError(f"Parameters of {spec.model} landed on {', '.join(strays)}, not {device}.")
+    model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
+    return model
+
+
+def _dtype(spec: WorkerSpec) -> torch.dtype | str:
+    if spec.dtype != "auto":
+        return _DTYPES[spec.dtype]
+    return "auto" if spec.device == "cuda" else torch.float32
+
+
+def check_folder(folder: Path) -> None:
+    """Say what is missing before the library does, in its many ways."""
+    if not folder.is_dir():
+        raise LoadError(f"There is no folder {folder}; `path` must name a model.")
+    config = folder / "config.json"
+    if not config.is_file():
+        raise LoadError(f"{folder} has no config.json, so it is not a model that can be loaded.")
+    try:
+        if not isinstance(json.loads(config.read_text()), dict):
+            raise ValueError("it is not a JSON object")
+    except (ValueError, OSError) as error:
+        raise LoadError(f"{config} cannot be read: {error}") from error
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(
+            file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth")
+        )
+        found = f"; {', '.join(others)} could run code and is not loaded" if others else ""
+        raise LoadError(
+            f"{folder} has no .safetensors file{found}. Convert the weights with "
+            "`save_pretrained(..., safe_serialization=True)`."
+        )
+
+
+@contextmanager
+def _explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
+    try:
+        yield
+    except LoadError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise LoadError(
+            f"{spec.model} does not fit into the memory of {spec.device}: {_first_line(error)}",
+            permanent=False,
+        ) from error
+    except Exception as error:
+        raise LoadError(_explanation(folder, spec, error)) from error
+
+
+def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:
+    text = str(error)
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    named = ", ".join(map(str, architectures)) or "an unnamed architecture"
+    if "trust_remote_code" in text:
+        return (
+            f"{spec.model} comes with its own Python code. If you trust it, set "
+            "`trust_remote_code: true` for this model."
+        )
+    if "model type" in text or "Unrecognized" in text:
+        return (
+            f"transformers {transformers.__version__} does not know this model ({named}): "
+            f"{_first_line(error)}"
+        )
+    return f"{spec.model} ({named}) cannot be loaded: {type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+# ---------------------------------------------------------------- progress
+
+
+@contextmanager
+def _progress(report: Report) -> Iterator[None]:
+    """Hear the library's progress bars; none is drawn."""
+
+    def hook(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bar:
+        return _Bar(report, *args, **kwargs)
+
+    previous = library_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        library_logging.set_tqdm_hook(previous)
+
+
+class _Bar:
+    """As much of tqdm as the library uses, reporting about a hundred times in all."""
+
+    def __init__(self, report: Report, iterable: Any = None, **kwargs: Any) -> None:
+        self._report = report
+        self._iterable = iterable
+        total = kwargs.get("total")
+        self._total = int(total if total is not None else len(iterable or ()))
+        self._loads = "weights" in str(kwargs.get("desc", "")).lower()
+        self._done = 0
+        self._tell(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            yield item
+            self.update(1)
+
+    def update(self, count: float = 1) -> None:
+        step = max(1, self._total // 100)
+        before, self._done = self._done, self._done + int(count)
+        if self._done // step != before // step or self._done >= self._total:
+            self._tell(self._done)
+
+    def _tell(self, done: int) -> None:
+        if self._loads:
+            self._report(Progress("load", done, self._total, "tensors"))
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None  # set_postfix, close, refresh, …
