@@ -102,9 +102,6 @@ def _allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, 
             raise Misplaced(message, "models", index, "gpus", number)
         if gpu not in allowed:
             allowed.append(gpu)
-    if not allowed:
-        message = f"model {model.name!r} may use no GPU at all; leave `gpus` out to allow any"
-        raise Misplaced(message, "models", index, "gpus")
     return tuple(allowed)
 
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from servekit.supervisor.environment import _quota, for_gateway, for_worker, usable_cpus
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.placement import Assignment
+
+BASE = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}
+ON_GPU = Assignment("m", 0, Gpu(1, "GPU-aa", "H200", 1, 1), None)
+ON_CPU = Assignment("m", 0, None, 3)
+
+
+def test_a_gpu_worker_is_pinned_by_uuid() -> None:
+    env = for_worker(BASE, ON_GPU, {}, "x")
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-aa"
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert env["NCCL_DEBUG"] == "INFO"
+
+
+def test_a_cpu_worker_sees_no_gpu_and_has_its_share_of_threads() -> None:
+    env = for_worker(BASE, ON_CPU, {}, "x")
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_model_s_own_variables_win_but_never_over_the_pin() -> None:
+    extra = {"OMP_NUM_THREADS": "1", "HF_HOME": "/m", "CUDA_VISIBLE_DEVICES": "5"}
+    env = for_worker(BASE, ON_CPU, extra, "x")
+    assert (env["OMP_NUM_THREADS"], env["HF_HOME"]) == ("1", "/m")
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_gateway_sees_no_gpu() -> None:
+    env = for_gateway(BASE, "x")
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["GRADIO_ANALYTICS_ENABLED"] == "False"
+
+
+def test_nothing_given_is_edited() -> None:
+    base, before = dict(BASE), dict(os.environ)
+    for_worker(base, ON_GPU, {"A": "b"}, "x")
+    for_gateway(base, "x")
+    assert base == BASE
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({}, None),
+    ],
+)
+def test_reads_a_cgroup_quota(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _quota(tmp_path) == expected
+
+
+def test_usable_cpus_never_exceed_the_affinity() -> None:
+    assert 1 <= usable_cpus() <= len(os.sched_getaffinity(0))

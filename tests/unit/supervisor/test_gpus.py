@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from servekit.supervisor.attestation import held_bytes, stray_memory
+from servekit.supervisor.gpus import Gpu, find_gpus, match, restrict
+
+GPUS = tuple(
+    Gpu(i, uuid, "H200", 10, 10) for i, uuid in enumerate(["GPU-aa01", "GPU-aa02", "GPU-bb03"])
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("0", [0]),
+        ("2,0", [2, 0]),
+        ("GPU-bb", [2]),
+        ("GPU-aa02, 0", [1, 0]),
+        ("GPU-aa", []),  # ambiguous
+        ("1,9,0", [1]),  # CUDA ignores all after the first bad one
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(
+    visible: str | None, indexes: list[int]
+) -> None:
+    assert [gpu.index for gpu in restrict(GPUS, visible)] == indexes
+
+
+def test_match_takes_index_uuid_and_its_unambiguous_start() -> None:
+    assert match(GPUS, 1) is GPUS[1]
+    assert match(GPUS, "gpu-BB03") is GPUS[2]
+    assert match(GPUS, "GPU-b") is GPUS[2]
+    assert match(GPUS, "GPU-a") is None
+    assert match(GPUS, "") is None
+    assert match(GPUS, 3) is None
+
+
+def test_a_hidden_index_stays_hidden() -> None:
+    left = restrict(GPUS, "2")
+    assert match(left, 2) is GPUS[2]
+    assert match(left, 0) is None
+
+
+def test_looking_for_gpus_never_imports_torch() -> None:
+    code = (
+        "import sys; from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid;"
+        "find_gpus(); gpu_memory_by_pid(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_finds_what_nvml_finds() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        count = 0
+    found = find_gpus()
+    assert len(found) == count
+    assert all(gpu.uuid.startswith("GPU-") and gpu.total_bytes > 0 for gpu in found)
+
+
+HOLDINGS = {10: {"GPU-aa01": 3 * 2**20}, 11: {"GPU-aa02": 2**20}, 12: {"GPU-bb03": 5}}
+
+
+def test_memory_on_its_own_gpu_is_no_stray() -> None:
+    assert stray_memory({10}, {"GPU-aa01"}, HOLDINGS, GPUS) == ""
+    assert stray_memory({99}, set(), HOLDINGS, GPUS) == ""
+
+
+def test_a_stray_gpu_is_named() -> None:
+    said = stray_memory({10, 11}, {"GPU-aa02"}, HOLDINGS, GPUS)
+    assert said == "holds 3 MiB on GPU 0 (H200), which is not its own"
+
+
+def test_a_cpu_worker_may_hold_nothing() -> None:
+    assert "GPU 1 (H200)" in stray_memory({11}, set(), HOLDINGS, GPUS)
+
+
+def test_held_bytes_are_summed_over_processes_and_gpus() -> None:
+    assert held_bytes({10, 11, 99}, HOLDINGS) == 4 * 2**20

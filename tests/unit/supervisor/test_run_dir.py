@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from servekit.errors import StartError
+from servekit.supervisor import procfs
+from servekit.supervisor.leftovers import MARK, Started, end_leftovers
+from servekit.supervisor.run_dir import Record, RunDir, default_path, read_record
+
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        SLEEP,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, MARK: "mark-of-a-dead-one"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def started(process: subprocess.Popen[bytes]) -> int:
+    found = procfs.read(process.pid)
+    assert found is not None
+    return found.started
+
+
+def test_it_is_private_and_leaves_only_lock_and_logs(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    taken = RunDir.take(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    taken.record(Record(1, 2.0, "u", "c", "m"))
+    taken.record_children([Started("w", 1, 2)])
+    assert read_record(path) == Record(1, 2.0, "u", "c", "m")
+    taken.release()
+    assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
+
+
+def test_a_second_instance_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    taken = RunDir.take(tmp_path / "r")
+    with pytest.raises(StartError, match=rf"in use by pid {os.getpid()};"):
+        RunDir.take(tmp_path / "r")
+    taken.release()
+    RunDir.take(tmp_path / "r").release()
+
+
+def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(StartError, match="symbolic link"):
+        RunDir.take(tmp_path / "link")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    os.chown(tmp_path / "r", 12345, 12345)
+    with pytest.raises(StartError, match="belongs to another user"):
+        RunDir.take(tmp_path / "r")
+
+
+def test_a_directory_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    mode = tmp_path.stat().st_mode
+    with pytest.raises(StartError, match="holds other files"):
+        RunDir.take(tmp_path)
+    assert tmp_path.stat().st_mode == mode
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 100)
+    with pytest.raises(StartError, match="choose a shorter one"):
+        RunDir.take(path)
+    assert not path.exists()
+
+
+def test_the_longest_path_allowed_holds_a_socket(tmp_path: Path) -> None:
+    room = 107 - len("/control.sock") - len(os.fsencode(tmp_path)) - 1
+    taken = RunDir.take(tmp_path / ("x" * room))
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(taken.control))
+    taken.release()
+
+
+def test_sockets_and_logs_have_names_of_their_own(tmp_path: Path) -> None:
+    taken = RunDir.take(tmp_path / "r")
+    assert taken.new_socket() != taken.new_socket()
+    assert taken.log_path("a/b/0") != taken.log_path("a.b/0")
+    assert taken.log_path("a/b/0").parent == taken.logs
+    taken.release()
+
+
+def test_a_new_start_sweeps_what_a_dead_one_left(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    path = tmp_path / "r"
+    RunDir.take(path).release()
+    (path / "w7.sock").touch()
+    (path / "children.json").write_text(
+        json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
+    )
+    taken = RunDir.take(path)
+    assert sleeper.wait(timeout=5) == -signal.SIGKILL
+    assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
+    taken.release()
+
+
+def test_the_sweep_finds_by_mark_who_left_the_group(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    path = tmp_path / "r"
+    RunDir.take(path).release()
+    (path / "supervisor.json").write_text(
+        json.dumps(
+            {"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": "mark-of-a-dead-one"}
+        )
+    )
+    RunDir.take(path).release()
+    assert sleeper.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_a_pid_that_belongs_to_another_program_now_is_left_alone(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    end_leftovers([Started("w", sleeper.pid, started(sleeper) - 1)], "another mark")
+    assert sleeper.poll() is None
+
+
+def test_records_of_nonsense_are_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    RunDir.take(path).release()
+    for name in ("supervisor.json", "children.json"):
+        (path / name).write_text('{"half')
+    assert read_record(path) is None
+    RunDir.take(path).release()
+
+
+def test_the_default_follows_xdg_and_falls_back_to_a_directory_by_user(tmp_path: Path) -> None:
+    assert default_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "servekit" / "default"
+    fallback = Path(f"/tmp/servekit-{os.getuid()}/servekit/default")
+    assert default_path({}) == fallback
+    assert default_path({"XDG_RUNTIME_DIR": "/nonexistent"}) == fallback
+
+
+def test_sweeping_nothing_is_quick() -> None:
+    began = time.monotonic()
+    assert end_leftovers([], "nobody-carries-this") == 0
+    assert time.monotonic() - began < 1.0
