@@ -100,8 +100,6 @@ class Engine(ABC):
 
     codec: Codec
     vocab_size: int
-    #: Set once the loop has died and cannot go on: the worker should exit and be started again.
-    fatal: Exception | None = None
     #: Set by an engine whose loop has died; its worker then exits, to be replaced.
     fatal: Exception | None = None
 
