@@ -10,9 +10,10 @@ ServekitError                     500 internal_error
    ├─ Unsupported                 400 unsupported_parameter
    ├─ ModelNotFound               404 model_not_found
    ├─ BodyTooLarge                413 body_too_large
+   ├─ ClientClosed                499 client_closed          nobody is left to read it
    ├─ QueueFull                   429 queue_full             (Retry-After)
    ├─ EngineFailed                500 engine_error           the engine gave up on this request
-   ├─ WorkerLost                  503 worker_lost            died, and the request cannot be run again
+   ├─ WorkerLost                  503 worker_lost            died; the request can't be run again
    ├─ ModelUnavailable            503 model_unavailable      (Retry-After)
    └─ DeadlineExceeded            504 timeout
 """
@@ -95,6 +96,11 @@ class ModelNotFound(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+
+
+class ClientClosed(RequestError):
+    status = 499
+    code = "client_closed"
 
 
 class QueueFull(RequestError):

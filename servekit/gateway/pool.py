@@ -142,6 +142,7 @@ class Replica:
         kind = REQUEST_ERRORS.get(message.code, RequestError)
         if kind is WorkerLost:  # it is draining: nothing is wrong with the call
             self.wanted = False
+            call.attempts -= 1
             self.owner.on_lost(self, [call])
         else:
             self.owner.on_ended(call)

@@ -12,11 +12,11 @@ from typing import Any
 import structlog
 
 from servekit.errors import (
+    ClientClosed,
     DeadlineExceeded,
     ModelNotFound,
     ModelUnavailable,
     QueueFull,
-    RequestError,
     WorkerLost,
 )
 from servekit.gateway.call import Call
@@ -50,6 +50,11 @@ class Route:
     def running(self) -> int:
         return sum(len(replica.calls) for replica in self.replicas.values())
 
+    @property
+    def hopeless(self) -> bool:
+        """No worker serves, and none will."""
+        return not any(replica.state in (*COMING, "ready") for replica in self.status.replicas)
+
     def best(self) -> Replica | None:
         """The replica with the most room, or None if all are full. Ties go to the first."""
         best, room = None, 0
@@ -62,7 +67,7 @@ class Route:
         """Raise ModelUnavailable unless the model serves, or did and will soon again."""
         if self.ready:
             return
-        states = {replica.state for replica in self.status.replicas}
+        states: set[str] = {replica.state for replica in self.status.replicas}
         if self.was_ready and states & {*COMING, "ready"}:
             return  # its worker is being replaced: the request waits for that
         raise ModelUnavailable(self._why(states), retry_after_s=5.0, param="model")
@@ -85,6 +90,7 @@ class Router:
         self.name = name
         self.routes: dict[str, Route] = {}
         self.draining = False
+        self.idle = asyncio.Event()  # set once draining and nothing is in flight
         self.requests = 0
         self._names: dict[str, Route] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
@@ -140,6 +146,12 @@ class Router:
                 retry_after_s=1.0,
             )
 
+    def drain(self) -> None:
+        """Take nothing new; `idle` is set when what is in flight is done."""
+        self.draining = True
+        if not self._open:
+            self.idle.set()
+
     def position(self, call: Call) -> int | None:
         """How many calls are before this one in its queue; None once it runs."""
         return self.find(call.model).queue.position(call)
@@ -148,7 +160,8 @@ class Router:
 
     def apply(self, topology: Topology) -> None:
         """Make the routes what the supervisor says they are."""
-        self.draining = self.draining or topology.draining
+        if topology.draining:
+            self.drain()
         for status in topology.models:
             route = self.routes.setdefault(status.name, Route(status))
             route.status = status
@@ -171,7 +184,7 @@ class Router:
         for socket, replica_status in ready.items():
             if socket not in route.replicas:
                 route.replicas[socket] = Replica(self, status.name, replica_status, gateways)
-        if not any(replica.state in (*COMING, "ready") for replica in status.replicas):
+        if route.hopeless:
             self._fail_waiting(route)
 
     def _remove(self, route: Route) -> None:
@@ -209,10 +222,16 @@ class Router:
                 log.info("rerouting", attempt=call.attempts, emitted=len(call.emitted))
                 route.queue.give_back(call)
         if route is not None:
-            if not replica.wanted:
-                route.replicas.pop(replica.socket, None)
-            for other in list(route.replicas.values()):
-                self.on_free(other) if other.routable else None
+            self._reroute(route, replica)
+
+    def _reroute(self, route: Route, lost: Replica) -> None:
+        if not lost.wanted and not lost.calls:
+            route.replicas.pop(lost.socket, None)
+        for other in route.replicas.values():
+            if other.routable:
+                self.on_free(other)
+        if route.hopeless:
+            self._fail_waiting(route)
 
     def on_ended(self, call: Call) -> None:
         """The call's worker has answered it, well or not."""
@@ -222,7 +241,7 @@ class Router:
 
     def _cancel(self, call: Call) -> None:
         self._withdraw(call)
-        call.fail(RequestError("the request was cancelled"))
+        call.fail(ClientClosed("the request was cancelled"))
 
     def _expire(self, call: Call, limit_s: float) -> None:
         where = "waiting for a worker" if call.replica is None else "running"
@@ -241,6 +260,8 @@ class Router:
 
     def _end(self, call: Call) -> None:
         self._open.discard(call)
+        if self.draining and not self._open:
+            self.idle.set()
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None

@@ -78,6 +78,7 @@ class Worker:
         self._boot_task: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
+        self._server: asyncio.Server | None = None
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
@@ -160,7 +161,9 @@ class Worker:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
         self._engine.start(self._runner.emit)
-        await listen(spec.socket, self._runner.connect)
+        self._server = await listen(
+            spec.socket, self._runner.connect
+        )  # lives as long as its reference
 
     def _boot_failed(self, message: str, permanent: bool) -> None:
         self._control.send(BootFailed(message, permanent))

@@ -1,0 +1,38 @@
+"""`python -m servekit.gateway`: started by the supervisor only."""
+
+from __future__ import annotations
+
+from servekit.wire.lifeline import die_with
+
+if __name__ == "__main__":
+    import argparse
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(prog="servekit.gateway")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--max-body-bytes", type=int, default=8 * 2**20)
+    parser.add_argument("--no-ui", action="store_true")
+    parser.add_argument("--ui-socket", type=Path)
+    args = parser.parse_args()
+    die_with(args.parent_pid)
+
+    import faulthandler
+    import sys
+
+    from servekit import logs
+    from servekit.gateway.gateway import Settings, run
+
+    faulthandler.enable()
+    logs.configure(args.name, json=True)
+    settings = Settings(
+        name=args.name,
+        control_fd=args.control_fd,
+        listen_fd=args.listen_fd,
+        max_body_bytes=args.max_body_bytes,
+        ui=not args.no_ui,
+        ui_socket=args.ui_socket,
+    )
+    sys.exit(run(settings))

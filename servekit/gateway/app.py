@@ -1,0 +1,230 @@
+"""The gateway's ASGI application: hot routes first, the UI by prefix, FastAPI for all the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException
+
+from servekit import __version__
+from servekit.errors import ModelNotFound, RequestError, ServekitError
+from servekit.gateway.http import (
+    ASGIApp,
+    Receive,
+    Scope,
+    Send,
+    error_headers,
+    error_object,
+    error_type,
+    send_error,
+    send_json,
+)
+from servekit.gateway.openai import OpenAI
+from servekit.gateway.openapi import describe_hot_routes
+from servekit.gateway.router import Route, Router
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class Application:
+    """Dispatches by path; `ui` is set once Gradio has been imported, `ui_state` says till then."""
+
+    def __init__(self, router: Router, max_body_bytes: int, *, ui: bool) -> None:
+        self.router = router
+        self.hot = OpenAI(router, max_body_bytes).routes
+        self.ui: ASGIApp | None = None
+        self.ui_state = "the UI is starting; reload in a moment" if ui else ""
+        self.rest = build_rest(router, ui=ui)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "websocket" and self.ui is not None:
+            await self.ui(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self.rest(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        hot = self.hot.get(path)
+        if hot is not None:
+            if scope["method"] == "POST":
+                await hot(scope, receive, send)
+            else:
+                await send_error(send, MethodNotAllowed(f"{path} takes POST"))
+        elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
+            await self._ui(scope, receive, send)
+        else:
+            await self.rest(scope, receive, send)
+
+    async def _ui(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.ui is not None:
+            await self.ui(scope, receive, send)
+            return
+        page = _WAITING_PAGE % self.ui_state.encode()
+        headers = [(b"content-type", b"text/html; charset=utf-8"), (b"retry-after", b"2")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": page})
+
+
+_WAITING_PAGE = b"""<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=2>
+<title>servekit</title><style>body{font:16px system-ui;display:grid;place-items:center;
+height:90vh;color-scheme:light dark}</style><p>%b</p>"""
+
+
+def build_rest(router: Router, *, ui: bool) -> FastAPI:
+    """Everything that is not hot: health, models, version, documents."""
+    app = FastAPI(
+        title="servekit",
+        version=__version__,
+        description="OpenAI-compatible serving of the models in one configuration file.",
+        docs_url="/docs",
+        redoc_url=None,
+    )
+    _add_health(app, router)
+    _add_models(app, router)
+    _add_errors(app)
+    describe_hot_routes(app)
+
+    @app.get("/version", tags=["service"], summary="servekit's version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("/ui/" if ui else "/docs")
+
+    return app
+
+
+def _add_health(app: FastAPI, router: Router) -> None:
+    @app.get("/livez", tags=["service"], summary="The gateway answers")
+    async def livez() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["service"], summary="Every model can complete a request")
+    async def readyz() -> Response:
+        """200 only while a request to each model can complete; 503 with the reasons otherwise."""
+        models = {name: model_health(route) for name, route in router.routes.items()}
+        ready = bool(models) and not router.draining and all(m["ready"] for m in models.values())
+        state = "ready" if ready else "draining" if router.draining else "not ready"
+        body = {"status": state, "models": models}
+        return Response(
+            msgspec.json.encode(body), 200 if ready else 503, media_type="application/json"
+        )
+
+
+def model_health(route: Route) -> dict[str, Any]:
+    """One model in /readyz: whether it serves, and what each replica is doing."""
+    replicas = [
+        {
+            "name": replica.name,
+            "state": replica.state,
+            "device": replica.device,
+            "restarts": replica.restarts,
+            "progress": replica.progress and msgspec.structs.asdict(replica.progress),
+            "reason": replica.reason or None,
+        }
+        for replica in route.status.replicas
+    ]
+    return {
+        "ready": route.ready,
+        "state": model_state(route),
+        "running": route.running,
+        "waiting": len(route.queue),
+        "replicas": replicas,
+    }
+
+
+def model_state(route: Route) -> str:
+    """The best state among the model's replicas; ready only if this gateway can reach one."""
+    if route.ready:
+        return "ready"
+    states = [replica.state for replica in route.status.replicas]
+    order = ("ready", "loading", "starting", "backoff", "draining", "failed", "stopped")
+    best = next((state for state in order if state in states), "stopped")
+    return "starting" if best == "ready" else best
+
+
+def _add_models(app: FastAPI, router: Router) -> None:
+    @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(route) for route in router.routes.values()]}
+
+    @app.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One model")
+    async def model(model: str) -> dict[str, Any]:
+        if not model:
+            raise ModelNotFound("name a model", param="model")
+        return _model(router.find(model))
+
+
+def _model(route: Route) -> dict[str, Any]:
+    status = route.status
+    info = status.info
+    return {
+        "id": status.name,
+        "object": "model",
+        "created": status.created,
+        "owned_by": "servekit",
+        "max_model_len": info.max_context if info else None,
+        "engine": status.engine,
+        "aliases": list(status.aliases),
+        "state": model_state(route),
+    }
+
+
+def _add_errors(app: FastAPI) -> None:
+    """OpenAI's envelope for every error, the framework's own included."""
+
+    @app.exception_handler(ServekitError)
+    async def ours(_: Request, error: ServekitError) -> Response:
+        headers = {k.decode(): v.decode() for k, v in error_headers(error)}
+        return JSONResponse({"error": error_object(error)}, error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def theirs(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no {request.method} {request.url.path} here; see /docs"
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}; see /docs"
+        body = {
+            "message": message,
+            "type": error_type(error.status_code),
+            "param": None,
+            "code": {404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
+        }
+        return JSONResponse({"error": body}, error.status_code, dict(error.headers or {}))
+
+
+class Guard:
+    """The outermost layer: an error nobody foresaw is logged and answered in the envelope."""
+
+    def __init__(self, app: ASGIApp, log: Any) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            self._log.exception("unexpected error", path=scope["path"])
+            if not started:
+                body = {"error": error_object(ServekitError("an internal error; see the logs"))}
+                await send_json(send, msgspec.json.encode(body), 500)

@@ -1,0 +1,182 @@
+"""The life of a gateway: serve at once, follow the topology, drain, stop.
+
+uvicorn serves the shared socket from the first moment; Gradio, which takes seconds to import, is
+brought in beside it. EOF on the control connection ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+
+from servekit.gateway.app import Application, Guard
+from servekit.gateway.router import Router
+from servekit.wire.connection import Connection, adopt
+from servekit.wire.lifeline import end_group
+from servekit.wire.messages import Drain, Serving, Stop, ToGateway, Topology, Traffic
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+TRAFFIC_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the supervisor tells a gateway on its command line."""
+
+    name: str
+    control_fd: int
+    listen_fd: int
+    max_body_bytes: int
+    ui: bool
+    ui_socket: Path | None  # where gateway/0 serves the UI for the others
+
+
+def run(settings: Settings) -> int:
+    """Run a gateway until it is told to stop; returns the exit code."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_live(settings))
+
+
+async def _live(settings: Settings) -> int:
+    return await Gateway(settings).live()
+
+
+class Gateway:
+    """One gateway process. All state is written on the event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._router = Router(settings.name)
+        self._app = Application(self._router, settings.max_body_bytes, ui=settings.ui)
+        self._stop: asyncio.Future[None] = self._loop.create_future()
+        self._control: Connection[ToGateway] = Connection(ToGateway, self._on_message, self._on_eof)
+
+    async def live(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_message, Stop())
+        await adopt(socket.socket(fileno=self._settings.control_fd), lambda: self._control)
+        public = socket.socket(fileno=self._settings.listen_fd)
+        async with serving(Guard(self._app, log), public):
+            self._control.send(Serving())
+            tasks = [self._loop.create_task(self._report())]
+            if self._settings.ui:
+                tasks.append(self._loop.create_task(self._bring_up_ui()))
+            await self._stop
+            for task in tasks:
+                task.cancel()
+        self._control.close()
+        return 0
+
+    def _on_message(self, message: ToGateway) -> None:
+        match message:
+            case Topology():
+                self._router.apply(message)
+            case Drain():
+                self._router.drain()
+                self._loop.create_task(self._stop_when_idle())
+            case Stop():
+                self._end()
+
+    async def _stop_when_idle(self) -> None:
+        await self._router.idle.wait()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._stop.done():
+            self._stop.set_result(None)
+
+    def _on_eof(self, error: Exception | None) -> None:
+        if not self._stop.done():
+            log.error("the supervisor is gone", error=str(error or "EOF"))
+            end_group()
+
+    async def _report(self) -> None:
+        last: Traffic | None = None
+        while True:
+            await asyncio.sleep(TRAFFIC_EVERY_S)
+            router = self._router
+            queued = {name: len(route.queue) for name, route in router.routes.items()}
+            now = Traffic(router.requests, router.in_flight, queued)
+            if now != last:
+                self._control.send(now)
+                last = now
+
+    # ---- the UI
+
+    async def _bring_up_ui(self) -> None:
+        """Import Gradio off the loop and put it under /ui; the first gateway serves it for all."""
+        try:
+            if self._settings.name.endswith("/0"):
+                await self._serve_ui()
+            else:
+                await self._borrow_ui()
+        except Exception:
+            log.exception("the UI failed to start")
+            self._app.ui_state = "the UI failed to start; see the gateway's log"
+
+    async def _serve_ui(self) -> None:
+        from servekit.gateway.ui import build
+
+        ui = await asyncio.to_thread(build, self._router)
+        await ui.startup()
+        self._app.ui = ui.app
+        path = self._settings.ui_socket
+        if path is None:
+            return
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        async with serving(Guard(ui.app, log), listener):
+            await asyncio.shield(self._stop)
+
+    async def _borrow_ui(self) -> None:
+        from servekit.gateway.proxy import UnixProxy
+
+        assert self._settings.ui_socket is not None
+        self._app.ui = UnixProxy(self._settings.ui_socket)
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, sock: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
+
+    Signals stay the gateway's: uvicorn's own `serve` would take them over.
+    """
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        backlog=2048,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[sock])
+    ticking = asyncio.get_running_loop().create_task(server.main_loop())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await ticking
+        await server.shutdown(sockets=[sock])

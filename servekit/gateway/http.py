@@ -1,0 +1,94 @@
+"""The little of HTTP that the hot routes need, straight on ASGI: bodies in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from servekit.errors import BodyTooLarge, RequestError, ServekitError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+JSON = (b"content-type", b"application/json")
+#: no-transform and no buffering: a proxy in between must pass every event on as it comes.
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was whole."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body, at most `limit` bytes; raises BodyTooLarge without reading on."""
+    declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    while message.get("more_body"):
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return body
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the body is over the limit of {limit} bytes; send less, or raise server.max_body_bytes"
+    )
+
+
+async def send_json(
+    send: Send, body: bytes, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    """Answer with a JSON body in one go."""
+    length = (b"content-length", str(len(body)).encode())
+    start = {"type": "http.response.start", "status": status}
+    await send({**start, "headers": [JSON, length, *(headers or ())]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ServekitError) -> None:
+    """Answer with OpenAI's error envelope."""
+    await send_json(send, envelope(error), error.status, error_headers(error))
+
+
+def error_headers(error: ServekitError) -> list[tuple[bytes, bytes]]:
+    wait_s = getattr(error, "retry_after_s", None)
+    return [] if wait_s is None else [(b"retry-after", str(max(1, round(wait_s))).encode())]
+
+
+def envelope(error: ServekitError) -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect it."""
+    return msgspec.json.encode({"error": error_object(error)})
+
+
+def error_object(error: ServekitError) -> dict[str, Any]:
+    param = error.param if isinstance(error, RequestError) else None
+    return {
+        "message": error.message,
+        "type": error_type(error.status),
+        "param": param,
+        "code": error.code,
+    }
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for a status."""
+    if status == 429:
+        return "rate_limit_error"
+    if status == 404:
+        return "not_found_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
