@@ -1,0 +1,242 @@
+"""The shape of the package: who may import whom, and what no process may load.
+
+The rules are read off the source of every module, nested imports included, so that an import
+inside a function is no way around them; what a process really loads is asked of fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from servekit.config.schema import ENGINE_OPTIONS
+from servekit.engines import ENGINES
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "servekit"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 350
+
+#: What stands at the top of the repository, hidden files apart.
+TOP_LEVEL = {"servekit", "configs", "tests", "deploy"} | {
+    "Dockerfile",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+}
+
+#: Who may import whom. A part is a folder of the package or one of its own modules.
+MAY_IMPORT = {
+    "errors": set(),
+    "logs": set(),
+    "wire": {"errors"},
+    "config": {"errors"},
+    "engines": {"errors", "wire"},
+    "worker": {"errors", "wire", "config", "logs", "engines"},
+    "gateway": {"errors", "wire", "config", "logs"},
+    "supervisor": {"errors", "wire", "config", "logs"},
+    "tables": {"errors", "wire", "config", "supervisor"},
+    "display": {"errors", "wire", "config", "tables"},
+    "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+#: All that is reached of the engines by the worker; each engine itself by its registry name.
+ENGINES_FRONT = {"servekit.engines", "servekit.engines.base"}
+ONLY_IN_ENGINES = {"torch", "transformers", "peft", "vllm", "llama_cpp", "xllamacpp", "accelerate"}
+ONLY_IN_GATEWAY = {"fastapi", "starlette", "uvicorn", "gradio"}
+NOWHERE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+NO_NAMES = {"utils", "util", "helpers", "helper", "manager", "managers", "common", "misc"}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all imports of a module, wherever they stand in it."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            assert node.module is not None
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((a.lineno, str(a.value)) for a in node.args if isinstance(a, ast.Constant))
+
+
+def offenders(forbidden: set[str], allowed_in: str = "") -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in MODULES
+        if part(path) != allowed_in
+        for line, name in imports(path)
+        if name.split(".")[0] in forbidden
+    ]
+
+
+# ---------------------------------------------------------------- the source
+
+
+def test_every_part_has_its_rule() -> None:
+    assert {part(path) for path in MODULES} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
+def test_parts_import_only_what_they_may(name: str) -> None:
+    allowed = MAY_IMPORT[name] | {name}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {target}"
+        for path in MODULES
+        if part(path) == name
+        for line, target in imports(path)
+        if target.startswith("servekit.") and not _may(target, allowed)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _may(target: str, allowed: set[str]) -> bool:
+    return target == "servekit.__version__" or target.split(".")[1] in allowed
+
+
+def test_the_worker_knows_no_engine_by_its_class() -> None:
+    fronts = tuple(f"{front}." for front in ENGINES_FRONT)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in MODULES
+        if part(path) == "worker"
+        for line, name in imports(path)
+        if name.startswith("servekit.engines") and name not in ENGINES_FRONT
+        if not name.startswith(fronts)
+        or (PACKAGE.parent / (name.replace(".", "/") + ".py")).is_file()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_and_its_like_live_in_engines_only() -> None:
+    assert not offenders(ONLY_IN_ENGINES, "engines")
+
+
+def test_the_web_lives_in_the_gateway_only() -> None:
+    assert not offenders(ONLY_IN_GATEWAY, "gateway")
+
+
+def test_nothing_is_ever_pickled() -> None:
+    """multiprocessing pickles too: its queues, pipes and processes."""
+    assert not offenders(NOWHERE | {"multiprocessing", "concurrent.futures.process"})
+
+
+def test_only_the_command_line_prints() -> None:
+    prints = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        if part(path) != "cli"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id == "print"
+    ]
+    assert not prints
+
+
+def test_environments_are_passed_and_never_edited() -> None:
+    """`os.environ[...] = ` in a parent reaches children that were never meant."""
+    edits = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in MODULES
+        if part(path) in {"supervisor", "cli", "gateway", "config", "wire"}
+        for node in ast.walk(tree(path))
+        if _edits_environment(node)
+    ]
+    assert not edits
+
+
+def _edits_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign | ast.Delete):
+        return any(ast.unparse(target).startswith("os.environ[") for target in node.targets)
+    calls = {"os.environ.update", "os.environ.setdefault", "os.environ.pop", "os.putenv"}
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in calls
+
+
+def test_modules_say_what_they_are() -> None:
+    names = {path.stem for path in MODULES} | {path.parent.name for path in MODULES}
+    assert not names & NO_NAMES
+    assert not [path for path in MODULES if not ast.get_docstring(tree(path))]
+
+
+def test_modules_are_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in MODULES
+        if (lines := len(path.read_text().splitlines())) >= MAX_LINES
+    }
+    assert not long
+
+
+def test_every_engine_has_options_and_the_reverse() -> None:
+    assert set(ENGINES) == set(ENGINE_OPTIONS)
+
+
+def test_the_top_level_holds_what_it_should() -> None:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    top = {name.split("/")[0] for name in listed}
+    assert {name for name in top if not name.startswith(".")} == TOP_LEVEL
+
+
+# ---------------------------------------------------------------- fresh interpreters
+
+
+def loaded(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "fastapi", "gradio", "uvicorn", "peft", "numpy", "pandas"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "forbidden"),
+    [
+        ("import servekit.supervisor.supervisor, servekit.cli", HEAVY),
+        ("import servekit.config.load", HEAVY | {"asyncio", "rich"}),
+        ("import servekit.cli", HEAVY | {"pydantic", "yaml", "msgspec", "asyncio"}),
+        ("import servekit.gateway.app", {"torch", "transformers", "peft"}),
+        ("import servekit.worker.worker", {"torch", "transformers", "fastapi", "gradio"}),
+        ("import servekit.engines", {"torch", "transformers", "numpy"}),
+        ("import servekit", HEAVY | {"pydantic", "msgspec", "typer"}),
+    ],
+)
+def test_what_a_process_never_loads(statement: str, forbidden: set[str]) -> None:
+    assert not loaded(statement) & forbidden
