@@ -38,12 +38,19 @@ class Gateway(Life[FromGateway]):
             args=(
                 *("--name", self.name),
                 *("--listen-fd", str(self._listen_fd)),
-                *("--settings", self._server.model_dump_json()),
+                *("--max-body-bytes", str(self._server.max_body_bytes)),
+                *self._ui_args(),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
             log_path=self.host.run_dir.log_path(self.name),
             pass_fds=(self._listen_fd,),
         )
+
+    def _ui_args(self) -> tuple[str, ...]:
+        # Gradio keeps state in its process, so the first gateway serves the UI for all.
+        if not self._server.ui:
+            return ("--no-ui",)
+        return ("--ui-socket", str(self.host.run_dir.path / "ui.sock"))
 
     def greet(self) -> None:
         self.publish(self._topology)

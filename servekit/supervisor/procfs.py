@@ -59,14 +59,14 @@ def rss_bytes(pid: int) -> int:
         return 0
 
 
-def command(pid: int) -> str:
+def command(pid: int, longest: int = 80) -> str:
     """Its command line, cut to what fits a message; "" when it is gone or not ours to read."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return ""
     text = " ".join(word.decode(errors="replace") for word in words)
-    return text if len(text) <= 80 else text[:79] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def marked(mark: str) -> Iterator[Process]:

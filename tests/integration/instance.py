@@ -1,0 +1,196 @@
+"""A running `servekit up` in a directory of its own, for tests that need a real one.
+
+    with Instance.up(tmp_path, [echo("a", replicas=2)]) as instance:
+        instance.until_settled()
+        httpx.get(f"{instance.url}/readyz")
+
+Leaving the block ends whatever still runs and asserts that nothing survived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from servekit.display import settled
+from servekit.errors import ServekitError
+from servekit.supervisor import procfs
+from servekit.supervisor.control import ask
+from servekit.supervisor.leftovers import MARK
+from servekit.supervisor.run_dir import read_record
+from servekit.wire.messages import GatewayStatus, GetStatus, ModelStatus, ReplicaStatus, Status
+
+T = TypeVar("T")
+
+
+def echo(name: str, *, replicas: int = 1, **options: object) -> dict[str, Any]:
+    """A model of the echo engine; its options are `servekit.config.schema.EchoOptions`."""
+    return {
+        "name": name,
+        "engine": "echo",
+        "path": name,
+        "replicas": replicas,
+        "options": options,
+    }
+
+
+def write_config(
+    folder: Path, models: Sequence[Mapping[str, Any]], server: Mapping[str, Any] | None = None
+) -> Path:
+    """A configuration file on a free port. JSON is YAML."""
+    path = folder / "servekit.yaml"
+    settings = {"models": list(models), "server": {"port": 0, "ui": False, **(server or {})}}
+    path.write_text(json.dumps(settings, indent=2))
+    return path
+
+
+def poll(what: str, probe: Callable[[], T], within_s: float) -> T:
+    """The first true answer of `probe`; AssertionError with `what` after the deadline."""
+    deadline = time.monotonic() + within_s
+    while True:
+        if found := probe():
+            return found
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+class Instance:
+    """One supervisor process and all that it starts."""
+
+    def __init__(self, folder: Path, config: Path, *args: str, env: Mapping[str, str]) -> None:
+        self.run_dir = folder / "run"
+        self.log_path = folder / "up.log"
+        self._mark = ""
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "servekit", "up"),
+                    *("--config", str(config), "--run-dir", str(self.run_dir), *args),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    @classmethod
+    @contextlib.contextmanager
+    def up(
+        cls,
+        folder: Path,
+        models: Sequence[Mapping[str, Any]],
+        *args: str,
+        server: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Iterator[Instance]:
+        """An instance that has taken its run directory and its port; its models may load yet."""
+        instance = cls(folder, write_config(folder, models, server), *args, env=env or {})
+        try:
+            instance.until("it answers on its control socket", instance.running, within_s=20)
+            yield instance
+        finally:
+            instance.end()
+
+    # ---- what it says
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        return self.status().url
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def running(self) -> bool:
+        record = read_record(self.run_dir)
+        if record is None or record.pid != self.pid:
+            return False
+        self._mark = record.mark
+        with contextlib.suppress(ServekitError):
+            return bool(self.status())
+        return False
+
+    def status(self) -> Status:
+        answer = asyncio.run(ask(self.run_dir / "control.sock", GetStatus()))
+        assert isinstance(answer, Status)
+        return answer
+
+    def model(self, name: str) -> ModelStatus:
+        return next(model for model in self.status().models if model.name == name)
+
+    def replica(self, name: str) -> ReplicaStatus:
+        replicas = (r for model in self.status().models for r in model.replicas)
+        return next(replica for replica in replicas if replica.name == name)
+
+    def gateway(self, index: int = 0) -> GatewayStatus:
+        return self.status().gateways[index]
+
+    # ---- waiting
+
+    def until(self, what: str, probe: Callable[[], T], within_s: float = 10.0) -> T:
+        def alive_and_true() -> T:
+            found = probe()
+            assert found or self.process.poll() is None, f"it ended, waiting for: {what}\n{self.log}"
+            return found
+
+        try:
+            return poll(what, alive_and_true, within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+
+    def until_settled(self, within_s: float = 60.0) -> Status:
+        """Gateways serve, and every replica is ready or has failed for good."""
+
+        def probe() -> Status | None:
+            status = self.status()
+            return status if settled(status) else None
+
+        found = self.until("its start is over", probe, within_s)
+        assert found is not None
+        return found
+
+    def wait(self, within_s: float = 20.0) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {within_s:g} s\n{self.log}") from None
+
+    # ---- ending
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def survivors(self) -> list[procfs.Process]:
+        """What it has started and still runs, its guard included."""
+        if not self._mark:
+            return []
+        guards = (p for p in procfs.everyone() if self._mark in procfs.command(p.pid, 10_000))
+        return [*procfs.marked(f"{MARK}={self._mark}"), *guards]
+
+    def end(self) -> None:
+        """Kill what runs; fail if anything outlives its supervisor by two seconds."""
+        self.process.kill()
+        self.process.wait()
+        try:
+            poll("nothing survives", lambda: not self.survivors(), within_s=2.0)
+        except AssertionError:
+            left = [(p.pid, procfs.command(p.pid)) for p in self.survivors()]
+            for process in self.survivors():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            raise AssertionError(f"these outlived their supervisor: {left}\n{self.log}") from None
