@@ -14,6 +14,8 @@ import functools
 import gc
 import importlib
 import logging
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,27 +45,26 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     Raises LoadError if the file is damaged or transformers does not know its architecture, and
     OSError if `folder` cannot be written.
     """
+    from transformers.utils import logging as library_logging
+
     header = read_header(path)
+    library_logging.disable_progress_bar()  # bars have no place in a worker's log; `report` has
     report(Progress("convert", 0, header.tensors, "tensors"))
-    try:
+    with _explained(path, header):
         with _hastened(report, header.tensors):
-            _save_tokenizer(path, folder)
+            tokenizer = _load_tokenizer(path)
             model = _load(path, header)
-    except LoadError:
-        raise
-    except Exception as error:  # whatever the library meets in a file it does not understand
-        raise LoadError(_unsupported(path, header, error)) from error
-    _save_model(model, folder)
+        tokenizer.save_pretrained(folder)
+        _save_model(model, folder)
     report(Progress("convert", header.tensors, header.tensors, "tensors"))
     del model
     gc.collect()
 
 
-def _save_tokenizer(path: Path, folder: Path) -> None:
+def _load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def _load(path: Path, header: Header) -> Any:
@@ -130,8 +131,17 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _unsupported(path: Path, header: Header, error: Exception) -> str:
-    return (
-        f"{path.name} (architecture {header.architecture or 'unknown'}) cannot be converted: "
-        f"{type(error).__name__}: {error}"
-    )
+@contextlib.contextmanager
+def _explained(path: Path, header: Header) -> Iterator[None]:
+    """Tell a disk that refuses from a file that the library does not understand."""
+    try:
+        yield
+    except (LoadError, OSError):
+        raise
+    except Exception as error:  # whatever the library meets in a file that it does not know
+        if from_rust := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(from_rust[1]), os.strerror(int(from_rust[1]))) from error
+        raise LoadError(
+            f"{path.name} (architecture {header.architecture or 'unknown'}) cannot be converted: "
+            f"{type(error).__name__}: {error}"
+        ) from error

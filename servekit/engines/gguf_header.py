@@ -28,7 +28,11 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-_DEFAULT_ALIGNMENT = 32
+#: What reading a hostile or mangled file can raise.
+_MALFORMED = (
+    *(struct.error, ValueError, TypeError, LookupError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data, path).header()
-    except (struct.error, ValueError, OverflowError) as error:
+    except _MALFORMED as error:
         raise LoadError(f"{path} is not a whole GGUF file: {error}. Fetch it again.") from error
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
