@@ -32,6 +32,6 @@ WORKDIR /home/servekit
 VOLUME /cache
 EXPOSE 8000
 # Ready is a long way off while a large model loads; alive is another question (/livez).
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --start-interval=2s --retries=3 \
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
 CMD ["servekit", "up", "--config", "/config.yaml", "--host", "0.0.0.0"]

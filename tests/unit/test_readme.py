@@ -1,0 +1,173 @@
+"""README says what is so. SERVEKIT_REWRITE=1 in the environment renews its tables."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from servekit.config.json_schema import json_schema
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+TABLES = {
+    "configuration": [
+        ("", "Config"),
+        ("server.", "ServerConfig"),
+        ("models[].", "ModelConfig"),
+        ("models[].sampling.", "SamplingDefaults"),
+        ("models[].options.", "TransformersOptions"),
+    ],
+    "echo": [("models[].options.", "EchoOptions")],
+}
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def table(name: str) -> str:
+    schema = json_schema()
+    sections = {"Config": schema, **schema["$defs"]}
+    lines = ["| key | value | default | |", "|---|---|---|---|"]
+    for prefix, section in TABLES[name]:
+        for key, field in sections[section]["properties"].items():
+            required = key in sections[section].get("required", ())
+            lines.append(_row(f"{prefix}{key}", field, required))
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: str, field: dict[str, Any], required: bool) -> str:
+    default = "**required**" if required else _default(field.get("default"))
+    return f"| `{key}` | {_kind(field)} | {default} | {field['description']} |".replace("`[]`", "")
+
+
+def _default(value: object) -> str:
+    if value in (None, [], {}) or isinstance(value, dict):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _kind(field: dict[str, Any]) -> str:
+    if choices := field.get("enum"):
+        return " or ".join(f"`{choice}`" for choice in choices)
+    if "const" in field:
+        return f"`{field['const']}`"
+    if branches := field.get("anyOf"):
+        kinds = [_kind(branch) for branch in branches if branch.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if field.get("type") == "array":
+        return f"list of {_kind(field['items'])}"
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "yes or no",
+    }
+    return names.get(field.get("type", ""), "mapping") + _range(field)
+
+
+def _range(field: dict[str, Any]) -> str:
+    low, high = field.get("minimum"), field.get("maximum")
+    above = field.get("exclusiveMinimum")
+    if low is not None and high is not None:
+        return f", {low:g} to {high:g}"
+    if above is not None:
+        return f", over {above:g}" + (f" to {high:g}" if high is not None else "")
+    return f" ≥ {low}" if low is not None else ""
+
+
+def renewed(text: str) -> str:
+    return TABLE.sub(lambda found: found[1] + table(found[2]) + found[3], text)
+
+
+def test_the_tables_are_those_of_the_schema() -> None:
+    text = README.read_text()
+    if os.environ.get("SERVEKIT_REWRITE"):
+        README.write_text(renewed(text))
+    assert set(TABLES) == {found[2] for found in TABLE.finditer(text)}
+    assert README.read_text() == renewed(text), "stale; run this with SERVEKIT_REWRITE=1"
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def code_blocks() -> list[str]:
+    return re.findall(r"```\w*\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_the_check_command_is_readmes() -> None:
+    [command] = [block.strip() for block in code_blocks() if ".venv/bin/pytest" in block]
+    last = (ROOT / ".ci" / "run").read_text().strip().splitlines()[-1]
+    assert last == command
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_demo_command_names_what_there_is() -> None:
+    [command] = [block.strip() for block in code_blocks() if "servekit up" in block][:1]
+    files = re.findall(r"[\w./-]+\.(?:txt|yaml)", command)
+    assert files == ["deploy/constraints.txt", "configs/demo.yaml"]
+    assert all((ROOT / name).is_file() for name in files)
+
+
+def test_the_commands_are_those_of_the_command_line() -> None:
+    from servekit.cli import app
+
+    shown = set(re.findall(r"^\| `servekit (\w+)", README.read_text(), re.MULTILINE))
+    commands = {
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback
+    }
+    assert shown == commands
+
+
+async def test_the_endpoints_are_those_of_the_gateway() -> None:
+    from servekit.gateway.app import build_rest
+    from servekit.gateway.router import Router
+
+    shown = set(re.findall(r"^\| `(?:GET|POST) (/[\w/.{}]*)`", README.read_text(), re.MULTILINE))
+    served = set(build_rest(Router("test"), ui=False).openapi()["paths"])
+    documents = {"/ui", "/docs", "/openapi.json"}
+    assert shown - documents == {re.sub(r":path", "", path) for path in served}
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
+        assert (ROOT / target).exists(), target
+
+
+# ---------------------------------------------------------------- the pins
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
+    stated = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.!]+", line) for line in stated)
+    return {canonicalize_name(n): v for n, _, v in (line.partition("==") for line in stated)}
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = pins()
+    for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
+
+
+def test_torch_is_pinned_without_its_build() -> None:
+    assert Version(pins()["torch"]).local is None
+
+
+@pytest.mark.parametrize("name", ["README.md", "Dockerfile", ".ci/run", "deploy/constraints.txt"])
+def test_no_path_of_one_machine(name: str) -> None:
+    assert not re.search(r"/(root|work|home/(?!servekit))\b", (ROOT / name).read_text())
