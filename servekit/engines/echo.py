@@ -83,6 +83,7 @@ class EchoEngine(Engine):
         self._progress_at = time.monotonic()
         self._changed = threading.Condition()
         self._closed = False
+        self._thread: threading.Thread | None = None
         self._tokens = 0
         self._leaked: list[bytes] = []
         self._grandchildren: list[subprocess.Popen[bytes]] = []
@@ -110,7 +111,8 @@ class EchoEngine(Engine):
         self._emit = emit
         self._step_s: float = self._options.get("step_s", 0.0)
         self._slots: int = self._options.get("slots", 64)
-        threading.Thread(target=self._loop, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
 
     def submit(self, job: Job) -> None:
         self._misbehave(job)
@@ -140,6 +142,8 @@ class EchoEngine(Engine):
         with self._changed:
             self._closed = True
             self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
         for child in self._grandchildren:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()

@@ -1,0 +1,116 @@
+"""A real worker's inside in this process: echo engine, runner and socket, ready to be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.engines.base import StepOutput
+from servekit.engines.echo import EchoEngine
+from servekit.gateway.router import Router
+from servekit.wire.connection import listen
+from servekit.wire.messages import (
+    ModelStatus,
+    ReplicaStatus,
+    Topology,
+    WorkerSpec,
+    WorkerState,
+)
+from servekit.worker.runner import Runner
+
+DEADLINE_S = 10.0
+
+
+async def until(condition: Callable[[], Any], what: str = "the condition") -> None:
+    """Let the loop run until the condition holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+    assert condition(), what
+
+
+class EchoWorker:
+    """One worker at a socket; `kill` is what SIGKILL looks like from a gateway."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        spec = WorkerSpec(
+            path.stem, "m", "echo", "-", None, "cpu", "auto", None, False, {}, options, str(path)
+        )
+        self.engine = EchoEngine(spec)
+        info = self.engine.load(lambda progress: None)
+        self.runner = Runner(self.engine, info, on_idle=lambda: None)
+        self.steps: list[StepOutput] = []
+
+    async def start(self) -> None:
+        self.engine.start(self._emit)
+        self._server = await listen(self.path, self.runner.connect)
+
+    def _emit(self, outputs: Any) -> None:
+        self.steps += outputs
+        self.runner.emit(outputs)
+
+    @property
+    def running(self) -> int:
+        now = self.engine.load_now()
+        return now.running + now.waiting
+
+    def kill(self) -> None:
+        self._server.close()
+        for peer in list(self.runner.peers):
+            peer.connection.abort()
+        self.engine.close()
+
+    def status(self, state: WorkerState = "ready", reason: str = "") -> ReplicaStatus:
+        return ReplicaStatus(self.path.stem, state, str(self.path), 1, "cpu", reason=reason)
+
+
+class Service:
+    """A router and the workers it is told of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.router = Router("gateway/test")
+        self.workers: list[EchoWorker] = []
+        self.max_queue = 100
+        self.timeout_s = 60.0
+
+    async def worker(self, **options: Any) -> EchoWorker:
+        worker = EchoWorker(self.folder / f"w{len(self.workers)}.sock", **options)
+        self.workers.append(worker)
+        await worker.start()
+        return worker
+
+    def tell(self, *replicas: ReplicaStatus, draining: bool = False, gateways: int = 1) -> None:
+        status = ModelStatus(
+            "m",
+            "echo",
+            "-",
+            0,
+            replicas,
+            aliases=("alias",),
+            timeout_s=self.timeout_s,
+            max_queue=self.max_queue,
+        )
+        self.router.apply(Topology((status,), draining, gateways))
+
+    async def up(self, count: int = 1, **options: Any) -> list[EchoWorker]:
+        """Start workers, tell the router, and wait until it has reached them all."""
+        workers = [await self.worker(**options) for _ in range(count)]
+        self.tell(*(worker.status() for worker in workers))
+        route = self.router.routes["m"]
+        await until(lambda: sum(r.routable for r in route.replicas.values()) == count)
+        return workers
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    service = Service(tmp_path)
+    yield service
+    service.tell()
+    for worker in service.workers:
+        worker.kill()

@@ -1,0 +1,241 @@
+"""The router with real workers behind it: nothing is lost, nothing is answered twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from servekit.errors import (
+    ClientClosed,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    ModelNotFound,
+    ModelUnavailable,
+    QueueFull,
+    RequestError,
+    WorkerLost,
+)
+from servekit.gateway.call import Call
+from servekit.wire.messages import ChatMessage, SamplingParams
+from tests.unit.gateway.conftest import DEADLINE_S, Service, until
+
+
+def ask(text: str = "hello ", tokens: int = 24, key: str = "", *, stream: bool = True) -> Call:
+    return Call("m", SamplingParams(max_tokens=tokens), prompt=text, key=key, stream=stream)
+
+
+def echo(text: str, tokens: int) -> str:
+    return (text * (tokens // len(text) + 1))[:tokens]
+
+
+async def answer(call: Call) -> str:
+    async with asyncio.timeout(DEADLINE_S):
+        return "".join([delta.text async for delta in call])
+
+
+async def test_streamed_and_whole_answers_are_the_same(service: Service) -> None:
+    await service.up(step_s=0.001)
+    calls = [service.router.open(ask(stream=stream)) for stream in (True, False)]
+    assert [await answer(call) for call in calls] == [echo("hello ", 24)] * 2
+    assert service.router.in_flight == 0
+
+
+async def test_a_chat_by_its_alias(service: Service) -> None:
+    await service.up()
+    call = Call("alias", SamplingParams(max_tokens=2), messages=[ChatMessage("user", "hi")])
+    assert await answer(service.router.open(call)) == "hi"
+
+
+async def test_a_worker_holds_only_what_it_has_slots_for(service: Service) -> None:
+    [worker] = await service.up(step_s=0.005, slots=2)
+    calls = [service.router.open(ask(tokens=10)) for _ in range(6)]
+    route = service.router.routes["m"]
+    assert (route.running, len(route.queue)) == (2, 4)
+    assert [service.router.position(call) for call in calls] == [None, None, 0, 1, 2, 3]
+    await until(lambda: worker.running == 2)
+    assert await asyncio.gather(*map(answer, calls)) == [echo("hello ", 10)] * 6
+
+
+async def test_load_goes_to_the_replica_with_the_most_room(service: Service) -> None:
+    workers = await service.up(3, step_s=0.005, slots=8)
+    calls = [service.router.open(ask(tokens=40)) for _ in range(9)]
+    await until(lambda: sum(worker.running for worker in workers) == 9)
+    assert [worker.running for worker in workers] == [3, 3, 3]
+    for call in calls:
+        call.cancel()
+
+
+async def test_gateways_share_the_slots_of_a_worker(service: Service) -> None:
+    worker = await service.worker(step_s=0.005, slots=8)
+    service.tell(worker.status(), gateways=4)
+    await until(lambda: service.router.routes["m"].ready)
+    calls = [service.router.open(ask()) for _ in range(5)]
+    assert service.router.routes["m"].running == 2
+    for call in calls:
+        call.cancel()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stream_goes_on_elsewhere_when_its_worker_dies(
+    service: Service, stream: bool
+) -> None:
+    first, second = await service.up(2, step_s=0.002)
+    calls = [service.router.open(ask(tokens=60, stream=stream)) for _ in range(8)]
+    answers = [asyncio.create_task(answer(call)) for call in calls]
+    await until(lambda: all(len(call.emitted) > 3 for call in calls))
+    first.kill()
+    assert await asyncio.gather(*answers) == [echo("hello ", 60)] * 8
+    assert service.router.in_flight == 0
+    assert sum(call.attempts for call in calls) == 4
+    # the survivor did only what was missing
+    assert sum(len(step.token_ids) for step in second.steps) < 8 * 60
+
+
+async def test_a_seeded_answer_is_the_same_after_a_death(service: Service) -> None:
+    first, _ = await service.up(2, step_s=0.002)
+    params = SamplingParams(max_tokens=50, temperature=1.0, seed=4)
+    call = service.router.open(Call("m", params, prompt="abcdef"))
+    task = asyncio.create_task(answer(call))
+    await until(lambda: len(call.emitted) > 3)
+    first.kill()
+    assert await task == echo("efabcd", 50)
+
+
+async def test_requests_wait_for_the_worker_that_replaces_a_dead_one(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002)
+    call = service.router.open(ask(tokens=40))
+    task = asyncio.create_task(answer(call))
+    await until(lambda: len(call.emitted) > 3)
+    worker.kill()
+    service.tell(worker.status("backoff"))
+    late = service.router.open(ask(tokens=3))
+    replacement = await service.worker()
+    service.tell(replacement.status())
+    assert await task == echo("hello ", 40)
+    assert await answer(late) == "hel"
+
+
+async def test_a_request_that_outlives_too_many_workers_is_given_up(service: Service) -> None:
+    call: Call | None = None
+    for _ in range(4):
+        [worker] = await service.up(step_s=0.005)
+        call = call or service.router.open(ask(tokens=5000))
+        await until(lambda: worker.running == 1)
+        worker.kill()
+    assert call is not None
+    with pytest.raises(WorkerLost, match="4 workers died"):
+        await answer(call)
+
+
+async def test_a_draining_worker_finishes_what_it_has(service: Service) -> None:
+    first, second = await service.up(2, step_s=0.002)
+    calls = [service.router.open(ask(tokens=40)) for _ in range(4)]
+    first.runner.draining = True  # before the gateway hears of it
+    late = [service.router.open(ask(tokens=8)) for _ in range(4)]
+    tasks = [asyncio.create_task(answer(call)) for call in [*calls, *late]]
+    await until(lambda: late[0].emitted)
+    service.tell(second.status())
+    assert [len(text) for text in await asyncio.gather(*tasks)] == [40] * 4 + [8] * 4
+    assert sum(call.attempts for call in [*calls, *late]) == 0
+
+
+async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002, slots=1)
+    running, waiting = (service.router.open(ask(tokens=8000)) for _ in range(2))
+    await until(lambda: worker.running == 1)
+    waiting.cancel()
+    assert len(service.router.routes["m"].queue) == 0
+    running.cancel()
+    await until(lambda: worker.running == 0)
+    assert service.router.in_flight == 0
+    with pytest.raises(ClientClosed):
+        await running.deltas()
+    assert await answer(service.router.open(ask(tokens=4))) == "hell"
+
+
+async def test_leaving_the_answer_early_cancels_it(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002)
+    call = service.router.open(ask(tokens=8000))
+    async for _ in call:
+        break
+    await until(lambda: worker.running == 0)
+
+
+async def test_deadlines_count_waiting_and_running(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002, slots=1)
+    running = service.router.open(ask(tokens=8000), timeout_s=0.2)
+    waiting = service.router.open(ask(), timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="waiting"):
+        await answer(waiting)
+    with pytest.raises(DeadlineExceeded, match="running"):
+        await answer(running)
+    await until(lambda: worker.running == 0)
+
+
+async def test_a_full_queue_is_429(service: Service) -> None:
+    service.max_queue = 2
+    await service.up(step_s=0.01, slots=1)
+    calls = [service.router.open(ask()) for _ in range(3)]
+    with pytest.raises(QueueFull) as refused:
+        service.router.open(ask())
+    assert refused.value.retry_after_s
+    for call in calls:
+        call.cancel()
+
+
+async def test_errors_of_the_worker_reach_their_own_request_only(service: Service) -> None:
+    await service.up(max_context=32)
+    router = service.router
+    with pytest.raises(ContextLengthExceeded, match="32 tokens"):
+        await answer(router.open(ask("x" * 40)))
+    with pytest.raises(RequestError, match="empty"):
+        await answer(router.open(ask("")))
+    bad_ids = Call("m", SamplingParams(max_tokens=2), prompt=[1, 2**31 - 1])
+    with pytest.raises(RequestError, match="token ids"):
+        await answer(router.open(bad_ids))
+    assert await answer(router.open(ask(tokens=4))) == "hell"
+    assert router.in_flight == 0
+
+
+async def test_what_is_not_served_is_404_or_503(service: Service) -> None:
+    with pytest.raises(ModelNotFound, match="none yet"):
+        service.router.open(ask())
+    worker = await service.worker()
+    service.tell(worker.status("loading"))
+    with pytest.raises(ModelUnavailable, match="not ready yet"):
+        service.router.open(ask())
+    service.tell(worker.status("failed", "no such file"))
+    with pytest.raises(ModelUnavailable, match="no such file"):
+        service.router.open(ask())
+    with pytest.raises(ModelNotFound, match="served are: m"):
+        service.router.open(Call("other", SamplingParams(), prompt="x"))
+
+
+async def test_what_waits_is_told_when_nothing_will_come(service: Service) -> None:
+    [worker] = await service.up(step_s=0.01, slots=1)
+    running, waiting = (service.router.open(ask(tokens=500)) for _ in range(2))
+    service.tell(worker.status("failed", "gave up"))
+    worker.kill()
+    for call in (running, waiting):
+        with pytest.raises(ModelUnavailable, match="cannot serve"):
+            await answer(call)
+
+
+async def test_draining_lets_what_is_in_flight_finish(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002)
+    call = service.router.open(ask(tokens=20))
+    service.tell(worker.status(), draining=True)
+    with pytest.raises(ModelUnavailable, match="shutting down"):
+        service.router.open(ask())
+    assert not service.router.idle.is_set()
+    assert await answer(call) == echo("hello ", 20)
+    assert service.router.idle.is_set()
+
+
+async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Service) -> None:
+    [worker] = await service.up(step_s=0.001)
+    params = SamplingParams(max_tokens=8000, stop=("lo he",))
+    call = service.router.open(Call("m", params, prompt="hello "))
+    assert await answer(call) == "hel"
+    await until(lambda: worker.running == 0)

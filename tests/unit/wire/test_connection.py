@@ -1,0 +1,171 @@
+"""The framed connection, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from servekit.errors import WireError
+from servekit.wire import connection as module
+from servekit.wire.connection import Connection, adopt, dial, listen
+from servekit.wire.messages import Cancel, GatewayToWorker, Generate, Hello, SamplingParams
+
+DEADLINE_S = 10.0
+
+
+class End:
+    """One end of a connection that keeps all it is told."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.error: Exception | None = None
+        self.connection: Connection[Any] = Connection(
+            GatewayToWorker, self.messages.put_nowait, self._on_close
+        )
+
+    def _on_close(self, error: Exception | None) -> None:
+        self.error = error
+
+    async def next(self) -> Any:
+        return await asyncio.wait_for(self.messages.get(), DEADLINE_S)
+
+    async def closed(self) -> Exception | None:
+        await asyncio.wait_for(self.connection.closed, DEADLINE_S)
+        return self.error
+
+
+async def pair() -> tuple[End, End]:
+    left, right = socket.socketpair()
+    ends = End(), End()
+    await adopt(left, lambda: ends[0].connection)
+    await adopt(right, lambda: ends[1].connection)
+    return ends
+
+
+async def raw() -> tuple[End, socket.socket]:
+    left, right = socket.socketpair()
+    end = End()
+    await adopt(left, lambda: end.connection)
+    right.setblocking(False)
+    return end, right
+
+
+async def test_messages_arrive_whole_and_in_order() -> None:
+    left, right = await pair()
+    sent = [Hello(1, "gateway", "g"), Generate(1, SamplingParams(), prompt="x" * 1_000_000)]
+    sent += [Cancel(n) for n in range(1000)]
+    for message in sent:
+        left.connection.send(message)
+    assert [await right.next() for _ in sent] == sent
+    left.connection.close()
+    assert await right.closed() is None
+
+
+async def test_frames_may_be_cut_anywhere() -> None:
+    end, peer = await raw()
+    body = msgspec.msgpack.encode(Cancel(7))
+    frame = len(body).to_bytes(4, "big") + body
+    loop = asyncio.get_running_loop()
+    for byte in frame * 3:
+        await loop.sock_sendall(peer, bytes([byte]))
+        await asyncio.sleep(0)
+    assert [await end.next() for _ in range(3)] == [Cancel(7)] * 3
+    end.connection.abort()
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xff\xff\xff\xff", "over the limit"),
+        (b"\x00\x00\x00\x02\x91\xc0", "not a message"),
+        (b"\x00\x00\x00\x01\xc1", "not a message"),
+        (b"GET / HTTP/1.1\r\n\r\n", "over the limit"),
+    ],
+)
+async def test_what_is_not_the_protocol_ends_the_connection(data: bytes, said: str) -> None:
+    end, peer = await raw()
+    await asyncio.get_running_loop().sock_sendall(peer, data)
+    error = await end.closed()
+    assert isinstance(error, WireError)
+    assert said in str(error)
+    peer.close()
+
+
+async def test_nothing_is_delivered_after_an_error() -> None:
+    end, peer = await raw()
+    good = msgspec.msgpack.encode(Cancel(1))
+    frame = len(good).to_bytes(4, "big") + good
+    await asyncio.get_running_loop().sock_sendall(peer, b"\x00\x00\x00\x01\xc1" + frame)
+    assert isinstance(await end.closed(), WireError)
+    assert end.messages.empty()
+    peer.close()
+
+
+async def test_a_handler_that_raises_ends_its_connection_only() -> None:
+    left, right = socket.socketpair()
+    closed: list[Exception | None] = []
+
+    def explode(message: object) -> None:
+        raise WireError(f"unexpected {message}")
+
+    await adopt(left, lambda: Connection(GatewayToWorker, explode, closed.append))
+    other = End()
+    await adopt(right, lambda: other.connection)
+    other.connection.send(Cancel(1))
+    await other.closed()
+    assert len(closed) == 1
+    assert isinstance(closed[0], WireError)
+
+
+async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 2**20)
+    end, peer = await raw()
+    for n in range(64):
+        end.connection.send(Generate(n, SamplingParams(), prompt="x" * 100_000))
+        await asyncio.sleep(0)
+    error = await end.closed()
+    assert isinstance(error, WireError)
+    assert "does not read" in str(error)
+    peer.close()
+
+
+async def test_the_death_of_the_peer_is_seen_and_sends_become_nothing() -> None:
+    left, right = await pair()
+    right.connection.abort()
+    await left.closed()
+    left.connection.send(Cancel(1))
+    left.connection.close()
+
+
+async def test_what_is_sent_in_one_turn_leaves_in_one_write() -> None:
+    left, peer = await raw()
+    for n in range(10):
+        left.connection.send(Cancel(n))
+    data = await asyncio.get_running_loop().sock_recv(peer, 65536)
+    assert data.count(b"Cancel") == 10
+    left.connection.abort()
+    peer.close()
+
+
+async def test_a_listener_is_for_this_user_only(tmp_path: Path) -> None:
+    server_end = End()
+    server = await listen(tmp_path / "s.sock", lambda: server_end.connection)
+    assert (tmp_path / "s.sock").stat().st_mode & 0o777 == 0o600
+    client = End()
+    connection = await dial(tmp_path / "s.sock", lambda: client.connection)
+    connection.send(Cancel(3))
+    assert await server_end.next() == Cancel(3)
+    connection.close()
+    await server_end.closed()
+    server.close()
+
+
+async def test_dialling_nobody_is_an_oserror(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        await dial(tmp_path / "none.sock", lambda: End().connection)
