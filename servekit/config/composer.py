@@ -90,6 +90,7 @@ class _Composer:
         if tag not in (None, "!", _STR_TAG):
             raise DocumentError(f"the tag {_short_tag(tag)} is not supported.", mark)
         if isinstance(event, yaml.ScalarEvent):
+            _check_text(event.value, mark)
             is_plain = event.implicit[0] and tag is None
             return Node(mark, _resolve(event.value) if is_plain else event.value, event.value)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -151,7 +152,15 @@ def _merge(source: Node, values: dict[str, Node], keys: dict[str, Mark]) -> None
 def _key(event: yaml.Event) -> str:
     if not isinstance(event, yaml.ScalarEvent):
         raise DocumentError("a key must be plain text.", to_mark(event.start_mark))
+    _check_text(event.value, to_mark(event.start_mark))
     return str(event.value)
+
+
+def _check_text(text: str, mark: Mark) -> None:
+    """What an escape such as "\\0" may bring in, and no path, name or environment can hold."""
+    bad = _UNPRINTABLE.search(text)
+    if bad:
+        raise DocumentError(f"this text holds an unprintable U+{ord(bad[0]):04X}.", mark)
 
 
 def _short_tag(tag: str) -> str:

@@ -115,6 +115,8 @@ FILES = [
     ("? [a]\n: b", "a key must be plain text."),
     ("models: " + "[" * 5000, "nested more than 32 deep."),
     ("models: [" + "1," * 60000 + "]", "more than 50000 values"),
+    ('models: "a\\0b"', ":1:9: this text holds an unprintable U+0000."),
+    ('"models\\e[2J": 1', ":1:1: this text holds an unprintable U+001B."),
     ("models: \x07", ":1:9: unprintable character (U+0007)."),
 ]
 
