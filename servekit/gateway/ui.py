@@ -1,0 +1,125 @@
+"""The Gradio UI, as an ASGI application that answers everything under /ui.
+
+Gradio takes seconds to import, so this module does it inside `build`, which is called in a thread.
+The callbacks themselves are async and run on the gateway's event loop, beside the router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servekit.errors import BodyTooLarge
+from servekit.gateway.http import ASGIApp, Receive, Scope, Send, send_error
+from servekit.gateway.router import Router
+
+if TYPE_CHECKING:
+    import gradio
+
+PATH = "/ui"
+#: Longest body the UI accepts: a conversation as the browser keeps it.
+MAX_BODY_BYTES = 8 * 2**20
+#: How often Gradio's queue looks for work, s. Its own default is every millisecond.
+POLL_S = 0.02
+#: What a model writes is shown as a page's content: whatever slips through the sanitizer, the
+#: browser speaks to no other host, and nobody frames the page.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'none'; "
+    "frame-src 'none'; frame-ancestors 'self'"
+)
+HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class UI:
+    """The application, and what brings it up and down on the event loop."""
+
+    app: ASGIApp
+    startup: Callable[[], Awaitable[None]]
+    shutdown: Callable[[], Awaitable[None]]
+
+
+def build(router: Router) -> UI:
+    """Import Gradio and build the page. Blocking, for seconds: call it in a thread."""
+    from fastapi import FastAPI
+    from gradio import mount_gradio_app
+
+    from servekit.gateway.ui_page import page, theme
+
+    blocks = page(router)
+    _calm(blocks)
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    mount_gradio_app(
+        outer,
+        blocks,
+        path=PATH,
+        footer_links=[],
+        run_history=False,
+        max_file_size="1b",  # nothing is ever uploaded
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=False,
+        mcp_server=False,
+        theme=theme(),
+        css_paths=Path(__file__).with_name("ui.css"),
+    )
+    stack = contextlib.AsyncExitStack()
+
+    async def startup() -> None:
+        await stack.enter_async_context(outer.router.lifespan_context(outer))
+
+    return UI(Shield(outer), startup, stack.aclose)
+
+
+def _calm(blocks: gradio.Blocks) -> None:
+    """Let Gradio's own queue neither hold requests back nor burn the gateway's time.
+
+    Requests wait in the router's queue, where they are fair and have a position. Per event, Gradio
+    would make a pandas data frame of the last ten thousand events; per idle second, 1100 wake-ups.
+    """
+    blocks.queue(api_open=False, default_concurrency_limit=None)
+    queue = blocks._queue
+    queue.max_thread_count = 4096  # jobs at once, in spite of its name
+    queue.sleep_when_free = POLL_S
+    queue.progress_update_sleep_when_free = 3600.0  # gr.Progress is not used
+    queue.ANALYTICS_MAX_EVENTS = 1
+    queue.ANAYLTICS_CACHE_FREQUENCY = 2**62  # its spelling
+
+
+class Shield:
+    """Adds the page's security headers, and refuses what the page never asks for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if _declared_bytes(scope) > MAX_BODY_BYTES:
+            await send_error(send, BodyTooLarge("the conversation is too long; start a new one"))
+            return
+
+        async def shielded(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, shielded)
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """The body's length; a body without one is none that the page sends."""
+    headers = dict(scope["headers"])
+    if b"transfer-encoding" in headers:
+        return MAX_BODY_BYTES + 1
+    length = headers.get(b"content-length", b"0")
+    return int(length) if length.isdigit() else MAX_BODY_BYTES + 1

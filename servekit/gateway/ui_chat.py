@@ -1,0 +1,244 @@
+"""A conversation in the browser, answered through the router like any HTTP request.
+
+Nothing here knows Gradio: `Chats.answer` yields what the page is to show. The conversation itself
+lives in the browser; the gateway keeps only the calls that are under way, by browser session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from servekit.errors import ModelUnavailable, RequestError
+from servekit.gateway.call import Call
+from servekit.gateway.router import Router
+from servekit.gateway.schema import ChatRequest, chat_messages, decode, sampling
+from servekit.wire.messages import FinishReason
+
+#: Between two updates of one page, s; each answer under way adds its share, so that what all pages
+#: cost together is bounded: about a hundred updates a second.
+UPDATE_S = 0.08
+UPDATE_PER_ANSWER_S = 0.01
+#: How often an answer under way is saved in the browser, s.
+SAVE_S = 1.0
+
+
+class Turn(TypedDict):
+    """One message of a conversation, as the browser keeps it."""
+
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The sampling settings of one browser; None is the model's own default."""
+
+    system: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    max_tokens: float | None = None
+    seed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where an answer is, in numbers. Times in seconds."""
+
+    waiting: int | None = None  # requests before this one; None once it runs
+    tokens: int = 0
+    first_s: float | None = None  # from asking to the first token
+    rate: float | None = None  # tokens per second after the first
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the page is to show. `save` says to keep the conversation in the browser now."""
+
+    turns: list[Turn]
+    progress: Progress
+    error: str = ""
+    save: bool = False
+    busy: bool = True
+
+
+class Chats:
+    """The answers under way, one per browser session."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._answers: dict[str, Answer] = {}
+
+    async def answer(
+        self, session: str, client: str, model: str, turns: Sequence[Turn], settings: Settings
+    ) -> AsyncGenerator[View, None]:
+        """Answer the last turn; ends early, with what is there, when stopped.
+
+        Cancels in the engine when it is stopped, dropped, replaced by a newer question of the same
+        session, or closed because the browser is gone.
+        """
+        self.drop(session)
+        answer = self._answers[session] = Answer(list(turns))
+        try:
+            call = self._open(model, turns, settings, client)
+            answer.call = call
+            async for view in self._follow(answer, call):
+                if answer.dropped:
+                    return
+                yield view
+        except RequestError as error:
+            if not answer.dropped:
+                yield answer.last(error.message)
+        finally:
+            answer.cancel()
+            if self._answers.get(session) is answer:
+                del self._answers[session]
+
+    def stop(self, session: str) -> None:
+        """End the session's answer; what it says so far stays."""
+        if answer := self._answers.get(session):
+            answer.stopped = True
+            answer.cancel()
+
+    def drop(self, session: str) -> None:
+        """End the session's answer, and show no more of it."""
+        if answer := self._answers.pop(session, None):
+            answer.dropped = True
+            answer.cancel()
+
+    def _open(self, model: str, turns: Sequence[Turn], settings: Settings, client: str) -> Call:
+        request = request_of(model, turns, settings)
+        route = self._router.find(model)
+        if route.status.info is not None and not route.status.info.chat:
+            raise RequestError(f"{model!r} has no chat template; use /v1/completions")
+        messages = chat_messages(request)
+        return self._router.open(Call(model, sampling(request), messages=messages, key=client))
+
+    async def _follow(self, answer: Answer, call: Call) -> AsyncGenerator[View, None]:
+        saved_s = time.monotonic()
+        yield answer.view(self._waiting(call), save=True)
+        while answer.progress.finish is None:
+            interval_s = UPDATE_S + UPDATE_PER_ANSWER_S * len(self._answers)
+            await answer.collect(interval_s)
+            save = time.monotonic() - saved_s > SAVE_S
+            saved_s = time.monotonic() if save else saved_s
+            if answer.progress.finish is None:
+                yield answer.view(self._waiting(call), save=save)
+        yield answer.last()
+
+    def _waiting(self, call: Call) -> int | None:
+        return None if call.replica is not None or call.done else self._router.position(call)
+
+
+class Answer:
+    """One answer under way: its text so far, and its times."""
+
+    def __init__(self, turns: list[Turn]) -> None:
+        self.turns = turns
+        self.call: Call | None = None
+        self.stopped = False
+        self.dropped = False
+        self.progress = Progress()
+        self._text: list[str] = []
+        self._asked_s = time.monotonic()
+        self._first_s: float | None = None
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def collect(self, interval_s: float) -> None:
+        """Take in what comes within an interval; returns early at the end."""
+        assert self.call is not None
+        deadline_s = time.monotonic() + interval_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and self.progress.finish is None:
+            if self._reading is None:
+                self._reading = asyncio.ensure_future(self.call.deltas())
+            done, _ = await asyncio.wait([self._reading], timeout=left_s)
+            if not done:
+                return
+            reading, self._reading = self._reading, None
+            self._take(reading)
+
+    def _take(self, reading: asyncio.Task[Any]) -> None:
+        try:
+            deltas = reading.result()
+        except RequestError:
+            if not self.stopped:
+                raise
+            self.progress = self._measure("cancelled", self.progress.tokens)
+            return
+        tokens = self.progress.tokens + sum(len(delta.token_ids) for delta in deltas)
+        self._text += [delta.text for delta in deltas]
+        if self._first_s is None and tokens:
+            self._first_s = time.monotonic()
+        last = deltas[-1]
+        tokens = last.completion_tokens if last.finish else tokens
+        self.progress = self._measure(last.finish, tokens)
+
+    def _measure(self, finish: FinishReason | None, tokens: int) -> Progress:
+        if self._first_s is None:
+            return Progress(tokens=tokens, finish=finish)
+        running_s = time.monotonic() - self._first_s
+        rate = (tokens - 1) / running_s if tokens > 1 and running_s > 0 else None
+        return Progress(None, tokens, self._first_s - self._asked_s, rate, finish)
+
+    def view(self, waiting: int | None, *, save: bool) -> View:
+        progress = self.progress
+        if waiting is not None:
+            progress = Progress(waiting=waiting)
+        return View(self._shown(), progress, save=save)
+
+    def last(self, error: str = "") -> View:
+        return View(self._shown(), self.progress, error, save=True, busy=False)
+
+    def _shown(self) -> list[Turn]:
+        text = "".join(self._text)
+        self._text = [text]
+        return [*self.turns, Turn(role="assistant", content=text)] if text else self.turns
+
+    def cancel(self) -> None:
+        """Leave the queue, or the engine, at once."""
+        if self.call is not None:
+            self.call.cancel()
+        if self._reading is not None and self.dropped:
+            self._reading.cancel()
+
+
+def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatRequest:
+    """The conversation as /v1/chat/completions would get it, checked by the same rules.
+
+    Raises RequestError, with the sentence that HTTP clients get.
+    """
+    if not model:
+        raise ModelUnavailable("no model is served yet")
+    messages: list[dict[str, str]] = [{"role": "system", "content": settings.system or ""}]
+    messages += [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    chosen = {
+        name: _plain(value)
+        for name, value in msgspec.structs.asdict(settings).items()
+        if name != "system" and value is not None
+    }
+    body = {"model": model, "messages": messages if settings.system else messages[1:], **chosen}
+    return decode(ChatRequest, msgspec.json.encode(body))
+
+
+def _plain(value: Any) -> Any:
+    """A browser's number: 40.0 is 40."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def turns_of(stored: Any) -> list[Turn]:
+    """A conversation as the browser sent it; what is not one is left out."""
+    if not isinstance(stored, list):
+        return []
+    return [
+        Turn(role=item["role"], content=item["content"])
+        for item in stored
+        if isinstance(item, dict)
+        and item.get("role") in ("user", "assistant")
+        and isinstance(item.get("content"), str)
+    ]

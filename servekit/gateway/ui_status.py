@@ -1,0 +1,136 @@
+"""What the page shows beside the conversation: workers, and where an answer is. HTML, escaped."""
+
+from __future__ import annotations
+
+from html import escape
+
+from servekit.gateway.router import Route, Router, describe
+from servekit.gateway.ui_chat import Progress
+from servekit.wire.messages import ReplicaStatus
+
+MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
+
+
+def workers(router: Router) -> str:
+    """Every model with its workers, as HTML."""
+    if router.draining:
+        return '<p class="sk-quiet" role="status">servekit is shutting down.</p>'
+    if not router.routes:
+        return '<p class="sk-quiet">Waiting for the first model…</p>'
+    return "".join(_model(route) for route in router.routes.values())
+
+
+def choices(router: Router) -> list[tuple[str, str]]:
+    """The models to choose from: (label, name)."""
+    return [(_label(route), name) for name, route in router.routes.items()]
+
+
+def progress_note(progress: Progress, *, busy: bool) -> str:
+    """One line beneath the conversation, as HTML."""
+    return f'<p class="sk-note" role="status">{escape(_sentence(progress, busy))}</p>'
+
+
+def error_note(message: str) -> str:
+    """A sentence about what went wrong, as HTML."""
+    sentence = message[:1].upper() + message[1:]
+    return f'<p class="sk-note sk-error" role="alert">{escape(sentence)}</p>'
+
+
+# ---------------------------------------------------------------- workers
+
+
+def _label(route: Route) -> str:
+    name = route.status.name
+    if route.ready:
+        return name
+    states = {replica.state for replica in route.status.replicas}
+    first = next(iter(route.status.replicas), None)
+    if first is None or states <= {"ready"}:
+        return f"{name} · starting"
+    coming = [r for r in route.status.replicas if r.state in ("loading", "starting")]
+    if coming:
+        return f"{name} · {describe(coming[0])}"
+    return f"{name} · {first.state}"
+
+
+def _model(route: Route) -> str:
+    info = route.status.info
+    facts = [route.status.engine]
+    if info is not None:
+        facts += [info.dtype] if info.dtype != "none" else []
+        facts.append(f"{info.max_context:,} tokens of context".replace(",", " "))
+    waiting = f" · <b>{len(route.queue)} waiting</b>" if len(route.queue) else ""
+    replicas = "".join(map(_replica, route.status.replicas))
+    return (
+        f'<section class="sk-model"><h3>{escape(route.status.name)}</h3>'
+        f'<p class="sk-quiet">{escape(" · ".join(facts))}{waiting}</p><ul>{replicas}</ul></section>'
+    )
+
+
+def _replica(replica: ReplicaStatus) -> str:
+    mark = MARK.get(replica.state, "busy")
+    facts = [replica.device] if replica.device else []
+    if replica.state == "ready":
+        facts.append(f"{replica.running} running")
+        facts += [f"{replica.waiting} waiting"] if replica.waiting else []
+    if replica.restarts:
+        facts.append(f"{replica.restarts} restart{'s' if replica.restarts > 1 else ''}")
+    return (
+        f'<li><span class="sk-dot sk-{mark}"></span><span class="sk-name">{escape(replica.name)}'
+        f'</span><span class="sk-state">{escape(_state(replica))}</span>'
+        f'<span class="sk-facts">{escape(" · ".join(facts))}</span>'
+        f"{_bar(replica)}{_reason(replica)}</li>"
+    )
+
+
+def _state(replica: ReplicaStatus) -> str:
+    if replica.state == "loading":
+        return describe(replica)
+    return "restarting" if replica.state == "backoff" else replica.state
+
+
+def _bar(replica: ReplicaStatus) -> str:
+    if replica.state not in ("loading", "starting"):
+        return ""
+    progress = replica.progress
+    if progress is None or not progress.total:
+        return "<progress></progress>"
+    return f'<progress value="{progress.done}" max="{progress.total}"></progress>'
+
+
+def _reason(replica: ReplicaStatus) -> str:
+    if not replica.reason:
+        return ""
+    return f'<span class="sk-reason">{escape(replica.reason)}</span>'
+
+
+# ---------------------------------------------------------------- where an answer is
+
+
+def _sentence(progress: Progress, busy: bool) -> str:
+    if progress.waiting is not None:
+        return _queue_sentence(progress.waiting)
+    if busy and not progress.tokens:
+        return "Reading the prompt…"
+    parts = [_count(progress.tokens, "token")]
+    if progress.rate is not None:
+        parts.append(f"{progress.rate:.1f} tokens/s")
+    if progress.first_s is not None:
+        parts.append(f"first after {_duration(progress.first_s)}")
+    if progress.finish == "cancelled":
+        parts.append("stopped")
+    if progress.finish == "length":
+        parts.append("cut off at the length limit")
+    return " · ".join(parts)
+
+
+def _queue_sentence(before: int) -> str:
+    return f"{_count(before, 'request')} before yours" if before else "Yours is next"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
