@@ -28,7 +28,7 @@ DEADLINE_S = 10.0
 async def until(condition: Callable[[], Any], what: str = "the condition") -> None:
     """Let the loop run until the condition holds."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - conditions are of many kinds
             await asyncio.sleep(0.002)
     assert condition(), what
 

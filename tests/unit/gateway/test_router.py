@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
@@ -18,11 +19,15 @@ from servekit.errors import (
 )
 from servekit.gateway.call import Call
 from servekit.wire.messages import ChatMessage, SamplingParams
-from tests.unit.gateway.conftest import DEADLINE_S, Service, until
+from tests.unit.gateway.conftest import DEADLINE_S, EchoWorker, Service, until
 
 
 def ask(text: str = "hello ", tokens: int = 24, key: str = "", *, stream: bool = True) -> Call:
     return Call("m", SamplingParams(max_tokens=tokens), prompt=text, key=key, stream=stream)
+
+
+def busy(worker: EchoWorker) -> bool:
+    return worker.running == 1
 
 
 def echo(text: str, tokens: int) -> str:
@@ -121,7 +126,7 @@ async def test_a_request_that_outlives_too_many_workers_is_given_up(service: Ser
     for _ in range(4):
         [worker] = await service.up(step_s=0.005)
         call = call or service.router.open(ask(tokens=5000))
-        await until(lambda: worker.running == 1)
+        await until(functools.partial(busy, worker))
         worker.kill()
     assert call is not None
     with pytest.raises(WorkerLost, match="4 workers died"):
