@@ -45,10 +45,9 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     Raises LoadError if the file is damaged or transformers does not know its architecture, and
     OSError if `folder` cannot be written.
     """
-    from transformers.utils import logging as library_logging
-
     header = read_header(path)
-    library_logging.disable_progress_bar()  # bars have no place in a worker's log; `report` has
+    # Bars have no place in a worker's log; `report` takes their part.
+    _library("utils.logging").disable_progress_bar()
     report(Progress("convert", 0, header.tensors, "tensors"))
     with _explained(path, header):
         with _hastened(report, header.tensors):
@@ -106,7 +105,7 @@ def _hastened(report: Report, total: int) -> Iterator[None]:
     """
     import gguf
 
-    library: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    library = _library("modeling_gguf_pytorch_utils")
 
     def counted(tensors: Any, *_: Any, **__: Any) -> Iterator[Any]:
         for done, tensor in enumerate(tensors):
@@ -119,6 +118,11 @@ def _hastened(report: Report, total: int) -> Iterator[None]:
         _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
+
+
+def _library(name: str) -> Any:
+    """A module of transformers, whose annotations are too few for mypy."""
+    return importlib.import_module(f"transformers.{name}")
 
 
 @contextlib.contextmanager
@@ -136,9 +140,11 @@ def _explained(path: Path, header: Header) -> Iterator[None]:
     """Tell a disk that refuses from a file that the library does not understand."""
     try:
         yield
-    except (LoadError, OSError):
+    except LoadError:
         raise
     except Exception as error:  # whatever the library meets in a file that it does not know
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         if from_rust := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(from_rust[1]), os.strerror(int(from_rust[1]))) from error
         raise LoadError(

