@@ -143,11 +143,13 @@ class _Hub:
         sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
         names = self._select(list(sizes))
         snapshot = _repo_cache(self._repo) / "snapshots" / str(info.sha)
-        missing = {n: sizes[n] for n in names if not (snapshot / n).is_file()}
-        if missing:
-            _require(sum(missing.values()), self._repo)
-            with self._progress(sum(missing.values())):
-                snapshot_download(self._repo, revision=info.sha, allow_patterns=names)
+        missing = sum(sizes[n] for n in names if not (snapshot / n).is_file())
+        _require(missing, self._repo)
+        with self._progress(missing):
+            # By name, not by commit: then the hub's cache too knows what the name stands for.
+            fetched = snapshot_download(self._repo, revision=commitish, allow_patterns=names)
+        if Path(fetched).name != info.sha:  # pushed to in between
+            return self._download(revision, Path(fetched).name)
         return Pin(self._repo, revision, str(info.sha), tuple(names))
 
     def _select(self, names: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     rest = ["pytorch_model.bin", "README.md", "onnx/model.onnx", "original/model.safetensors"]
     code = {"modeling_tiny.py": b"1 / 0"}
     gguf = {"tiny.gguf": path.read_bytes()}
-    return model | {name: b"x" for name in (*rest, "consolidated.safetensors")} | code | gguf
+    return model | dict.fromkeys((*rest, "consolidated.safetensors"), b"x") | code | gguf
 
 
 @pytest.fixture
