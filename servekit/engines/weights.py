@@ -1,6 +1,6 @@
 """Loading a model and its tokenizer from a folder, straight onto their device.
 
-Only safetensors are read, the hub is never asked, and code that comes with the model runs only
+The folder has been checked by `source`. Only safetensors are read, the hub is never asked, and code that comes with the model runs only
 where the specification says so. Whatever goes wrong becomes a LoadError that says what to do.
 """
 
@@ -25,7 +25,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     """The model's tokenizer, with its chat template if it has one."""
-    check_folder(folder)
     with _explained(folder, spec):
         return transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
@@ -36,7 +35,6 @@ def load_model(
     folder: Path, spec: WorkerSpec, attention: str | None, report: Report
 ) -> transformers.PreTrainedModel:
     """The model in evaluation mode on `spec.device`, every tensor loaded straight there."""
-    check_folder(folder)
     device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
     with _explained(folder, spec), _progress(report):
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -61,29 +59,6 @@ def _dtype(spec: WorkerSpec) -> torch.dtype | str:
     return "auto" if spec.device == "cuda" else torch.float32
 
 
-def check_folder(folder: Path) -> None:
-    """Say what is missing before the library does, in its many ways."""
-    if not folder.is_dir():
-        raise LoadError(f"There is no folder {folder}; `path` must name a model.")
-    config = folder / "config.json"
-    if not config.is_file():
-        raise LoadError(f"{folder} has no config.json, so it is not a model that can be loaded.")
-    try:
-        if not isinstance(json.loads(config.read_text()), dict):
-            raise ValueError("it is not a JSON object")
-    except (ValueError, OSError) as error:
-        raise LoadError(f"{config} cannot be read: {error}") from error
-    if not any(folder.glob("*.safetensors")):
-        others = sorted(
-            file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth")
-        )
-        found = f"; {', '.join(others)} could run code and is not loaded" if others else ""
-        raise LoadError(
-            f"{folder} has no .safetensors file{found}. Convert the weights with "
-            "`save_pretrained(..., safe_serialization=True)`."
-        )
-
-
 @contextmanager
 def _explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
     try:
@@ -101,8 +76,7 @@ def _explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
 
 def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:
     text = str(error)
-    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
-    named = ", ".join(map(str, architectures)) or "an unnamed architecture"
+    named = _architectures(folder)
     if "trust_remote_code" in text:
         return (
             f"{spec.model} comes with its own Python code. If you trust it, set "
@@ -114,6 +88,14 @@ def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:
             f"{_first_line(error)}"
         )
     return f"{spec.model} ({named}) cannot be loaded: {type(error).__name__}: {_first_line(error)}"
+
+
+def _architectures(folder: Path) -> str:
+    try:
+        stated = json.loads((folder / "config.json").read_text())["architectures"]
+        return ", ".join(stated) or "an unnamed architecture"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unnamed architecture"
 
 
 def _first_line(error: Exception) -> str:

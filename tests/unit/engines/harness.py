@@ -1,0 +1,165 @@
+"""A running engine for tests, and the tiny random model it runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from servekit.engines.base import Job, StepOutput
+from servekit.engines.transformers import TransformersEngine
+from servekit.wire.messages import ModelInfo, Progress, SamplingParams, WorkerSpec
+
+DEADLINE_S = 120.0
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('only system, user and assistant may speak') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "Größe, naïve café; 東京 北京 서울 Москва עברית हिन्दी 🎉🚀👩‍👩‍👧",
+    "def f(x): return x + 1  # 1234567890",
+]
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """A BPE over bytes, as GPT-2, Llama 3 and SmolLM2 have it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    make: Any = PreTrainedTokenizerFast  # untyped in the library
+    fast: PreTrainedTokenizerFast = make(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def write_tiny_llama(folder: Path) -> Path:
+    """A random Llama with two layers, 512 tokens of context and logits that rarely tie."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_spec(path: Path | str, **fields: Any) -> WorkerSpec:
+    options = {"threads": 1} | fields.pop("options", {})
+    known: dict[str, Any] = {
+        "name": "model/0",
+        "model": "model",
+        "engine": "transformers",
+        "path": str(path),
+        "revision": None,
+        "device": "cpu",
+        "dtype": "auto",
+        "max_context": None,
+        "trust_remote_code": False,
+        "sampling": {},
+        "options": options,
+        "socket": "",
+    }
+    return WorkerSpec(**known | fields)
+
+
+class Harness:
+    """An engine that runs, and what it has emitted, by job."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.engine = TransformersEngine(spec)
+        self.progress: list[Progress] = []
+        self.info: ModelInfo = self.engine.load(self.progress.append)
+        self.outputs: dict[int, list[StepOutput]] = {}
+        self.batches: list[list[StepOutput]] = []
+        self._changed = threading.Condition()
+        self._last = 0
+        self.engine.start(self._emit)
+
+    def _emit(self, outputs: Sequence[StepOutput]) -> None:
+        with self._changed:
+            self.batches.append(list(outputs))
+            for output in outputs:
+                self.outputs.setdefault(output.id, []).append(output)
+            self._changed.notify_all()
+
+    def submit(self, prompt: str | list[int], emitted: Sequence[int] = (), **params: Any) -> int:
+        self._last += 1
+        ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
+        sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
+        self.engine.submit(Job(self._last, ids, sampling, list(emitted)))
+        return self._last
+
+    def until(self, happened: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(happened, DEADLINE_S):
+                raise AssertionError(f"waited {DEADLINE_S} s in vain until {what}")
+
+    def tokens(self, job_id: int) -> list[int]:
+        """Wait for the end; the token ids. Fails on an error."""
+        self.until(lambda: self.ended(job_id), f"job {job_id} ends")
+        errors = [output.error for output in self.outputs[job_id] if output.error]
+        assert not errors, errors
+        return [token for output in self.outputs[job_id] for token in output.token_ids]
+
+    def ended(self, job_id: int) -> bool:
+        last = self.outputs.get(job_id, [])[-1:]
+        return bool(last) and (last[0].finish is not None or last[0].error is not None)
+
+    def finish(self, job_id: int) -> str | None:
+        self.tokens(job_id)
+        return self.outputs[job_id][-1].finish
+
+    def generate(self, prompt: str | list[int], **params: Any) -> list[int]:
+        return self.tokens(self.submit(prompt, **params))
+
+    def until_idle(self) -> None:
+        """The loop has carried out every command and nothing is left in the runner."""
+        engine = self.engine
+        self.until_true(
+            lambda: not (engine._commands or engine._runner.running or engine._runner.waiting)
+        )
+
+    @staticmethod
+    def until_true(happened: Callable[[], bool]) -> None:
+        """Poll what is changed without an emission."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not happened():
+            assert time.monotonic() < deadline, "waited in vain"
+            threading.Event().wait(0.002)
+
+    @staticmethod
+    def tokenizer(folder: Path) -> Any:
+        return AutoTokenizer.from_pretrained(folder)
+
+    def close(self) -> None:
+        self.engine.close()

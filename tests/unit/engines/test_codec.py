@@ -1,0 +1,214 @@
+"""Text and token ids: nothing lost, no character split, nothing taken back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from servekit.engines.codec import REPLACEMENT, ByteDecoder, TokenizerCodec, WindowDecoder
+from servekit.errors import RequestError
+from servekit.wire.messages import ChatMessage
+from tests.unit.engines.harness import CORPUS, Harness, byte_level_tokenizer
+
+BYTE_LEVEL = byte_level_tokenizer()
+TEXTS = [
+    *CORPUS,
+    " leading and  double  spaces \n\n\ttabs ",
+    "👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 é é ﷽ \U0001f9d1\U0001f3fd",
+    "a",
+    " ",
+    "",
+]
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: a ▁ for each space, bytes for what it does not know, first space dropped."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,!", "▁t", "▁th", "▁the", "ab", "▁a"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("a", "b"), ("▁", "a")]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    make: Any = PreTrainedTokenizerFast  # untyped in the library
+    return make(  # type: ignore[no-any-return]
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+SENTENCEPIECE = sentencepiece_like()
+
+
+def in_pieces(tokenizer: Any, ids: list[int], sizes: random.Random) -> list[str]:
+    """Decode in random pieces; the texts in order, flush last."""
+    decoder = TokenizerCodec(tokenizer).decoder()
+    texts, at = [], 0
+    while at < len(ids):
+        size = sizes.randint(1, 3)
+        texts.append(decoder.push(ids[at : at + size]))
+        at += size
+    return [*texts, decoder.flush()]
+
+
+def whole(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
+def test_text_comes_back_whole_and_never_ends_in_half_a_character(
+    tokenizer: Any, text: str
+) -> None:
+    ids = tokenizer(text)["input_ids"]
+    pieces = in_pieces(tokenizer, ids, random.Random(1))
+    assert "".join(pieces) == whole(tokenizer, ids)
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces)
+
+
+@given(text=st.text(max_size=60), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=200)
+def test_any_text_comes_back_byte_level(text: str, seed: int) -> None:
+    ids = BYTE_LEVEL(text)["input_ids"]
+    pieces = in_pieces(BYTE_LEVEL, ids, random.Random(seed))
+    assert "".join(pieces) == whole(BYTE_LEVEL, ids)
+
+
+@given(text=st.text(max_size=60), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=200)
+def test_any_text_comes_back_sentencepiece(text: str, seed: int) -> None:
+    ids = SENTENCEPIECE(text)["input_ids"]
+    pieces = in_pieces(SENTENCEPIECE, ids, random.Random(seed))
+    assert "".join(pieces) == whole(SENTENCEPIECE, ids)
+
+
+@given(ids=st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=60), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=300)
+def test_any_token_ids_decode_as_the_tokenizer_does(ids: list[int], seed: int) -> None:
+    """Invalid UTF-8 and special tokens included."""
+    assert "".join(in_pieces(BYTE_LEVEL, ids, random.Random(seed))) == whole(BYTE_LEVEL, ids)
+
+
+@given(
+    ids=st.lists(st.integers(259, len(SENTENCEPIECE) - 1) | st.integers(0, 2), max_size=60),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=300)
+def test_any_pieces_decode_as_the_tokenizer_does(ids: list[int], seed: int) -> None:
+    pieces = in_pieces(SENTENCEPIECE, ids, random.Random(seed))
+    assert "".join(pieces) == whole(SENTENCEPIECE, ids)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
+def test_a_character_is_held_back_until_it_is_whole(tokenizer: Any) -> None:
+    ids = single_bytes(tokenizer, "🎉")
+    decoder = TokenizerCodec(tokenizer).decoder()
+    assert [decoder.push([token]) for token in ids] == ["", "", "", "🎉"]
+    assert decoder.flush() == ""
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
+def test_flush_marks_an_incomplete_character(tokenizer: Any) -> None:
+    ids = single_bytes(tokenizer, "🎉")[:2]
+    decoder = TokenizerCodec(tokenizer).decoder()
+    assert decoder.push(ids) == ""
+    assert set(decoder.flush()) == {REPLACEMENT}
+    assert decoder.flush() == ""
+
+
+def single_bytes(tokenizer: Any, text: str) -> list[int]:
+    """One token per byte of the text."""
+    if tokenizer is SENTENCEPIECE:
+        return [3 + byte for byte in text.encode()]
+    codec = TokenizerCodec(tokenizer)
+    assert codec._pieces is not None
+    by_bytes = {codec._pieces.of(token): token for token in range(len(tokenizer))}
+    return [by_bytes[bytes([byte])] for byte in text.encode()]
+
+
+def test_a_byte_that_never_completes_does_not_hold_the_stream_up() -> None:
+    """A model may babble stray bytes; what follows must still come out."""
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
+        stray = single_bytes(tokenizer, "🎉")[1]
+        letter = tokenizer.encode("a", add_special_tokens=False)[-1]
+        decoder = TokenizerCodec(tokenizer).decoder()
+        text = "".join(decoder.push([token]) for token in [stray] * 30 + [letter] * 3)
+        assert text.replace(" ", "").endswith("aaa")
+
+
+def test_the_window_stays_short() -> None:
+    decoder = TokenizerCodec(SENTENCEPIECE).decoder()
+    assert isinstance(decoder, WindowDecoder)
+    for token in [*SENTENCEPIECE("the ab the " * 300)["input_ids"], *[2] * 500]:
+        decoder.push([token])
+        assert len(decoder._window) < 50
+
+
+def test_special_tokens_are_skipped_and_unknown_ids_are_nothing() -> None:
+    codec = TokenizerCodec(BYTE_LEVEL)
+    decoder = codec.decoder()
+    assert isinstance(decoder, ByteDecoder)
+    assert decoder.push([0, 1, 2, 10_000_000, *codec.encode("ok")]) == "ok"
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def test_render_chat_is_the_models_template() -> None:
+    codec = TokenizerCodec(BYTE_LEVEL)
+    ids = codec.render_chat([ChatMessage("system", "be brief"), ChatMessage("user", "hi 🎉")])
+    assert BYTE_LEVEL.decode(ids) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi 🎉<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_refusal_of_the_template_is_the_users_to_read() -> None:
+    with pytest.raises(RequestError, match="only system, user and assistant may speak"):
+        TokenizerCodec(BYTE_LEVEL).render_chat([ChatMessage("wizard", "hi")])
+
+
+def test_no_messages_are_refused() -> None:
+    with pytest.raises(RequestError, match="at least one message"):
+        TokenizerCodec(BYTE_LEVEL).render_chat([])
+
+
+def test_a_model_without_a_template_points_to_completions() -> None:
+    codec = TokenizerCodec(SENTENCEPIECE)
+    assert not codec.chat
+    with pytest.raises(RequestError, match="/v1/completions"):
+        codec.render_chat([ChatMessage("user", "hi")])
+
+
+def test_a_broken_template_is_an_error_of_the_request() -> None:
+    broken = sentencepiece_like()
+    broken.chat_template = "{{ messages[0].content.nothing.at.all }}"
+    with pytest.raises(RequestError, match="chat template"):
+        TokenizerCodec(broken).render_chat([ChatMessage("user", "hi")])
+
+
+@pytest.mark.model
+def test_smollm2_decodes_random_ids_as_its_tokenizer(smol: Harness) -> None:
+    codec = smol.engine.codec
+    assert isinstance(codec, TokenizerCodec)
+    source = random.Random(4)
+    for _ in range(200):
+        ids = [source.randrange(smol.engine.vocab_size) for _ in range(source.randrange(40))]
+        pieces = in_pieces(codec._tokenizer, ids, source)
+        assert "".join(pieces) == whole(codec._tokenizer, ids)
