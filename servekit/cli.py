@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its help takes twice as long to come as the plain one
 )
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
@@ -167,17 +169,25 @@ def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
     import asyncio
 
     from servekit import logs
-    from servekit.display import watch
+    from servekit.display import Words, watch
     from servekit.supervisor.supervisor import Ground, Supervisor
 
     ground = Ground.take(run_dir, plan.config.server.host, plan.config.server.port)
     logs.configure("supervisor", level="warning" if quiet else "info")
 
+    words = Words(plan.config.server.ui, _down_command(run_dir))
+
     async def live() -> int:
-        with watch(quiet=quiet) as display:
+        with watch(words, quiet=quiet) as display:
             return await Supervisor(plan, ground, dict(os.environ), display).live()
 
     return asyncio.run(live())
+
+
+def _down_command(run_dir: Path) -> str:
+    if run_dir == _run_dir(None):
+        return "servekit down"
+    return f"servekit down --run-dir {shlex.quote(str(run_dir))}"
 
 
 def _run_dir(given: Path | None, settings: Config | None = None) -> Path:

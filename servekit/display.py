@@ -9,7 +9,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.tables import note, progress_text, state
-from servekit.wire.messages import ModelStatus, ReplicaStatus, Status
+from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
 
 log: Any = structlog.get_logger("servekit")
 
@@ -34,12 +35,20 @@ _LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 _OURS = frozenset({"event", "level", "logger", "timestamp", "process"})
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the banner says that an instance itself does not know."""
+
+    ui: bool  # whether there is one
+    stop: str  # the command that stops this instance
+
+
 @contextlib.contextmanager
-def watch(*, quiet: bool) -> Iterator[Display]:
+def watch(words: Words, *, quiet: bool) -> Iterator[Display]:
     """A display for as long as an instance lives."""
     console = Console(stderr=True)
     picture = _Picture(console) if console.is_terminal and not quiet else None
-    display = Display(console, picture, quiet=quiet)
+    display = Display(console, picture, words, quiet=quiet)
     try:
         yield display
     finally:
@@ -49,11 +58,14 @@ def watch(*, quiet: bool) -> Iterator[Display]:
 class Display:
     """The supervisor's observer."""
 
-    def __init__(self, console: Console, picture: _Picture | None, *, quiet: bool) -> None:
+    def __init__(
+        self, console: Console, picture: _Picture | None, words: Words, *, quiet: bool
+    ) -> None:
+        self._words = words
         self._console = console
         self._picture = picture
         self._announced = quiet
-        self._told: dict[str, tuple[str, float]] = {}  # by replica: phase, and when it was told
+        self._told: dict[str, tuple[Progress, float]] = {}  # by replica: what was told, and when
         self._finishing: int | None = None
 
     def changed(self, status: Status) -> None:
@@ -76,21 +88,23 @@ class Display:
         if settled(status):
             self.close()
             self._announced = True
-            self._console.print(banner(status, boxed=self._console.is_terminal))
+            boxed = self._console.is_terminal
+            self._console.print(banner(status, self._words, boxed=boxed), soft_wrap=not boxed)
         elif self._picture is not None:
             self._picture.draw(status)
         else:
             self._tell_progress(status)
 
     def _tell_progress(self, status: Status) -> None:
-        now = time.monotonic()
         for replica in _replicas(status):
-            if replica.progress is None:
+            now = time.monotonic()
+            last, at = self._told.get(replica.name, (Progress(""), 0.0))
+            new = replica.progress
+            if new is None or new == last:
                 continue
-            phase, at = self._told.get(replica.name, ("", 0.0))
-            if phase != replica.progress.phase or now - at >= _TELL_EVERY_S:
-                self._told[replica.name] = (replica.progress.phase, now)
-                log.info(progress_text(replica.progress), child=replica.name)
+            if new.phase != last.phase or now - at >= _TELL_EVERY_S:
+                self._told[replica.name] = (new, now)
+                log.info(progress_text(new), child=replica.name)
 
     def _draining(self, status: Status) -> None:
         self.close()
@@ -158,29 +172,28 @@ def _bar(replica: ReplicaStatus) -> RenderableType:
     return ProgressBar(total=progress.total, completed=progress.done, width=24)
 
 
-def banner(status: Status, *, boxed: bool) -> RenderableType:
+def banner(status: Status, words: Words, *, boxed: bool) -> RenderableType:
     """Where everything is, and how to stop it."""
     lines = Text()
-    for label, value in _addresses(status):
+    for label, value in _addresses(status.url, ui=words.ui):
         lines.append(f"{label:<8}", style="bold")
         lines.append(f"{value}\n", style="cyan")
     for model in status.models:
         lines.append(f"{'model':<8}", style="bold")
         lines.append_text(_served(model))
     lines.append(f"{'stop':<8}", style="bold")
-    lines.append("Ctrl-C, or: servekit down")
+    lines.append(f"Ctrl-C, or: {words.stop}")
     title = f"servekit {status.version}"
     if boxed:
         return Panel(lines, title=title, border_style="green", expand=False, padding=(0, 1))
     return Group(Text(f"{title} is up"), lines)
 
 
-def _addresses(status: Status) -> Sequence[tuple[str, str]]:
-    return (
-        ("API", f"{status.url}/v1"),
-        ("UI", f"{status.url}/ui"),
-        ("docs", f"{status.url}/docs"),
-    )
+def _addresses(url: str, *, ui: bool) -> Iterator[tuple[str, str]]:
+    yield "API", f"{url}/v1"
+    if ui:
+        yield "UI", f"{url}/ui"
+    yield "docs", f"{url}/docs"
 
 
 def _served(model: ModelStatus) -> Text:

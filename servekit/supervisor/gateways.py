@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from servekit.config.schema import ServerConfig
-from servekit.supervisor import environment, procfs
+from servekit.supervisor import environment
 from servekit.supervisor.child import Command
 from servekit.supervisor.life import Host, Life
 from servekit.wire.messages import FromGateway, GatewayStatus, Serving, Topology, Traffic
@@ -27,7 +27,6 @@ class Gateway(Life[FromGateway]):
         self._listen_fd = listen_fd
         self._server = server
         self._topology = Topology(())
-        self._rss_bytes = 0
         self._started_at = 0.0
 
     def command(self) -> Command:
@@ -73,11 +72,6 @@ class Gateway(Life[FromGateway]):
 
     def buried(self) -> None:
         self.traffic = Traffic(0, 0, {})
-        self._rss_bytes = 0
-
-    def measure(self) -> None:
-        if self.child is not None:
-            self._rss_bytes = procfs.rss_bytes(self.pid)
 
     def status(self) -> GatewayStatus:
         return GatewayStatus(
@@ -85,7 +79,7 @@ class Gateway(Life[FromGateway]):
             pid=self.pid,
             state=self.state,
             restarts=self.restarts,
-            rss_bytes=self._rss_bytes,
+            rss_bytes=self.rss_bytes,
             requests=self.traffic.requests,
             in_flight=self.traffic.in_flight,
         )

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import msgspec
 import structlog
 
+from servekit.supervisor import procfs
 from servekit.supervisor.child import GOODBYE_S, Child, Command, Exit
 from servekit.supervisor.restart import Decision, RestartPolicy
 from servekit.supervisor.run_dir import RunDir
@@ -65,6 +66,7 @@ class Life(ABC, Generic[Incoming]):
         self.state: WorkerState = "starting"
         self.reason = ""
         self.restarts = 0
+        self.rss_bytes = 0
         self.child: Child[Incoming] | None = None
         self._policy = policy or RestartPolicy(random.random)
         self._boot_failed: BootFailed | None = None
@@ -130,6 +132,10 @@ class Life(ABC, Generic[Incoming]):
         self.state, self.reason = state, reason
         self.host.changed()
 
+    def measure(self) -> None:
+        """Read its memory."""
+        self.rss_bytes = procfs.rss_bytes(self.pid) if self.child is not None else 0
+
     @property
     def pid(self) -> int:
         return self.child.pid if self.child is not None else 0
@@ -149,7 +155,7 @@ class Life(ABC, Generic[Incoming]):
         try:
             return await self._until_exit(child)
         finally:
-            self.child = None
+            self.child, self.rss_bytes = None, 0
             self.buried()
             self.host.children_changed()
 

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor import environment, procfs
+from servekit.supervisor import environment
 from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
 from servekit.supervisor.child import Command
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
@@ -50,7 +50,6 @@ class Replica(Life[FromWorker]):
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
         self._pong = Pong(0, 0.0, 0, 0, 0.0)
-        self._rss_bytes = 0
         self._gpu_bytes = 0
         self._started_at = 0.0
 
@@ -89,7 +88,7 @@ class Replica(Life[FromWorker]):
             self._socket.unlink(missing_ok=True)
         self._socket, self._progress = None, None
         self._pong = Pong(0, 0.0, 0, 0, 0.0)
-        self._rss_bytes = self._gpu_bytes = 0
+        self._gpu_bytes = 0
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         assert self.child is not None
@@ -111,13 +110,11 @@ class Replica(Life[FromWorker]):
         return stray_memory(group_of(self.pid), own, gpu_memory_by_pid(), self._gpus)
 
     def ping(self, seq: int) -> None:
-        """Ask for its load; read its memory."""
-        if self.child is not None:
-            self._rss_bytes = procfs.rss_bytes(self.pid)
-            if self.state == "ready":
-                self.child.send(Ping(seq))
+        """Ask for its load."""
+        if self.child is not None and self.state == "ready":
+            self.child.send(Ping(seq))
 
-    def measure(self, holdings: Holdings) -> None:
+    def measure_gpus(self, holdings: Holdings) -> None:
         """Take its share of what NVML tells."""
         if self.child is not None:
             self._gpu_bytes = held_bytes(group_of(self.pid), holdings)
@@ -136,7 +133,7 @@ class Replica(Life[FromWorker]):
             restarts=self.restarts,
             running=self._pong.running,
             waiting=self._pong.waiting,
-            rss_bytes=self._rss_bytes,
+            rss_bytes=self.rss_bytes,
             gpu_bytes=self._gpu_bytes,
             timings_s=self._timings_s,
         )

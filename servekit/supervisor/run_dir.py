@@ -104,8 +104,10 @@ class RunDir:
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
 
     def release(self) -> None:
-        """Leave nothing but the logs and the lock file."""
+        """Leave nothing but the lock file, and the logs if there are any."""
         self._clear()
+        with contextlib.suppress(OSError):
+            self.logs.rmdir()
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
         os.close(self._lock_fd)

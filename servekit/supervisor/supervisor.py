@@ -102,7 +102,7 @@ class Supervisor:
         self._topology = Topology(())
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._operators = Operators(self.status, self._on_shutdown)
+        self._operators = Operators(self._status_now, self._on_shutdown)
         server = plan.config.server
         self._gateways = [
             Gateway(index, self._listener.fileno(), server, self)
@@ -219,18 +219,25 @@ class Supervisor:
 
     async def _tick(self) -> None:
         for count in itertools.count():
-            holdings = None
-            if self._plan.gpus and count % _NVML_EVERY_TICKS == 0:
-                holdings = gpu_memory_by_pid()
-            for gateway in self._gateways:
-                gateway.measure()
+            self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
             for replica in self._replicas:
                 replica.ping(count)
-                if holdings is not None:
-                    replica.measure(holdings)
             await asyncio.sleep(_TICK_S)
 
+    def _measure(self, *, gpus: bool) -> None:
+        holdings = gpu_memory_by_pid() if gpus and self._plan.gpus else None
+        for life in self._lives():
+            life.measure()
+        if holdings is not None:
+            for replica in self._replicas:
+                replica.measure_gpus(holdings)
+
     # ---- what it knows
+
+    def _status_now(self) -> Status:
+        """For an operator, who may look before the first tick."""
+        self._measure(gpus=True)
+        return self.status()
 
     def status(self) -> Status:
         return Status(

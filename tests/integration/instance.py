@@ -144,7 +144,9 @@ class Instance:
     def until(self, what: str, probe: Callable[[], T], within_s: float = 10.0) -> T:
         def alive_and_true() -> T:
             found = probe()
-            assert found or self.process.poll() is None, f"it ended, waiting for: {what}\n{self.log}"
+            assert found or self.process.poll() is None, (
+                f"it ended, waiting for: {what}\n{self.log}"
+            )
             return found
 
         try:

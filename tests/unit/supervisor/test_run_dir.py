@@ -42,13 +42,17 @@ def started(process: subprocess.Popen[bytes]) -> int:
     return found.started
 
 
-def test_it_is_private_and_leaves_only_lock_and_logs(tmp_path: Path) -> None:
+def test_it_is_private_and_leaves_only_the_lock_and_what_was_logged(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     taken = RunDir.take(path)
     assert path.stat().st_mode & 0o777 == 0o700
     taken.record(Record(1, 2.0, "u", "c", "m"))
     taken.record_children([Started("w", 1, 2)])
     assert read_record(path) == Record(1, 2.0, "u", "c", "m")
+    taken.release()
+    assert [p.name for p in path.iterdir()] == ["lock"]
+    taken = RunDir.take(path)
+    taken.log_path("a/0").write_text("said")
     taken.release()
     assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
 

@@ -1,0 +1,490 @@
+"""`servekit up`, from start to end, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from servekit.supervisor import procfs
+from servekit.supervisor.leftovers import MARK
+from tests.integration.instance import Instance, echo, poll, write_config
+
+FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
+
+
+def cli(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "servekit", *args],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def cpu_s() -> float:
+    """Time on the processor of all children that have ended; a busy machine does not stretch it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def complete(url: str, model: str, prompt: str, **fields: object) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def links(pid: int) -> set[str]:
+    """What the open files of a process are."""
+    return {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+# ---------------------------------------------------------------- it serves
+
+
+def test_it_serves_and_leaves_nothing(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", replicas=2), echo("b")]) as instance:
+        status = instance.until_settled()
+        assert [r.state for m in status.models for r in m.replicas] == ["ready"] * 3
+        answer = complete(status.url, "b", "abc", max_tokens=4)
+        assert answer.json()["choices"][0]["text"] == "abca"
+        assert httpx.get(f"{status.url}/readyz").status_code == 200
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+        assert instance.survivors() == []
+        assert sorted(p.name for p in instance.run_dir.iterdir()) == ["lock", "logs"]
+        banner = instance.log[instance.log.index("is up") :]
+        assert f"{status.url}/v1" in banner
+        assert f"servekit down --run-dir {instance.run_dir}" in banner
+        assert "/ui" not in banner
+
+
+def test_gateways_answer_while_models_load(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("slow", load_s=600)]) as instance:
+        instance.until("the gateway serves", lambda: instance.gateway().state == "ready", 20)
+        url = instance.url
+        assert httpx.get(f"{url}/livez").status_code == 200
+        assert httpx.get(f"{url}/readyz").status_code == 503
+        progress = instance.until("progress is seen", lambda: instance.replica("slow/0").progress)
+        assert progress is not None and progress.phase
+        assert "is up" not in instance.log
+        instance.signal(signal.SIGINT)
+        assert instance.wait(within_s=8) == 0, "a model that loads has nothing to finish"
+
+
+def test_several_gateways_share_the_port(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")], server={"gateways": 2}) as instance:
+        url = instance.until_settled().url
+        for _ in range(20):
+            assert complete(url, "a", "x", max_tokens=1).status_code == 200
+        counted = lambda: sum(g.requests for g in instance.status().gateways) == 20  # noqa: E731
+        instance.until("both report their requests", counted)
+
+
+# ---------------------------------------------------------------- it ends
+
+
+def slow_request(pool: ThreadPoolExecutor, instance: Instance) -> Future[httpx.Response]:
+    """A request of about a second, seen by the supervisor to be in flight."""
+    url = instance.url
+    request = pool.submit(complete, url, "slow", "x", max_tokens=60)
+    instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
+    return request
+
+
+def test_ctrl_c_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, [echo("slow", step_s=0.05)]) as instance,
+    ):
+        url = instance.until_settled().url
+        request = slow_request(pool, instance)
+        instance.signal(signal.SIGINT)
+        instance.until("it drains", lambda: "draining" in instance.log)
+        host, port = url.removeprefix("http://").split(":")
+
+        def refused() -> bool:
+            try:
+                socket.create_connection((host, int(port)), timeout=1).close()
+            except OSError:
+                return True
+            return False
+
+        instance.until("it accepts no more", refused)
+        assert request.result(30).json()["usage"]["completion_tokens"] == 60
+        assert instance.wait() == 0
+        assert "finishing 1 request, press Ctrl-C again to stop now" in instance.log
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, [echo("slow", step_s=0.2, ignore_sigterm=True)]) as instance,
+    ):
+        instance.until_settled()
+        pool.submit(complete, instance.url, "slow", "x", max_tokens=5000)
+        instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
+        instance.signal(signal.SIGINT)
+        instance.until("it drains", lambda: "draining" in instance.log)
+        assert instance.process.poll() is None
+        began = time.monotonic()
+        instance.signal(signal.SIGINT)
+        assert instance.wait(within_s=5) == 0
+        assert time.monotonic() - began < 4.0
+
+
+def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
+    models = [echo("slow", step_s=0.2)]
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, models, server={"drain_timeout_s": 0.3}) as instance,
+    ):
+        instance.until_settled()
+        pool.submit(complete, instance.url, "slow", "x", max_tokens=5000)
+        instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
+        instance.signal(signal.SIGTERM)
+        assert instance.wait(within_s=8) == 0
+
+
+@pytest.mark.parametrize("moment", ["at once", "while loading", "serving", "draining"])
+def test_nothing_survives_kill_9(tmp_path: Path, moment: str) -> None:
+    options = {"load_s": 600} if moment == "while loading" else {}
+    models = [
+        echo("a", replicas=2, grandchildren=2, **options),
+        echo("b", ignore_sigterm=True, step_s=0.2),
+    ]
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, models) as instance,
+    ):
+        if moment == "while loading":
+            instance.until("it loads", lambda: instance.replica("a/0").state == "loading")
+        elif moment != "at once":
+            instance.until_settled()
+            assert any("sleep" in procfs.command(p.pid) for p in instance.survivors())
+        if moment == "draining":
+            pool.submit(complete, instance.url, "b", "x", max_tokens=5000)
+            instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
+            instance.signal(signal.SIGTERM)
+            instance.until("it drains", lambda: "draining" in instance.log)
+        assert instance.survivors()
+        instance.signal(signal.SIGKILL)
+        instance.process.wait()
+        poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
+
+
+def test_kill_9_ends_a_stopped_worker_too(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", grandchildren=1)]) as instance:
+        instance.until_settled()
+        os.kill(instance.replica("a/0").pid, signal.SIGSTOP)
+        instance.signal(signal.SIGKILL)
+        instance.process.wait()
+        poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
+
+
+def test_the_next_start_is_clean_after_kill_9(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        instance.until_settled()
+        instance.signal(signal.SIGKILL)
+        instance.process.wait()
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+
+
+# ---------------------------------------------------------------- children die
+
+
+def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", grandchildren=1)]) as instance:
+        before = instance.until_settled().models[0].replicas[0]
+        old = [p.pid for p in instance.survivors() if "sleep" in procfs.command(p.pid)]
+        assert len(old) == 1
+        os.kill(before.pid, signal.SIGKILL)
+
+        def replaced() -> bool:
+            now = instance.replica("a/0")
+            return now.state == "ready" and now.pid != before.pid
+
+        instance.until("it is replaced", replaced)
+        after = instance.replica("a/0")
+        assert (after.restarts, after.reason) == (1, "killed by SIGKILL")
+        assert after.socket != before.socket
+        assert not Path(before.socket).exists()
+        assert old[0] not in [p.pid for p in instance.survivors()], "its grandchild went with it"
+        assert complete(instance.url, "a", "x", max_tokens=1).status_code == 200
+
+
+def test_a_killed_gateway_is_replaced_while_the_port_stays_ours(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        url = instance.until_settled().url
+        worker, pid = instance.replica("a/0").pid, instance.gateway().pid
+        os.kill(pid, signal.SIGKILL)
+        # No connection is refused: it waits in the listening socket until the new one takes it.
+        assert httpx.get(f"{url}/livez", timeout=10).status_code == 200
+        instance.until("it routes", lambda: complete(url, "a", "x").status_code == 200)
+        gateway = instance.gateway()
+        assert gateway.pid not in (0, pid)
+        assert gateway.restarts == 1
+        assert instance.replica("a/0").pid == worker
+
+
+def test_a_model_that_cannot_load_says_why_and_others_serve(tmp_path: Path) -> None:
+    models = [echo("bad", load_error="no such weights"), echo("good")]
+    with Instance.up(tmp_path, models) as instance:
+        status = instance.until_settled()
+        bad = instance.replica("bad/0")
+        assert (bad.state, bad.reason, bad.pid, bad.restarts) == ("failed", "no such weights", 0, 0)
+        assert complete(status.url, "good", "x").status_code == 200
+        assert complete(status.url, "bad", "x").status_code == 503
+        ready = httpx.get(f"{status.url}/readyz")
+        assert ready.status_code == 503
+        assert "no such weights" in ready.text
+        assert "failed: no such weights" in instance.log
+
+
+def test_a_worker_that_exits_while_loading_is_tried_again_and_given_up(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("bad", exit_on_load=7), echo("good")]) as instance:
+        instance.until_settled()
+        bad = instance.replica("bad/0")
+        assert bad.state == "failed"
+        assert bad.reason == "exit code 7 before it was ready"
+        assert bad.restarts == 4
+        assert complete(instance.url, "good", "x").status_code == 200
+
+
+# ---------------------------------------------------------------- what each process is
+
+
+def test_pins_are_in_the_environment_from_the_first_instruction(tmp_path: Path) -> None:
+    model = {**echo("a", load_s=600), "env": {"HELLO": "there"}}
+    with Instance.up(tmp_path, [model], env={"CUDA_VISIBLE_DEVICES": "0"}) as instance:
+        pid = instance.until("it is started", lambda: instance.replica("a/0").pid)
+        # /proc/PID/environ is what execve was given: nothing done later in the process shows.
+        worker = environ_of(pid)
+        assert worker["CUDA_VISIBLE_DEVICES"] == ""
+        assert worker["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        assert worker["HELLO"] == "there"
+        assert int(worker["OMP_NUM_THREADS"]) >= 1
+        gateway = environ_of(instance.gateway().pid)
+        assert gateway["CUDA_VISIBLE_DEVICES"] == ""
+        assert "HELLO" not in gateway
+        supervisor = environ_of(instance.pid)
+        assert supervisor["CUDA_VISIBLE_DEVICES"] == "0"
+        assert MARK not in supervisor
+
+
+def test_the_supervisor_stays_small_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", replicas=3)], server={"gateways": 2}) as instance:
+        status = instance.until_settled()
+        for _ in range(20):
+            instance.status()
+        assert 20 * 2**20 < procfs.rss_bytes(instance.pid) < 60 * 2**20
+        assert status.rss_bytes < 60 * 2**20
+        mapped = Path(f"/proc/{instance.pid}/maps").read_text()
+        for library in ("libtorch", "libcudart", "libcuda.so", *FORBIDDEN):
+            assert f"/{library}" not in mapped, library
+
+
+def test_what_up_imports_has_nothing_heavy_in_it() -> None:
+    code = (
+        "import sys\n"
+        "import servekit.supervisor.supervisor, servekit.config.load, servekit.display\n"
+        "import servekit.cli, servekit.supervisor.guard\n"
+        f"print(*sorted({set(FORBIDDEN)!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_children_get_no_fd_but_their_own(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", replicas=2)], server={"gateways": 2}) as instance:
+        status = instance.until_settled()
+
+        def sockets(pid: int) -> set[str]:
+            return {link for link in links(pid) if link.startswith(("socket:", "pipe:"))}
+
+        pids = [r.pid for r in status.models[0].replicas]
+        assert not sockets(pids[0]) & sockets(pids[1])
+        assert not any("lock" in link for link in links(pids[0]))
+        shared = sockets(status.gateways[0].pid) & sockets(status.gateways[1].pid)
+        assert len(shared) == 1, "the listening socket and nothing else"
+
+
+def test_what_a_child_writes_is_logged_and_kept(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        instance.until_settled()
+        pid = instance.replica("a/0").pid
+        os.kill(pid, signal.SIGSEGV)  # faulthandler writes plain lines
+        instance.until(
+            "its last words are in the log", lambda: "Segmentation fault" in instance.log
+        )
+        assert "Segmentation fault" in (instance.run_dir / "logs" / "a~0.log").read_text()
+        instance.until("its reason is kept", lambda: "SIGSEGV" in instance.replica("a/0").reason)
+
+
+# ---------------------------------------------------------------- it does not start
+
+
+def test_a_busy_port_is_refused_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        config = write_config(tmp_path, [echo("a")], {"port": port})
+        began_s = cpu_s()
+        done = cli("up", "-c", str(config), "--run-dir", str(tmp_path / "run"))
+        assert cpu_s() - began_s < 1.0  # the interpreter's own start included
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} is already in use by pid {os.getpid()}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock"]
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        done = cli("up", "-c", str(tmp_path / "servekit.yaml"), "--run-dir", str(instance.run_dir))
+        assert done.returncode == 1
+        assert f"in use by pid {instance.pid}" in done.stderr
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"replcas": 2}, "'replicas'"),
+        ({"device": "cuda", "gpus": [99]}, "GPU"),
+        ({"options": {"step": 1}}, "step"),
+    ],
+)
+@pytest.mark.parametrize("command", ["up", "check"])
+def test_a_bad_file_is_exit_2_within_a_second_and_starts_nothing(
+    tmp_path: Path, command: str, change: dict[str, object], words: str
+) -> None:
+    config = write_config(tmp_path, [{**echo("a"), **change}])
+    args = ["up", "-c"] if command == "up" else ["check"]
+    began_s = cpu_s()
+    done = cli(*args, str(config), env={"SERVEKIT_RUN_DIR": str(tmp_path / "run")})
+    assert done.returncode == 2
+    assert cpu_s() - began_s < 1.0
+    assert words in done.stderr
+    assert re.match(rf"{config}:\d+", done.stderr)
+    assert not (tmp_path / "run").exists()
+    assert done.stdout == ""
+
+
+def test_a_missing_file_is_exit_2(tmp_path: Path) -> None:
+    done = cli("up", "-c", str(tmp_path / "none.yaml"))
+    assert done.returncode == 2
+    assert "none.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- the other commands
+
+
+def test_check_shows_what_would_run_where(tmp_path: Path) -> None:
+    config = write_config(tmp_path, [echo("a", replicas=2), echo("b")])
+    done = cli("check", str(config))
+    assert done.returncode == 0
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+        ["a/0", "echo", "cpu"],
+        ["a/1", "echo", "cpu"],
+        ["b/0", "echo", "cpu"],
+    ]
+
+
+def test_ps_and_down(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a"), echo("bad", load_error="why not")]) as instance:
+        instance.until_settled()
+        run_dir = str(instance.run_dir)
+        shown = cli("ps", "--run-dir", run_dir)
+        assert shown.returncode == 0
+        rows = {line.split()[0]: line for line in shown.stdout.splitlines()}
+        assert re.match(r"a/0 +ready +\d+ +cpu +\d+ MB", rows["a/0"])
+        assert re.match(r"bad/0 +failed +- ", rows["bad/0"])
+        assert "why not" in rows["bad/0"]
+        assert "gateway/0" in rows
+        assert "warm-up" in cli("ps", "--timings", env={"SERVEKIT_RUN_DIR": run_dir}).stdout
+        told = json.loads(cli("ps", "--json", "--run-dir", run_dir).stdout)
+        assert told["pid"] == instance.pid
+        assert told["models"][0]["replicas"][0]["state"] == "ready"
+        assert told["gateways"][0]["name"] == "gateway/0"
+        done = cli("down", "--run-dir", run_dir)
+        assert (done.returncode, instance.process.poll()) == (0, 0), "it returns when it is gone"
+        assert str(instance.pid) in done.stdout
+
+
+def test_down_now_does_not_wait(tmp_path: Path) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, [echo("slow", step_s=0.2)]) as instance,
+    ):
+        instance.until_settled()
+        pool.submit(complete, instance.url, "slow", "x", max_tokens=5000)
+        instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
+        began = time.monotonic()
+        assert cli("down", "--now", "--run-dir", str(instance.run_dir)).returncode == 0
+        assert time.monotonic() - began < 6.0
+
+
+def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
+    with (
+        ThreadPoolExecutor(3) as pool,
+        Instance.up(tmp_path, [echo("slow", step_s=0.05)]) as instance,
+    ):
+        instance.until_settled()
+        request = slow_request(pool, instance)
+        downs = [pool.submit(cli, "down", "--run-dir", str(instance.run_dir)) for _ in range(2)]
+        assert request.result(30).status_code == 200
+        assert [down.result(30).returncode for down in downs] == [0, 0]
+        assert instance.wait() == 0
+
+
+@pytest.mark.parametrize("command", ["ps", "down"])
+def test_without_an_instance_there_is_one_sentence(tmp_path: Path, command: str) -> None:
+    done = cli(command, "--run-dir", str(tmp_path / "none"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"no servekit runs in {tmp_path / 'none'}\n"
+
+
+def test_after_kill_9_ps_and_down_say_that_nothing_runs(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        instance.signal(signal.SIGKILL)
+        instance.process.wait()
+        for command in ("ps", "down"):
+            done = cli(command, "--run-dir", str(instance.run_dir))
+            assert done.returncode == 1
+            assert done.stderr.startswith("no servekit runs in")
+
+
+def test_help_is_quick() -> None:
+    def once() -> float:
+        began_s = cpu_s()
+        assert "Usage" in cli("--help").stdout
+        return cpu_s() - began_s
+
+    assert min(once() for _ in range(5)) < 0.2
+
+
+def test_version_and_schema_are_for_programs() -> None:
+    assert re.fullmatch(r"servekit \d+\.\d+\.\d+\n", cli("--version").stdout)
+    assert "models" in json.loads(cli("schema").stdout)["properties"]
+
+
+def test_wrong_flags_are_exit_2() -> None:
+    assert cli("up").returncode == 2
+    assert cli("up", "-c", "x.yaml", "--port", "70000").returncode == 2
