@@ -1,0 +1,46 @@
+"""`python -m tests.gpu --model PATH`: the whole GPU run, as one table.
+
+--model PATH     a folder, a .gguf file or any other `path` of the configuration
+--device cpu     try the script itself where there is no GPU
+--replicas N     by default one per GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.gpu.checks import Row, checks, gpu_count, model, serving
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--replicas", type=int)
+    parser.add_argument("--clients", type=int, default=128)
+    args = parser.parse_args()
+    replicas = args.replicas or max(1, gpu_count())
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as folder:
+        entry = model(args.model, args.device, replicas)
+        with serving(Path(folder), entry) as instance:
+            info = instance.model("m").info
+            timings = instance.model("m").replicas[0].timings_s
+            print(f"{replicas} × {info}\n{timings}", flush=True)
+            for check in checks(args.device, args.clients):
+                rows += show(check(instance))
+    return 0 if all(row.ok is not False for row in rows) else 1
+
+
+def show(rows: list[Row]) -> list[Row]:
+    marks = {True: "yes", False: "NO", None: ""}
+    for row in rows:
+        print(f"| {row.what:<58} | {row.measured:<42} | {marks[row.ok]:<3} |", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
