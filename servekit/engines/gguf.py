@@ -51,7 +51,7 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     report(Progress("convert", 0, header.tensors, "tensors"))
     with _explained(path, header):
         with _hastened(report, header.tensors):
-            tokenizer = _load_tokenizer(path)
+            tokenizer = _load_tokenizer(path, header)
             model = _load(path, header)
         tokenizer.save_pretrained(folder)
         _save_model(model, folder)
@@ -60,10 +60,16 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     gc.collect()
 
 
-def _load_tokenizer(path: Path) -> Any:
+def _load_tokenizer(path: Path, header: Header) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    # The file's own, for the library's reading of them differs by version: 5.17 takes the
+    # beginning-of-sequence token for the end-of-sequence token, and "cleans up" decoded text.
+    for name, token_id in header.special_ids.items():
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def _load(path: Path, header: Header) -> Any:

@@ -28,6 +28,10 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_SPECIAL = (
+    *(("bos_token", "bos"), ("eos_token", "eos")),
+    *(("unk_token", "unknown"), ("pad_token", "padding")),
+)
 #: What reading a hostile or mangled file can raise.
 _MALFORMED = (
     *(struct.error, ValueError, TypeError, LookupError, ArithmeticError),
@@ -42,6 +46,7 @@ class Header:
     architecture: str
     tensors: int
     parameters: int  # elements of all tensors
+    special_ids: dict[str, int]  # token ids by transformers' name, e.g. "eos_token"
 
 
 def read_header(path: Path) -> Header:
@@ -76,7 +81,12 @@ class _Reader:
                 "`llama-gguf-split --merge FIRST_PART OUT.gguf`."
             )
         parameters = self._tensors(tensors, int(metadata.get("general.alignment", 32)))
-        return Header(str(metadata.get("general.architecture", "")), tensors, parameters)
+        architecture = str(metadata.get("general.architecture", ""))
+        special = {
+            ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _SPECIAL
+        }
+        ids = {name: int(value) for name, value in special.items() if value is not None}
+        return Header(architecture, tensors, parameters, ids)
 
     def _tensors(self, count: int, alignment: int) -> int:
         """The number of elements, after checking that the file holds them all."""

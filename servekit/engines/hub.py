@@ -9,6 +9,7 @@ file, whose name is logged.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import logging
 import re
@@ -28,6 +29,7 @@ from servekit.wire.messages import Progress
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM}
 _TEXT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -252,9 +254,14 @@ def _unreachable(repo: str, revision: str, error: Exception) -> str:
 
 
 def _refusal(error: Exception, repo: str, revision: str) -> LoadError | None:
-    """The error for what the hub answered; None if it gave no answer that counts."""
-    from huggingface_hub import errors
+    """The error for what the hub or the disk answered; None if neither gave one that counts."""
+    from huggingface_hub import constants, errors
 
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return LoadError(
+            f"The hub's cache {constants.HF_HUB_CACHE} cannot be written ({error}). "
+            "Free some disk, or point HF_HOME at a folder with room that can be written."
+        )
     status: Any = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return LoadError(

@@ -62,7 +62,8 @@ def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> 
     text = "the hello <|im_end|> wörld 🙂"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.decode(ours(text, add_special_tokens=False)["input_ids"]) == text
-    assert ours.eos_token == "<|im_end|>" and ours.chat_template == TEMPLATE
+    assert (ours.bos_token, ours.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert not ours.clean_up_tokenization_spaces and ours.chat_template == TEMPLATE
     generation = json.loads((folder / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 2)
 
@@ -106,6 +107,7 @@ def test_a_large_model_is_stored_as_bfloat16(
 def test_the_header_is_read_without_the_tensors(tmp_path: Path) -> None:
     header = read_header(write_tiny_gguf(tmp_path / "tiny.gguf"))
     assert (header.architecture, header.tensors) == ("llama", 20)
+    assert header.special_ids == {"bos_token": 1, "eos_token": 2}
     per_layer = 2 * HIDDEN + 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + 3 * HIDDEN * 96
     assert header.parameters == 2 * per_layer + HIDDEN + 261 * HIDDEN
 

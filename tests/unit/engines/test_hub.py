@@ -38,12 +38,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Resolve:
-    def resolve_it(path: str, url: str, revision: str = "", **more: str) -> Any:
+    def resolve_it(
+        path: str, url: str, revision: str = "", limit_bytes: int | None = None, **more: str
+    ) -> Any:
         home = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url, "HF_TOKEN": "secret"}
         clean = {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         environment = home | clean | more
-        process = start_resolving(path, tmp_path, revision=revision, environment=environment)
-        return outcome(process)
+        return outcome(
+            start_resolving(
+                *(path, tmp_path),
+                revision=revision,
+                environment=environment,
+                limit_bytes=limit_bytes,
+            )
+        )
 
     return resolve_it
 
@@ -187,6 +195,15 @@ def test_what_the_hub_refuses_is_permanent(
     with hub_server({OLD: {}}, {"main": OLD}, gated=gated) as (url, _):
         found, _ = run(path, url, revision)
     assert said in found["error"] and found["permanent"]
+
+
+def test_a_hub_cache_that_fills_up_is_named(
+    files: dict[str, bytes], tmp_path: Path, run: Resolve
+) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        found, _ = run("test/tiny", url, limit_bytes=50_000)
+    assert f"The hub's cache {tmp_path}/hf/hub cannot be written" in found["error"]
+    assert "HF_HOME" in found["error"] and found["permanent"]
 
 
 def test_a_hub_that_cannot_be_reached_is_worth_another_try(run: Resolve) -> None:
