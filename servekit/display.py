@@ -4,6 +4,7 @@ one banner and plain log lines; elsewhere plain lines from the beginning.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -121,16 +122,23 @@ class _Picture:
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
-        self._drawn_at = 0.0
+        self._newest: Status | None = None
+        self._due: asyncio.TimerHandle | None = None
         _log_to_stderr()  # Live has put itself in the place of sys.stderr
 
     def draw(self, status: Status) -> None:
-        now = time.monotonic()
-        if now - self._drawn_at >= _DRAW_EVERY_S:
-            self._drawn_at = now
-            self._live.update(picture(status), refresh=True)
+        self._newest = status
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(_DRAW_EVERY_S, self._draw)
+
+    def _draw(self) -> None:
+        self._due = None
+        if self._newest is not None:
+            self._live.update(picture(self._newest), refresh=True)
 
     def close(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
         self._live.stop()
         _log_to_stderr()
 

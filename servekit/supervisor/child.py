@@ -17,15 +17,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 
-from servekit.supervisor import procfs
+from servekit.supervisor import interpreter, procfs
 from servekit.supervisor.output import OnLine, Output, RotatingFile
 from servekit.wire.connection import Connection, adopt
 
@@ -103,26 +102,32 @@ class Child(Generic[Incoming]):
         on_message: Callable[[Incoming], None],
         on_line: OnLine,
     ) -> Child[Incoming]:
-        """Start it. Raises OSError when the system refuses (no memory, no processes left)."""
-        ours, theirs = socket.socketpair()
-        reading, writing = os.pipe()
-        try:
-            process = _popen(command, theirs.fileno(), writing)
-        except OSError:
-            ours.close()
-            os.close(reading)
-            raise
-        finally:
-            theirs.close()
-            os.close(writing)
-        output = Output(RotatingFile(command.log_path), on_line)
-        child = cls(command, process, output)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: output, os.fdopen(reading, "rb", buffering=0))
-        connection: Connection[Incoming] = Connection(incoming, on_message, child._on_close)
-        child._connection = connection
-        await adopt(ours, lambda: connection)
+        """Start it. Raises OSError when the system refuses (no memory, no files left)."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            control, control_of_child = socket.socketpair()
+            undo.callback(control.close)
+            theirs.callback(control_of_child.close)
+            reading, writing = os.pipe()
+            pipe = undo.enter_context(os.fdopen(reading, "rb", buffering=0))
+            theirs.callback(os.close, writing)
+            process = _popen(command, control_of_child.fileno(), writing)
+            undo.callback(_abandon, process)
+            child = cls(command, process, Output(RotatingFile(command.log_path), on_line))
+            await child._hear(pipe, control, incoming, on_message)
+            undo.pop_all()
         return child
+
+    async def _hear(
+        self,
+        pipe: IO[bytes],
+        control: socket.socket,
+        incoming: Any,
+        on_message: Callable[[Incoming], None],
+    ) -> None:
+        await self._loop.connect_read_pipe(lambda: self._output, pipe)
+        connection: Connection[Incoming] = Connection(incoming, on_message, self._on_close)
+        self._connection = connection
+        await adopt(control, lambda: connection)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send it a message; dropped once it is gone."""
@@ -193,8 +198,8 @@ def _popen(command: Command, control_fd: int, output_fd: int) -> subprocess.Pope
     # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
     return subprocess.Popen(
         [
-            *_interpreter(),
-            *("-m", command.module, *command.args),
+            *interpreter.module(command.module),
+            *command.args,
             *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
         ],
         env=dict(command.env),
@@ -206,16 +211,9 @@ def _popen(command: Command, control_fd: int, output_fd: int) -> subprocess.Pope
     )
 
 
-def _interpreter() -> Sequence[str]:
-    """Our own interpreter; `-P` unless we ourselves were found in the working directory.
-
-    With `-m`, Python puts the working directory first on its path, and a file of the user's that
-    is called like a module (random.py) would break every child.
-    """
-    package_parent = Path(__file__).resolve().parents[2]
-    if package_parent == Path.cwd() and not sys.flags.safe_path:
-        return (sys.executable,)
-    return (sys.executable, "-P")
+def _abandon(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _signal_name(number: int) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from servekit.supervisor import interpreter
 from servekit.supervisor.leftovers import MARK, end_leftovers, read_children
 
 #: A child that was between fork and exec when its parent died carries its mark a moment later.
@@ -28,7 +29,7 @@ class Guard:
 
     def __init__(self, run_dir: Path, mark: str, environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "servekit.supervisor.guard", str(run_dir), mark],
+            [*interpreter.module("servekit.supervisor.guard"), str(run_dir), mark],
             env={name: value for name, value in environ.items() if name != MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -98,9 +98,14 @@ class RunDir:
         return self.logs / f"{name.replace('/', '~')}.log"
 
     def record(self, record: Record) -> None:
-        _write(self.path / "supervisor.json", json.dumps(asdict(record)))
+        """Say who runs here. Raises StartError when the disk is full or refuses."""
+        try:
+            _write(self.path / "supervisor.json", json.dumps(asdict(record)))
+        except OSError as error:
+            raise StartError(f"cannot write to {self.path}: {error.strerror}") from error
 
     def record_children(self, children: Iterable[Started]) -> None:
+        """Say what runs here. Raises OSError."""
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
 
     def release(self) -> None:

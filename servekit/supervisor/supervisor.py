@@ -7,8 +7,10 @@ operators only post requests to it; one task acts on them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -41,6 +43,7 @@ _TICK_S = 1.0
 Request = Literal["signal", "drain", "now"]
 #: NVML is asked less often: it takes milliseconds on a machine with eight GPUs.
 _NVML_EVERY_TICKS = 5
+_FILES = 65536
 #: From Stop to SIGTERM for a worker that has nothing in flight.
 _WORKER_GRACE_S = 5.0
 
@@ -117,21 +120,20 @@ class Supervisor:
 
     async def live(self) -> int:
         """Run until told to stop; returns the exit code. Nothing it started outlives it."""
-        self._catch_signals()
-        self._leave_record()
-        guard = Guard(self.run_dir.path, self.mark, self.environ)
         lives: set[asyncio.Task[None]] = set()
-        ticking = self._loop.create_task(self._tick())
-        try:
+        with contextlib.ExitStack() as last:
+            last.callback(self._leave)
+            self._catch_signals()
+            _raise_file_limit()
+            self._leave_record()
+            last.callback(Guard(self.run_dir.path, self.mark, self.environ).dismiss)
+            last.callback(self._end_all, lives)
+            last.callback(self._loop.create_task(self._tick()).cancel)
             await self._operators.listen(self.run_dir.control)
             lives |= self._start(self._gateways)
             lives |= self._start(self._replicas)
             await self._until_told(lives)
             await self._drain(lives)
-        finally:
-            ticking.cancel()
-            self._end_all(lives)
-            guard.dismiss()
         return 0
 
     def _start(self, those: Sequence[Life[Any]]) -> set[asyncio.Task[None]]:
@@ -155,17 +157,12 @@ class Supervisor:
         for gateway in self._gateways:
             gateway.end(Drain(), self._plan.config.server.drain_timeout_s)
         of_gateways = {task for task in lives if task.get_name().startswith("gateway/")}
-        # A worker that loads, or waits to be restarted, has nothing in flight.
-        self._end_workers([replica for replica in self._replicas if replica.state != "ready"])
         await _all(of_gateways)
-        self._end_workers(self._replicas)
+        for replica in self._replicas:
+            replica.end(Stop(), _WORKER_GRACE_S)
         await _all(lives)
         hurrying.cancel()
         log.info("stopped")
-
-    def _end_workers(self, replicas: Sequence[Replica]) -> None:
-        for replica in replicas:
-            replica.end(Stop(), _WORKER_GRACE_S)
 
     async def _hurry_if_told_again(self) -> None:
         while await self._requests.get() == "drain":  # an operator may ask twice; it is under way
@@ -181,9 +178,11 @@ class Supervisor:
         """The last word, also when `live` broke off: nothing of ours runs after it."""
         for task in lives:
             task.cancel()
+        end_leftovers(self._started(), self.mark)
+
+    def _leave(self) -> None:
         self._operators.close()
         self._listener.close()
-        end_leftovers(self._started(), self.mark)
         self.run_dir.release()
 
     # ---- requests to it
@@ -203,7 +202,10 @@ class Supervisor:
             self._loop.call_soon(self._publish)
 
     def children_changed(self) -> None:
-        self.run_dir.record_children(self._started())
+        try:
+            self.run_dir.record_children(self._started())
+        except OSError as error:  # a full disk is no reason to stop serving
+            log.warning("cannot record the children", reason=error.strerror)
 
     def line(self, name: str, text: str) -> None:
         self._observer.line(name, text)
@@ -279,6 +281,14 @@ class Supervisor:
         self.run_dir.record(
             Record(os.getpid(), self._started_at, self.url, self._plan.config_path, self.mark)
         )
+
+
+def _raise_file_limit() -> None:
+    """Every connection is a file; the usual soft limit of 1024 is for programs that select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _all(tasks: set[asyncio.Task[None]]) -> None:

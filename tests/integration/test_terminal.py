@@ -1,0 +1,133 @@
+"""`servekit up` on a terminal: a real pseudo-terminal, and a real Ctrl-C typed into it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.instance import echo, write_config
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOURS = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3[0-7]|9[0-7]|38;[0-9;]+)(?:;[0-9]+)*m")
+
+
+class Terminal:
+    """A program on a terminal of its own, 30 by 110."""
+
+    def __init__(self, args: list[str], env: Mapping[str, str]) -> None:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
+        self._fd = ours
+        self.raw = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.on_terminal", *args],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", **env},
+        )
+        os.close(theirs)
+
+    @property
+    def text(self) -> str:
+        return ESCAPES.sub("", self.raw)
+
+    def type(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
+    def until(self, words: str, within_s: float = 30.0) -> None:
+        deadline = time.monotonic() + within_s
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"no {words!r} in:\n{self.text}"
+            self._read(0.1)
+
+    def wait(self, within_s: float = 20.0) -> int:
+        deadline = time.monotonic() + within_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it did not end:\n{self.text}"
+            self._read(0.1)
+        self._read(0.0)
+        return self.process.returncode
+
+    def _read(self, within_s: float) -> None:
+        if select.select([self._fd], [], [], within_s)[0]:
+            with contextlib.suppress(OSError):  # EIO: the other end is closed
+                self.raw += os.read(self._fd, 2**16).decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def up(
+    folder: Path, models: list[dict[str, Any]], *args: str, env: Mapping[str, str] | None = None
+) -> Iterator[Terminal]:
+    config = write_config(folder, models)
+    terminal = Terminal(
+        ["up", "-c", str(config), "--run-dir", str(folder / "run"), *args], env or {}
+    )
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def test_progress_then_one_banner_then_ctrl_c(tmp_path: Path) -> None:
+    models = [echo("slow", load_s=1.5), echo("bad", load_error="no weights here")]
+    with up(tmp_path, models) as terminal:
+        terminal.until("of 20 steps")
+        assert "━" in terminal.text, "a bar"
+        assert "slow/0     loading   cpu" in terminal.text
+        terminal.until("╰")
+        banner = terminal.text[terminal.text.rindex("╭") :]
+        assert "http://127.0.0.1:" in banner
+        assert "failed: no weights here" in banner
+        assert "servekit down" in banner
+        assert COLOURS.search(terminal.raw)
+        terminal.type("\x03")
+        assert terminal.wait() == 0
+        assert terminal.text.count("╭") == 1
+        assert "Traceback" not in terminal.text
+        assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "cursor is back"
+
+
+def test_log_lines_scroll_above_the_picture(tmp_path: Path) -> None:
+    with up(tmp_path, [echo("slow", load_s=600)]) as terminal:
+        terminal.until("loading")
+        terminal.until("serving")
+        line = next(line for line in terminal.text.splitlines() if "serving" in line)
+        assert "child=gateway/0" in line
+        assert "slow/0" not in line
+        terminal.type("\x03")
+        assert terminal.wait() == 0
+
+
+@pytest.mark.parametrize("args", [(), ("--quiet",)])
+def test_no_color_is_honoured(tmp_path: Path, args: tuple[str, ...]) -> None:
+    with up(tmp_path, [echo("a", load_s=0.3)], *args, env={"NO_COLOR": "1"}) as terminal:
+        if args:
+            while not (tmp_path / "run" / "control.sock").exists():
+                terminal._read(0.05)
+        else:
+            terminal.until("╰")
+        terminal.type("\x03")
+        assert terminal.wait() == 0
+        assert not COLOURS.search(terminal.raw)
+        assert ("╭" in terminal.text) != bool(args)
