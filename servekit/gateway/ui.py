@@ -28,7 +28,7 @@ POLL_S = 0.02
 #: browser speaks to no other host, and nobody frames the page.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; img-src data: blob:; media-src 'none'; font-src 'self' data:; "
     "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'none'; "
     "frame-src 'none'; frame-ancestors 'self'"
 )
@@ -53,7 +53,7 @@ def build(router: Router) -> UI:
     from fastapi import FastAPI
     from gradio import mount_gradio_app
 
-    from servekit.gateway.ui_page import page, theme
+    from servekit.gateway.ui_page import ICON, page, theme
 
     blocks = page(router)
     _calm(blocks)
@@ -70,6 +70,7 @@ def build(router: Router) -> UI:
         pwa=False,
         mcp_server=False,
         theme=theme(),
+        head=ICON,
         css_paths=Path(__file__).with_name("ui.css"),
     )
     stack = contextlib.AsyncExitStack()

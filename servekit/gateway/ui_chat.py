@@ -53,7 +53,7 @@ class Progress:
     waiting: int | None = None  # requests before this one; None once it runs
     tokens: int = 0
     first_s: float | None = None  # from asking to the first token
-    rate: float | None = None  # tokens per second after the first
+    rate: float | None = None  # tokens per second after the first ones
     finish: FinishReason | None = None
 
 
@@ -148,6 +148,7 @@ class Answer:
         self._text: list[str] = []
         self._asked_s = time.monotonic()
         self._first_s: float | None = None
+        self._first_tokens = 0  # what came at once with the first token
         self._reading: asyncio.Task[Any] | None = None
 
     async def collect(self, interval_s: float) -> None:
@@ -174,7 +175,7 @@ class Answer:
         tokens = self.progress.tokens + sum(len(delta.token_ids) for delta in deltas)
         self._text += [delta.text for delta in deltas]
         if self._first_s is None and tokens:
-            self._first_s = time.monotonic()
+            self._first_s, self._first_tokens = time.monotonic(), tokens
         last = deltas[-1]
         tokens = last.completion_tokens if last.finish else tokens
         self.progress = self._measure(last.finish, tokens)
@@ -183,7 +184,8 @@ class Answer:
         if self._first_s is None:
             return Progress(tokens=tokens, finish=finish)
         running_s = time.monotonic() - self._first_s
-        rate = (tokens - 1) / running_s if tokens > 1 and running_s > 0 else None
+        later = tokens - self._first_tokens
+        rate = later / running_s if later > 0 and running_s > 0 else None
         return Progress(None, tokens, self._first_s - self._asked_s, rate, finish)
 
     def view(self, waiting: int | None, *, save: bool) -> View:

@@ -22,6 +22,12 @@ LATEX: list[dict[str, str | bool]] = [
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
 ]
+ICON = (  # inline, so that the browser asks for no favicon
+    '<link rel="icon" href="data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 '
+    "viewBox=%220 0 16 16%22><rect width=%2216%22 height=%2216%22 rx=%224%22 fill=%22%2314b8a6%22/>"
+    '<path d=%22M4 5h8M4 8h8M4 11h5%22 stroke=%22white%22 stroke-width=%221.6%22/></svg>">'
+)
+EXAMPLES = ("Why is the sky blue?", "Write a haiku about autumn.", "Give me three tips for sleep.")
 Update = dict[Any, Any]
 
 
@@ -29,7 +35,7 @@ def theme() -> gr.themes.Base:
     """Calm, and with the reader's own fonts: nothing is fetched from anywhere."""
     return gr.themes.Base(
         primary_hue="teal",
-        neutral_hue="slate",
+        neutral_hue="zinc",
         font=("system-ui", "sans-serif"),
         font_mono=("ui-monospace", "monospace"),
         radius_size="lg",
@@ -130,12 +136,13 @@ def _chat() -> gr.Chatbot:
         buttons=["copy"],
         editable="user",
         sanitize_html=True,
-        allow_tags=False,
+        allow_tags=True,  # shown as text; else <think> takes all up to </think> with it
         latex_delimiters=LATEX,
         allow_file_downloads=False,
         feedback_options=None,
         group_consecutive_messages=False,
-        placeholder="### What would you like to know?",
+        placeholder="## What would you like to know?",
+        examples=[{"text": text} for text in EXAMPLES],
         elem_id="sk-chat",
     )
 
@@ -155,6 +162,7 @@ class Events:
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         now: dict[str, Any] = {**quiet, "queue": False}
         parts.box.submit(self.ask, [parts.box, *asking], shown, **quiet)
+        parts.chat.example_select(self.example, asking, shown, **quiet)
         parts.chat.retry(self.retry, asking, shown, **quiet)
         parts.chat.edit(self.edit, asking, shown, **quiet)
         parts.chat.undo(self.undo, parts.turns, shown, **now)
@@ -183,6 +191,13 @@ class Events:
         if not text.strip():
             return
         turns.append(Turn(role="user", content=text))
+        async for update in self._answer(turns, model, settings, request):
+            yield update
+
+    async def example(
+        self, request: gr.Request, data: gr.SelectData, stored: Any, model: str, *settings: Any
+    ) -> AsyncGenerator[Update, None]:
+        turns = [*turns_of(stored), Turn(role="user", content=str(data.value["text"]))]
         async for update in self._answer(turns, model, settings, request):
             yield update
 

@@ -1,0 +1,475 @@
+"""The UI in a real Chromium, on a real instance: what a visitor does, and what hostile text does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+
+from tests.integration.instance import Instance, echo, poll
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = "/usr/bin/chromium"
+ARGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+WITHIN_MS = 15_000
+LONG = "All work and no play makes this a long answer. " * 40
+
+
+@pytest.fixture(scope="module")
+def browser(instance: Instance) -> Iterator[Browser]:
+    """A Chromium; afterwards none of its processes is left. It starts after the instance, whose
+    own waiting needs this thread's event loop."""
+    before = set(psutil.Process().children(recursive=True))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        started = set(psutil.Process().children(recursive=True)) - before
+        yield browser
+        browser.close()
+    _, alive = psutil.wait_procs(started, timeout=5)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not alive
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    models = [
+        echo("talker", replicas=2, step_s=0.02),
+        echo("narrow", step_s=0.05, slots=1),
+        echo("fast"),
+        echo("broken", load_error="the weights <b>are</b> ${1 + 1} missing"),
+        echo("mortal", load_s=1.5, crash_on="DIE"),
+    ]
+    with Instance.up(tmp_path_factory.mktemp("ui"), models, server={"ui": True}) as instance:
+        instance.until_settled()
+        url = f"{instance.url}/ui/"
+        instance.until("the UI is up", lambda: httpx.get(url).status_code == 200, within_s=60)
+        yield instance
+
+
+class Tab:
+    """The page as a visitor sees it. Requests to any other host fail the test at its end."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.base = url
+        self.strays: list[str] = []
+        self.problems: list[str] = []
+        self.page: Page = context.new_page()
+        self.page.set_default_timeout(WITHIN_MS)
+        self.page.on("request", self._on_request)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("console", self._on_console)
+        self.open()
+
+    def open(self) -> None:
+        self.page.goto(f"{self.base}/ui/")
+        expect(self.box).to_be_visible(timeout=WITHIN_MS)
+        expect(self.page.locator("#sk-model input")).not_to_have_value("", timeout=WITHIN_MS)
+
+    def _on_request(self, request: Any) -> None:
+        if not request.url.startswith((self.base, "data:", "blob:")):
+            self.strays.append(request.url)
+
+    def _on_console(self, message: Any) -> None:
+        if message.type == "error":
+            self.problems.append(message.text)
+
+    @property
+    def box(self) -> Locator:
+        return self.page.locator("#sk-box textarea")
+
+    @property
+    def note(self) -> Locator:
+        return self.page.locator("#sk-note")
+
+    @property
+    def answers(self) -> Locator:
+        return self.page.locator("#sk-chat .bot-row .md")
+
+    @property
+    def questions(self) -> Locator:
+        return self.page.locator("#sk-chat .user-row .md")
+
+    @property
+    def stop_button(self) -> Locator:
+        return self.page.locator("#sk-box [data-testid=stop-button]")
+
+    @property
+    def send_button(self) -> Locator:
+        return self.page.locator("#sk-box [data-testid=submit-button]")
+
+    def choose(self, model: str) -> None:
+        self.page.locator("#sk-model input").click()
+        self.page.locator("[role=option]", has_text=model).click()
+
+    def ask(self, text: str) -> None:
+        """Send a question; it is in the conversation when this returns."""
+        before = self.questions.count()
+        self.box.fill(text)
+        self.box.press("Enter")
+        expect(self.questions).to_have_count(before + 1)
+
+    def until_done(self) -> None:
+        expect(self.stop_button).to_have_count(0, timeout=60_000)
+        expect(self.send_button).to_be_visible()
+
+    def setting(self, name: str) -> Locator:
+        field = self.page.get_by_label(name)
+        if not field.is_visible():
+            self.page.locator("#sk-settings button.label-wrap").click()
+        return field
+
+
+@pytest.fixture
+def open_tab(browser: Browser, instance: Instance) -> Iterator[Callable[..., Tab]]:
+    """Opens tabs, each in a browser profile of its own unless a context is given."""
+    contexts: list[BrowserContext] = []
+    tabs: list[Tab] = []
+
+    def open_one(context: BrowserContext | None = None, **options: Any) -> Tab:
+        if context is None:
+            context = browser.new_context(**options)
+            contexts.append(context)
+        tabs.append(Tab(context, url_of(instance)))
+        return tabs[-1]
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert [stray for tab in tabs for stray in tab.strays] == []
+
+
+@pytest.fixture
+def tab(open_tab: Callable[..., Tab]) -> Tab:
+    return open_tab()
+
+
+def away(probe: Callable[[], Any]) -> Any:
+    """Run in a thread: Playwright occupies this one's event loop."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(probe).result()
+
+
+def url_of(instance: Instance) -> str:
+    return str(away(lambda: instance.url))
+
+
+def running(instance: Instance, model: str) -> int:
+    """Requests in the model's engines, as its workers report them to the supervisor."""
+    return sum(replica.running for replica in away(lambda: instance.model(model)).replicas)
+
+
+def until_running(instance: Instance, model: str, count: int, within_s: float) -> None:
+    poll(f"{count} running", lambda: running(instance, model) == count, within_s)
+
+
+# ---------------------------------------------------------------- a conversation
+
+
+def test_an_answer_arrives_bit_by_bit_with_its_figures(tab: Tab) -> None:
+    tab.choose("talker")
+    tab.ask("Tell me a **long** story, please. " * 4)
+    lengths = [_grown(tab, 0)]
+    for _ in range(3):
+        lengths.append(_grown(tab, lengths[-1]))
+    assert lengths == sorted(set(lengths))
+    expect(tab.answers.locator("strong").first).to_have_text("long")
+    tab.stop_button.click()
+    expect(tab.note).to_contain_text("tokens/s")
+    expect(tab.note).to_contain_text("first after")
+    assert tab.problems == []
+
+
+def _grown(tab: Tab, beyond: int) -> int:
+    """Length of the answer once it is longer than `beyond`."""
+    tab.page.wait_for_function(
+        "n => (document.querySelector('#sk-chat .bot-row .md')?.innerText.length ?? 0) > n",
+        arg=beyond,
+    )
+    return len(tab.answers.first.inner_text())
+
+
+def test_stop_frees_the_engine_and_keeps_the_text(tab: Tab, instance: Instance) -> None:
+    tab.choose("talker")
+    tab.ask(LONG)
+    _grown(tab, 20)
+    until_running(instance, "talker", 1, within_s=5)
+    tab.stop_button.click()
+    until_running(instance, "talker", 0, within_s=3)
+    tab.until_done()
+    expect(tab.note).to_contain_text("stopped")
+    kept = tab.answers.first.inner_text()
+    assert kept
+    tab.page.reload()
+    expect(tab.answers.first).to_have_text(kept)
+    expect(tab.questions).to_have_count(1)
+
+
+def test_a_reload_keeps_conversation_and_settings_and_a_new_chat_clears(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("12")
+    tab.setting("System prompt").fill("Be brief.")
+    tab.setting("System prompt").blur()
+    tab.ask("First question")
+    tab.until_done()
+    tab.ask("Second question")
+    tab.until_done()
+    expect(tab.answers.nth(1)).to_have_text("Second quest")
+    tab.page.reload()
+    expect(tab.answers).to_have_count(2)
+    expect(tab.page.locator("#sk-model input")).to_have_value("fast")
+    expect(tab.setting("Max tokens")).to_have_value("12")
+    expect(tab.setting("System prompt")).to_have_value("Be brief.")
+    tab.page.locator("#sk-new").click()
+    expect(tab.questions).to_have_count(0)
+    tab.page.reload()
+    expect(tab.page.get_by_text("What would you like to know?")).to_be_visible()
+    expect(tab.questions).to_have_count(0)
+
+
+def test_two_browsers_do_not_see_each_other(open_tab: Callable[..., Tab]) -> None:
+    mine, yours = open_tab(), open_tab()
+    mine.choose("fast")
+    mine.ask("My secret")
+    mine.until_done()
+    yours.choose("fast")
+    yours.ask("Your question")
+    yours.until_done()
+    yours.page.reload()
+    expect(yours.questions).to_have_text(["Your question"])
+    expect(mine.questions).to_have_text(["My secret"])
+
+
+def test_undo_retry_and_edit(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("9")
+    for text in ("one", "two"):
+        tab.ask(text)
+        tab.until_done()
+    tab.page.get_by_role("button", name="Retry").click()
+    tab.until_done()
+    expect(tab.answers).to_have_text(["oneoneone", "twotwotwo"])
+    tab.page.locator("#sk-chat .user-row").nth(1).get_by_label("Edit").click()
+    tab.page.locator("#sk-chat .user-row textarea").fill("six")
+    tab.page.get_by_label("Submit").click()
+    tab.until_done()
+    expect(tab.answers).to_have_text(["oneoneone", "sixsixsix"])
+    tab.page.get_by_role("button", name="Undo").click()
+    expect(tab.answers).to_have_text(["oneoneone"])
+    expect(tab.box).to_have_value("six")
+
+
+def test_closing_the_tab_cancels(open_tab: Callable[..., Tab], instance: Instance) -> None:
+    tab = open_tab()
+    tab.choose("talker")
+    tab.ask(LONG)
+    until_running(instance, "talker", 1, within_s=5)
+    tab.page.close()
+    until_running(instance, "talker", 0, within_s=5)
+
+
+# ---------------------------------------------------------------- waiting and failing
+
+
+def test_who_waits_sees_the_position_and_may_give_up(
+    open_tab: Callable[..., Tab], instance: Instance
+) -> None:
+    tabs = [open_tab() for _ in range(3)]
+    for tab in tabs:
+        tab.choose("narrow")
+        tab.ask(LONG)
+        expect(tab.stop_button).to_be_visible()
+    expect(tabs[1].note).to_have_text("Yours is next")
+    expect(tabs[2].note).to_have_text("1 request before yours")
+    tabs[1].stop_button.click()
+    expect(tabs[1].note).to_contain_text("stopped")
+    expect(tabs[2].note).to_have_text("Yours is next")
+    tabs[0].stop_button.click()
+    expect(tabs[2].note).to_contain_text("tokens/s")
+    tabs[2].stop_button.click()
+    until_running(instance, "narrow", 0, within_s=5)
+
+
+def test_errors_are_a_sentence_beneath_the_conversation(tab: Tab) -> None:
+    tab.choose("broken")
+    tab.ask("Hello?")
+    expect(tab.note.get_by_role("alert")).to_have_text(
+        "The model 'broken' cannot serve: the weights <b>are</b> ${1 + 1} missing"
+    )
+    expect(tab.questions).to_have_text(["Hello?"])
+    tab.choose("fast")
+    tab.setting("Temperature").fill("9")
+    tab.setting("Temperature").blur()
+    tab.ask("Hello")
+    expect(tab.note.get_by_role("alert")).to_contain_text("emperature")
+    tab.setting("Temperature").fill("")
+    tab.setting("Temperature").blur()
+    tab.ask("Hello again")
+    tab.until_done()
+    expect(tab.answers.last).to_contain_text("Hello again")
+    expect(tab.note.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_worker_that_dies_is_seen_to_come_back(tab: Tab, instance: Instance) -> None:
+    row = tab.page.locator("#sk-workers li", has_text="mortal/0")
+    expect(row).to_contain_text("ready")
+    os.kill(away(lambda: instance.replica("mortal/0")).pid, signal.SIGKILL)
+    expect(row.locator("progress")).to_be_visible(timeout=WITHIN_MS)
+    expect(row).to_contain_text("ready", timeout=WITHIN_MS)
+    expect(row).to_contain_text("1 restart")
+    broken = tab.page.locator("#sk-workers li", has_text="broken/0")
+    expect(broken).to_contain_text("the weights <b>are</b> ${1 + 1} missing")
+
+
+def kill_gateway(instance: Instance) -> None:
+    """SIGKILL the gateway; returns when its successor serves the page."""
+    old = away(lambda: instance.gateway().pid)
+    os.kill(old, signal.SIGKILL)
+
+    def back() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            gateway = away(instance.gateway)
+            served = httpx.get(f"{url_of(instance)}/ui/").status_code == 200
+            return gateway.pid not in (0, old) and served
+        return False
+
+    poll("the gateway is back", back, within_s=60)
+
+
+def test_an_idle_page_does_not_mind_a_restarted_gateway(tab: Tab, instance: Instance) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("8")
+    tab.ask("Before")
+    tab.until_done()
+    kill_gateway(instance)
+    tab.ask("After")
+    expect(tab.answers).to_have_text(["BeforeBe", "AfterAft"], timeout=WITHIN_MS)
+
+
+def test_a_gateway_that_dies_mid_answer_leaves_what_was_said(tab: Tab, instance: Instance) -> None:
+    tab.choose("talker")
+    tab.ask(LONG)
+    _grown(tab, 100)  # two seconds: it has been saved
+    tab.page.evaluate("window.old = true")
+    kill_gateway(instance)
+    tab.page.wait_for_function("!window.old")  # the page finds the new gateway by itself
+    expect(tab.questions).to_have_count(1, timeout=WITHIN_MS)
+    expect(tab.answers.first).to_contain_text("All work and no play")
+    tab.choose("fast")
+    tab.ask("On we go")
+    expect(tab.answers).to_have_count(2, timeout=WITHIN_MS)
+
+
+# ---------------------------------------------------------------- what a model may write
+
+
+HOSTILE = """<script>window.harm = 1</script><img src=x onerror="window.harm = 2">
+![alt](ELSEWHERE/markdown.png) <img src="ELSEWHERE/html.png"> <svg onload="window.harm = 3"></svg>
+<iframe src="ELSEWHERE/frame"></iframe><video src="ELSEWHERE/video" autoplay></video>
+<link rel="stylesheet" href="ELSEWHERE/style"><style>#sk-new { display: none }</style>
+<form action="ELSEWHERE/form"><input name="q" autofocus><button id="send">send</button></form>
+<div style="position: fixed; inset: 0; z-index: 9999; background: url(ELSEWHERE/paint)">X</div>
+[link](javascript:window.harm=4) <a id="bait" href="javascript:window.harm=5">click</a>
+
+Inert, as $$x^2$$ and **bold** are. <think>thought</think>
+"""
+
+
+@contextlib.contextmanager
+def eavesdropper() -> Iterator[tuple[str, list[str]]]:
+    """A server that notes who comes."""
+    heard: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = server.accept()
+                    with peer:
+                        heard.append(peer.recv(1024).decode(errors="replace"))
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", heard
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_hostile_text_is_inert(tab: Tab) -> None:
+    with eavesdropper() as (elsewhere, heard):
+        text = HOSTILE.replace("ELSEWHERE", elsewhere) + "w" * 5000
+        tab.choose("fast")
+        tab.ask(text)
+        tab.until_done()
+        answer = tab.answers.first
+        expect(answer.locator("strong").first).to_have_text("bold")
+        expect(answer.locator(".katex").first).to_be_visible()
+        expect(answer).to_contain_text("<think>thought</think>")
+        for link in answer.locator("a").all():
+            link.dispatch_event("click")
+        tab.page.reload()
+        expect(tab.answers.first.locator("strong").first).to_have_text("bold")
+        assert tab.page.evaluate("window.harm") is None
+        assert heard == []
+    assert [s for s in tab.strays if not s.startswith(elsewhere)] == []
+    tab.strays.clear()  # asked for by the page, and refused by its policy: nothing was heard
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert tab.page.evaluate(wide) == 0
+    tab.page.locator("#sk-new").click()  # and nothing lies above it
+    expect(tab.questions).to_have_count(0)
+
+
+# ---------------------------------------------------------------- the page itself
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+def test_it_fits_phone_and_desktop(
+    open_tab: Callable[..., Tab], tmp_path: Path, width: int, height: int, scheme: str
+) -> None:
+    tab = open_tab(viewport={"width": width, "height": height}, color_scheme=scheme)
+    tab.choose("fast")
+    tab.ask("Does `this` fit?\n\n```\n" + "long line " * 40 + "\n```\n")
+    tab.until_done()
+    page = tab.page
+    page.screenshot(path=tmp_path / "page.png")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    composer = page.locator("#sk-box").bounding_box()
+    assert composer is not None
+    assert composer["x"] >= 0
+    assert composer["x"] + composer["width"] <= width
+    assert composer["y"] + composer["height"] <= height
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    shade = sum(map(int, background.strip("rgba()").split(",")[:3])) / 3
+    assert (shade < 64) == (scheme == "dark")
+
+
+def test_the_surface_is_no_larger_than_the_page_needs(instance: Instance) -> None:
+    url = url_of(instance)
+    page = httpx.get(f"{url}/ui/")
+    assert "connect-src" in page.headers["content-security-policy"] or (
+        "default-src 'self'" in page.headers["content-security-policy"]
+    )
+    api = httpx.get(f"{url}/ui/gradio_api/info").json()
+    assert api["named_endpoints"] == {}
+    assert api["unnamed_endpoints"] == {}
+    upload = httpx.post(f"{url}/ui/gradio_api/upload", files={"files": ("a.txt", b"x" * 100)})
+    assert upload.status_code >= 400
+    for path in ("/etc/passwd", str(Path(__file__))):
+        assert httpx.get(f"{url}/ui/gradio_api/file={path}").status_code in (403, 404)
+    big = b'{"data": ["' + b"x" * (9 * 2**20) + b'"]}'
+    assert httpx.post(f"{url}/ui/gradio_api/queue/join", content=big).status_code == 413
