@@ -201,11 +201,13 @@ class TestProcesses:
     ) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         owner = start_resolving(path, tmp_path, stop_at="convert")
-        waiter = start_resolving(path, tmp_path)
+        waiter = None
         try:
-            assert owner.stdout and waiter.stdout
+            assert owner.stdout
             while json.loads(owner.stdout.readline())[1] == 0:
-                pass  # it is now in the middle of its conversion, and stays there
+                pass  # until it is in the middle of its conversion, where it stays
+            waiter = start_resolving(path, tmp_path)
+            assert waiter.stdout
             seen = json.loads(waiter.stdout.readline())
             while seen[2] == 0:
                 seen = json.loads(waiter.stdout.readline())
@@ -213,7 +215,7 @@ class TestProcesses:
             first, _ = outcome(owner, "\n" * 30)
             second, logged = outcome(waiter)
         finally:
-            for process in (owner, waiter):
+            for process in filter(None, (owner, waiter)):
                 process.kill()
                 process.wait()
         assert first == second and Path(first["path"]).is_dir()
