@@ -221,6 +221,12 @@ class TestProcesses:
         assert first == second and Path(first["path"]).is_dir()
         assert "waiting for another worker" in logged and "converting" not in logged
 
+    def test_of_many_that_start_at_once_one_converts(self, tmp_path: Path) -> None:
+        path = write_tiny_gguf(tmp_path / "tiny.gguf")
+        ended = [outcome(p) for p in [start_resolving(path, tmp_path) for _ in range(3)]]
+        assert len({found["path"] for found, _ in ended}) == 1
+        assert sum("converting" in logged for _, logged in ended) == 1
+
     def test_after_a_kill_midway_the_next_sweeps_and_converts(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         owner = start_resolving(path, tmp_path, stop_at="convert")
