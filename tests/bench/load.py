@@ -1,0 +1,228 @@
+"""A load generator in a process of its own: keep-alive connections that ask, count and ask again.
+
+    python -m tests.bench.load '{"port": 8000, "path": "/v1/completions", "body": "…", …}'
+
+It does as little per answer as it can, so that it is not what is measured: the request is made
+once, an answer is told to be whole by its length, and of a stream only `\\n\\n` is counted. Its
+result is one line of JSON; `own_cores` says how much of a core it took: near 1, it was the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from tests.bench.cpu import cpu_s, machine_cpu_s, writes
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to ask, how often at once, for how long, and which processes to watch meanwhile."""
+
+    port: int
+    path: str
+    body: str
+    connections: int
+    watch: tuple[int, ...]  # PIDs; the first is the server's
+    stream: bool = False
+    seconds: float = 2.0
+    warm_s: float = 0.5
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What came within the measured time. `cpu_s` is the watched processes', in their order."""
+
+    wall_s: float
+    answers: int
+    events: int  # server-sent ones
+    writes: int  # by the first watched process
+    own_cores: float
+    other_cores: float  # taken by what is neither this process nor watched
+    cpu_s: tuple[float, ...]
+
+    @property
+    def answers_per_s(self) -> float:
+        return self.answers / self.wall_s
+
+    @property
+    def events_per_s(self) -> float:
+        return self.events / self.wall_s
+
+
+class Unexpected(Exception):
+    """The server answered something else than 200, or closed the connection."""
+
+
+def run(order: Order, within_s: float = 60.0) -> Result:
+    """Run the load in a process of its own; raises Unexpected with what it said."""
+    command = [sys.executable, "-m", "tests.bench.load", msgspec.json.encode(order).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    if done.returncode:
+        raise Unexpected(done.stderr)
+    return msgspec.json.decode(done.stdout, type=Result)
+
+
+class Count:
+    """What has come over all connections."""
+
+    def __init__(self) -> None:
+        self.answers = self.events = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, why: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(Unexpected(why))
+
+
+class Client(asyncio.Protocol):
+    """One connection; it asks again as soon as an answer is whole."""
+
+    def __init__(self, request: bytes, count: Count) -> None:
+        self._request = request
+        self._count = count
+        self._transport: asyncio.Transport | None = None
+        self._closing = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is not a subclass
+        self._ask()
+
+    def _ask(self) -> None:
+        assert self._transport is not None
+        self._transport.write(self._request)
+
+    def _check(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            self._count.fail(data[:600].decode(errors="replace"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closing:
+            self._count.fail(f"the connection was lost: {exc}")
+
+    def end(self) -> None:
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class WholeClient(Client):
+    """Answers with a content-length."""
+
+    _received = b""
+    _expected = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self._received:
+            data = self._received + data
+        expected = self._expected or self._size(data)
+        if len(data) < expected or not expected:
+            self._received, self._expected = data, expected
+            return
+        self._received, self._expected = b"", 0
+        self._count.answers += 1
+        self._ask()
+
+    def _size(self, data: bytes) -> int:
+        """Length of the whole answer; 0 while its head is not there."""
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            return 0
+        self._check(data)
+        at = data.index(b"content-length: ") + 16
+        return end + 4 + int(data[at : data.index(b"\r", at)])
+
+
+class StreamClient(Client):
+    """Server-sent events in chunks, up to the empty chunk."""
+
+    _tail = b""
+
+    def data_received(self, data: bytes) -> None:
+        # An event cut between its two \n is seen by the neighbours alone: what follows the second
+        # one is HTTP's \r or the next event's first letter, so nothing is counted twice.
+        self._count.events += data.count(b"\n\n") + (self._tail[-1:] == b"\n" == data[:1])
+        tail = (self._tail + data if len(data) < 5 else data)[-5:]
+        if tail != b"0\r\n\r\n":
+            self._tail = tail
+            self._check(data)
+            return
+        self._tail = b""
+        self._count.answers += 1
+        self._ask()
+
+
+async def drive(order: Order) -> Result:
+    """Open all connections, let them warm up, and count for `seconds`."""
+    loop = asyncio.get_running_loop()
+    count = Count()
+    request = _request(order)
+    kind = StreamClient if order.stream else WholeClient
+    clients = []
+    for _ in range(order.connections):
+        _, client = await loop.create_connection(
+            lambda: kind(request, count), "127.0.0.1", order.port
+        )
+        clients.append(client)
+    await _pass(count, order.warm_s)
+    before, began = _snapshot(count, order), time.perf_counter()
+    await _pass(count, order.seconds)
+    wall_s, after = time.perf_counter() - began, _snapshot(count, order)
+    for client in clients:
+        client.end()
+    return _result(wall_s, [b - a for a, b in zip(before, after, strict=True)])
+
+
+async def _pass(count: Count, seconds: float) -> None:
+    """Let time pass; raises Unexpected as soon as something goes wrong."""
+    await asyncio.wait([count.failed], timeout=seconds)
+    if count.failed.done():
+        count.failed.result()
+
+
+def _snapshot(count: Count, order: Order) -> list[float]:
+    watched = [cpu_s(pid) for pid in order.watch]
+    mine = cpu_s(os.getpid())
+    return [count.answers, count.events, writes(order.watch[0]), machine_cpu_s(), mine, *watched]
+
+
+def _result(wall_s: float, differences: list[float]) -> Result:
+    answers, events, written, machine_s, own_s, *watched = differences
+    others_s = max(0.0, machine_s - own_s - sum(watched))
+    return Result(
+        wall_s,
+        int(answers),
+        int(events),
+        int(written),
+        own_s / wall_s,
+        others_s / wall_s,
+        tuple(watched),
+    )
+
+
+def _request(order: Order) -> bytes:
+    body = order.body.encode()
+    head = (
+        f"POST {order.path} HTTP/1.1\r\nhost: 127.0.0.1:{order.port}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def main() -> int:
+    import uvloop
+
+    order = msgspec.json.decode(sys.argv[1], type=Order)
+    gc.disable()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(drive(order))
+    print(msgspec.json.encode(result).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Streams through one gateway, worker hop included, against an application that makes up its own.
+
+Three conditions, for the rate alone would not say what was compared:
+
+    paced     a token for each stream every 5 ms, which leaves the gateway time to write each on
+              its own; what is compared is CPU time, as the rate is given
+    flat out  the worker's steps as fast as they go, one token for each stream; every token is an
+              event of its own, and those that have come by the time a stream is written share
+              the write
+    bursts    16 tokens a step in one event, as an engine that runs ahead would bring them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from servekit.wire.messages import Status
+from tests.bench.contest import Outcome, Plan, bare, contest, remarks
+from tests.bench.load import Order, Result
+from tests.bench.table import Figure, spread
+from tests.integration.instance import Instance, echo
+
+STREAMS = 128
+TOKENS = 2000
+BURST = 16
+STEPS_S = {"paced": 0.005, "flat-out": 0.0001, "bursts": 0.0}
+
+
+def figures(folder: Path, plan: Plan) -> Iterator[Figure]:
+    models = [
+        echo(name, replicas=1, slots=512, max_context=100_000, step_s=step_s)
+        for name, step_s in STEPS_S.items()
+    ]
+    with Instance.up(folder, models) as instance, bare("{}") as (bare_port, bare_pid):
+        status = instance.until_settled()
+        for streams in (STREAMS,) if plan.quick else (STREAMS, 1, 32, 512):
+            orders = _ours(status, streams) | {
+                path: Order(bare_port, f"/{path}", _body(""), streams, (bare_pid,), True)
+                for path in ("turns", "stream")
+            }
+            some = plan if streams == STREAMS else plan.fewer(3)
+            yield from _rows(streams, contest(orders, some))
+
+
+def _ours(status: Status, streams: int) -> dict[str, Order]:
+    port = urlsplit(status.url).port or 0
+    gateway = status.gateways[0].pid
+    return {
+        model.name: Order(
+            port,
+            "/v1/completions",
+            _body(model.name),
+            streams,
+            (gateway, model.replicas[0].pid),
+            True,
+        )
+        for model in status.models
+    }
+
+
+def _body(model: str) -> str:
+    ask = {"model": model, "prompt": "a" * 64, "max_tokens": TOKENS, "stream": True}
+    return json.dumps(ask)
+
+
+def _rows(streams: int, outcomes: dict[str, Outcome]) -> Iterator[Figure]:
+    aimed = streams == STREAMS
+    turns, stream = outcomes["turns"], outcomes["stream"]
+    conditions = remarks(outcomes)
+
+    paced = outcomes["paced"]
+    ratio = paced.median(_per_cpu_s) / turns.median(_per_cpu_s)
+    yield Figure(
+        f"streamed tokens per CPU second, {streams} streams, one token a write",
+        f"{ratio:.2f}; {spread(paced.each(_us), 1)} µs against {spread(turns.each(_us), 1)} µs",
+        "≥ 1.2" if aimed else "",
+        ratio >= 1.2 if aimed else None,
+        f"paced: {paced.median(_rate):,.0f}/s, {_share(paced)}; bare writes each in a turn of its "
+        f"own, {_share(turns)}; {conditions}",
+    )
+    free = outcomes["flat-out"]
+    ratio = free.median(_rate) / turns.median(_rate)
+    yield Figure(
+        f"streamed tokens/s, {streams} streams, tokens may share a write",
+        f"{ratio:.2f}; {free.median(_rate):,.0f}/s against {turns.median(_rate):,.0f}/s",
+        "≥ 5" if aimed else "",
+        ratio >= 5 if aimed else None,
+        f"every token an event, {_share(free)}; CPU time {spread(free.each(_us), 1)} µs a token "
+        f"({turns.median(_us) / free.median(_us):.2f} of the bare one's work a second); "
+        f"{free.median(_rate) / stream.median(_rate):.2f} of a bare one that never lets the loop "
+        f"turn ({stream.median(_rate):,.0f}/s, {_share(stream)})",
+    )
+    bursts = outcomes["bursts"]
+    yield Figure(
+        f"streamed tokens/s, {streams} streams, {BURST} tokens an event",
+        f"{BURST * bursts.median(_rate) / turns.median(_rate):.1f}; "
+        f"{BURST * bursts.median(_rate):,.0f}/s",
+        how=f"steps of {BURST} tokens; {bursts.median(_rate):,.0f} events/s, {_share(bursts)}",
+    )
+
+
+def _rate(result: Result) -> float:
+    return result.events_per_s
+
+
+def _per_cpu_s(result: Result) -> float:
+    return result.events / result.cpu_s[0]
+
+
+def _us(result: Result) -> float:
+    return result.cpu_s[0] / result.events * 1e6
+
+
+def _share(outcome: Outcome) -> str:
+    share = outcome.median(lambda result: result.events / max(1, result.writes))
+    return f"{share:.1f} events a write"
