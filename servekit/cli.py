@@ -175,7 +175,7 @@ def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
     ground = Ground.take(run_dir, plan.config.server.host, plan.config.server.port)
     logs.configure("supervisor", level="warning" if quiet else "info")
 
-    words = Words(plan.config.server.ui, _down_command(run_dir))
+    words = Words(plan.config.server.ui, _down_command(ground.run_dir.path))
 
     async def live() -> int:
         with watch(words, quiet=quiet) as display:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -32,8 +33,13 @@ _DRAW_EVERY_S = 0.1
 #: Off a terminal, one line of progress per replica at most this often.
 _TELL_EVERY_S = 5.0
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
-#: Fields of a child's log line that the supervisor's own line has already.
-_OURS = frozenset({"event", "level", "logger", "timestamp", "process"})
+#: Fields of a child's log line that are ours to say, or mean something to the logger itself.
+_OURS = frozenset(
+    {"event", "level", "logger", "timestamp", "process", "child", "self"}
+    | {"args", "exc_info", "stack_info", "stacklevel", "extra"}
+)
+#: Escapes and control characters would move the cursor of whoever reads the log.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Words:
 @contextlib.contextmanager
 def watch(words: Words, *, quiet: bool) -> Iterator[Display]:
     """A display for as long as an instance lives."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     picture = _Picture(console) if console.is_terminal and not quiet else None
     display = Display(console, picture, words, quiet=quiet)
     try:
@@ -220,13 +226,13 @@ def _served(model: ModelStatus) -> Text:
 def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
     """Level, event and fields of a child's line; a line that is not ours is its own event."""
     if text.startswith("{"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(text)
             level = fields.get("level", "info")
             event = str(fields.get("event", text))
             rest = {key: value for key, value in fields.items() if key not in _OURS}
-            return level if level in _LEVELS else "info", event, rest
-    return "info", text, {}
+            return level if level in _LEVELS else "info", _CONTROL.sub("", event), rest
+    return "info", _CONTROL.sub("", text), {}
 
 
 def _replicas(status: Status) -> Iterator[ReplicaStatus]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +30,9 @@ _WIDE = 200
 
 def show(*renderables: RenderableType) -> None:
     """Print on stdout, in colour on a terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDE)
+    # No markup: a path may hold [brackets], a model's name :colons:.
+    width = None if sys.stdout.isatty() else _WIDE
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
     for renderable in renderables:
         console.print(renderable)
 

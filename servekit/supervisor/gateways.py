@@ -41,7 +41,8 @@ class Gateway(Life[FromGateway]):
                 *self._ui_args(),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
-            log_path=self.host.run_dir.log_path(self.name),
+            # A model may be called "gateway"; its workers' files have a "~".
+            log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
             pass_fds=(self._listen_fd,),
         )
 

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -37,9 +41,8 @@ def find_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     hides are not ours to hand out.
     """
     with _nvml() as nvml:
-        if nvml is None:
-            return ()
-        found = tuple(_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        handles = [] if nvml is None else list(_handles(nvml))
+        found = [_read(nvml, index, handle) for index, handle in handles]
     return restrict(found, visible)
 
 
@@ -47,10 +50,7 @@ def gpu_memory_by_pid() -> Holdings:
     """What each process holds on each GPU, as far as this PID namespace can see."""
     holdings: dict[int, dict[str, int]] = {}
     with _nvml() as nvml:
-        if nvml is None:
-            return holdings
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        for _, handle in [] if nvml is None else _handles(nvml):
             uuid = _text(nvml.nvmlDeviceGetUUID(handle))
             for pid, held_bytes in _processes(nvml, handle):
                 of_pid = holdings.setdefault(pid, {})
@@ -99,8 +99,19 @@ def _nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _read(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
+    """Index and handle of each GPU that answers; one that has fallen off the bus is left out."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            nvml.nvmlDeviceGetMemoryInfo(handle)
+        except nvml.NVMLError as error:
+            log.warning("a GPU does not answer", index=index, reason=str(error))
+        else:
+            yield index, handle
+
+
+def _read(nvml: Any, index: int, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         index=index,

@@ -99,7 +99,8 @@ class Life(ABC, Generic[Incoming]):
             if self._ending.done():
                 break
             await self._pause(self._judge(exit_))
-            self.restarts += not self._ending.done()
+            if not self._ending.done():
+                self.restarts += 1
         self.set("stopped", self.reason)
 
     def end(self, ask: msgspec.Struct, grace_s: float) -> None:

@@ -24,7 +24,7 @@ import structlog
 
 from servekit import __version__
 from servekit.config.schema import Config
-from servekit.supervisor import listening, procfs
+from servekit.supervisor import listening, procfs, snapshot
 from servekit.supervisor.control import Operators
 from servekit.supervisor.gateways import Gateway
 from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
@@ -38,11 +38,16 @@ from servekit.wire.messages import Drain, ModelStatus, Status, Stop, Topology
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+Tasks = set[asyncio.Task[None]]
+
 _TICK_S = 1.0
 #: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
 Request = Literal["signal", "drain", "now"]
 #: NVML is asked less often: it takes milliseconds on a machine with eight GPUs.
 _NVML_EVERY_TICKS = 5
+#: From the end of a grace to giving up on a process that SIGKILL does not end: one that is stuck
+#: in the kernel, as a broken GPU driver has it.
+_KILL_S = 15.0
 _FILES = 65536
 #: From Stop to SIGTERM for a worker that has nothing in flight.
 _WORKER_GRACE_S = 5.0
@@ -120,7 +125,7 @@ class Supervisor:
 
     async def live(self) -> int:
         """Run until told to stop; returns the exit code. Nothing it started outlives it."""
-        lives: set[asyncio.Task[None]] = set()
+        lives: Tasks = set()
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
             self._catch_signals()
@@ -130,16 +135,15 @@ class Supervisor:
             last.callback(self._end_all, lives)
             last.callback(self._loop.create_task(self._tick()).cancel)
             await self._operators.listen(self.run_dir.control)
-            lives |= self._start(self._gateways)
-            lives |= self._start(self._replicas)
+            gateways, workers = self._start(self._gateways), self._start(self._replicas)
+            lives |= gateways | workers
             await self._until_told(lives)
-            await self._drain(lives)
-        return 0
+            return await self._drain(gateways, workers)
 
-    def _start(self, those: Sequence[Life[Any]]) -> set[asyncio.Task[None]]:
+    def _start(self, those: Sequence[Life[Any]]) -> Tasks:
         return {self._loop.create_task(life.run(), name=life.name) for life in those}
 
-    async def _until_told(self, lives: set[asyncio.Task[None]]) -> None:
+    async def _until_told(self, lives: Tasks) -> None:
         """Return when a signal or an operator says so; raise if a life breaks off."""
         told = self._loop.create_task(self._requests.get())
         await asyncio.wait({told, *lives}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,22 +151,26 @@ class Supervisor:
             self._hurry()
         told.cancel()
 
-    async def _drain(self, lives: set[asyncio.Task[None]]) -> None:
-        """Gateways first: they need the workers for what is in flight."""
+    async def _drain(self, gateways: Tasks, workers: Tasks) -> int:
+        """Gateways first: they need the workers for what is in flight. The exit code."""
+        drain_s = self._plan.config.server.drain_timeout_s
+        log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._listener.close()
-        log.info("draining", at_most_s=self._plan.config.server.drain_timeout_s)
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
-            gateway.end(Drain(), self._plan.config.server.drain_timeout_s)
-        of_gateways = {task for task in lives if task.get_name().startswith("gateway/")}
-        await _all(of_gateways)
+            gateway.end(Drain(), drain_s)
+        stuck = await _ended(gateways, drain_s + _KILL_S)
         for replica in self._replicas:
             replica.end(Stop(), _WORKER_GRACE_S)
-        await _all(lives)
+        stuck |= await _ended(workers, _WORKER_GRACE_S + _KILL_S)
         hurrying.cancel()
-        log.info("stopped")
+        if stuck:
+            log.error("killed, but stuck in the kernel", children=sorted(stuck))
+        else:
+            log.info("stopped")
+        return 1 if stuck else 0
 
     async def _hurry_if_told_again(self) -> None:
         while await self._requests.get() == "drain":  # an operator may ask twice; it is under way
@@ -174,7 +182,7 @@ class Supervisor:
         for life in self._lives():
             life.end_now()
 
-    def _end_all(self, lives: set[asyncio.Task[None]]) -> None:
+    def _end_all(self, lives: Tasks) -> None:
         """The last word, also when `live` broke off: nothing of ours runs after it."""
         for task in lives:
             task.cancel()
@@ -208,7 +216,10 @@ class Supervisor:
             log.warning("cannot record the children", reason=error.strerror)
 
     def line(self, name: str, text: str) -> None:
-        self._observer.line(name, text)
+        try:
+            self._observer.line(name, text)
+        except Exception:  # whatever a line does to a display, the child's output flows on
+            log.exception("the display failed", child=name)
 
     def _publish(self) -> None:
         self._publishing = False
@@ -221,9 +232,12 @@ class Supervisor:
 
     async def _tick(self) -> None:
         for count in itertools.count():
-            self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
-            for replica in self._replicas:
-                replica.ping(count)
+            try:
+                self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
+                for replica in self._replicas:
+                    replica.ping(count)
+            except Exception:  # a figure that cannot be read is no reason to stop asking
+                log.exception("cannot measure")
             await asyncio.sleep(_TICK_S)
 
     def _measure(self, *, gpus: bool) -> None:
@@ -255,20 +269,8 @@ class Supervisor:
         )
 
     def _models(self) -> tuple[ModelStatus, ...]:
-        return tuple(
-            ModelStatus(
-                name=model.name,
-                engine=model.engine,
-                path=model.path,
-                created=int(self._started_at),
-                replicas=tuple(r.status() for r in self._replicas if r.model is model),
-                info=next((r.info for r in self._replicas if r.model is model and r.info), None),
-                aliases=model.aliases,
-                timeout_s=model.timeout_s,
-                max_queue=model.max_queue,
-            )
-            for model in self._plan.config.models
-        )
+        models = self._plan.config.models
+        return snapshot.of_models(models, self._replicas, int(self._started_at))
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())
@@ -291,9 +293,9 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _all(tasks: set[asyncio.Task[None]]) -> None:
-    """Wait for all; then raise what the first broken one raised."""
-    if tasks:
-        await asyncio.wait(tasks)
-        for task in tasks:
-            task.result()
+async def _ended(tasks: Tasks, within_s: float) -> set[str]:
+    """Wait for lives to end; the names of those that did not. Raises what broke one off."""
+    done, pending = await asyncio.wait(tasks, timeout=within_s)
+    for task in done:
+        task.result()
+    return {task.get_name() for task in pending}

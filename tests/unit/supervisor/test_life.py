@@ -1,0 +1,181 @@
+"""Life and Replica with real echo workers: every way from one state to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor import procfs
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.replicas import Replica
+from servekit.supervisor.restart import Limits, RestartPolicy
+from servekit.supervisor.run_dir import RunDir
+from servekit.wire.messages import Stop
+
+GPU = Gpu(0, "GPU-aa", "H200", 10, 10)
+
+
+class Host:
+    """What a supervisor is to a life; it wakes who waits for a change."""
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir = RunDir.take(path)
+        self.mark = "of-a-unit-test"
+        self.environ: Mapping[str, str] = {"PATH": os.environ["PATH"]}
+        self.states: list[str] = []
+        self.replica: Replica | None = None
+        self._changes = asyncio.Event()
+
+    def changed(self) -> None:
+        assert self.replica is not None
+        if self.states[-1:] != [self.replica.state]:
+            self.states.append(self.replica.state)
+        self._changes.set()
+
+    def children_changed(self) -> None:
+        pass
+
+    def line(self, name: str, text: str) -> None:
+        pass
+
+    async def until(self, true: Callable[[], bool], within_s: float = 15.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not true():
+                self._changes.clear()
+                await self._changes.wait()
+
+
+class Stage:
+    """One replica, its host, and the task that runs it."""
+
+    def __init__(self, host: Host, replica: Replica) -> None:
+        self.host = host
+        self.replica = host.replica = replica
+        limits = Limits(first_s=0.01, longest_s=0.02, boot_failures=3, probe_s=600)
+        replica._policy = RestartPolicy(lambda: 0.5, limits)
+        self.task = asyncio.get_running_loop().create_task(replica.run())
+
+    async def until(self, state: str) -> None:
+        await self.host.until(lambda: self.replica.state == state)
+
+
+Play = Callable[..., Stage]
+
+
+@pytest.fixture
+async def play(tmp_path: Path) -> AsyncIterator[Play]:
+    host = Host(tmp_path / "run")
+    stages: list[Stage] = []
+
+    def start(gpus: tuple[Gpu, ...] = (), **options: object) -> Stage:
+        model = ModelConfig.model_validate(
+            {"name": "m", "path": "p", "engine": "echo", "options": options}
+        )
+        place = Assignment("m", 0, None, 1)
+        stages.append(Stage(host, Replica(model, place, gpus, host)))
+        return stages[-1]
+
+    yield start
+    for stage in stages:
+        child = stage.replica.child
+        stage.replica.end(Stop(), 0.2)
+        await asyncio.wait_for(stage.task, 10)
+        assert child is None or procfs.read(child.pid) is None
+    host.run_dir.release()
+
+
+async def test_it_comes_up_and_ends(play: Play) -> None:
+    stage = play(load_s=0.2)
+    await stage.until("ready")
+    assert stage.replica.info is not None
+    assert stage.replica.info.architecture == "echo"
+    stage.replica.end(Stop(), 5.0)
+    await asyncio.wait_for(stage.task, 5)
+    assert stage.host.states == ["starting", "loading", "ready", "draining", "stopped"]
+    assert stage.replica.status().pid == 0
+
+
+async def test_a_death_is_followed_by_a_new_life(play: Play) -> None:
+    stage = play()
+    await stage.until("ready")
+    first = stage.replica.status()
+    os.kill(first.pid, signal.SIGKILL)
+    await stage.host.until(lambda: stage.replica.restarts == 1)
+    await stage.until("ready")
+    second = stage.replica.status()
+    assert second.pid != first.pid
+    assert second.socket != first.socket
+    assert second.reason == "killed by SIGKILL"
+    assert not os.access(first.socket, os.F_OK)
+
+
+async def test_a_permanent_boot_failure_is_not_tried_again(play: Play) -> None:
+    stage = play(load_error="no such file")
+    await stage.until("failed")
+    status = stage.replica.status()
+    assert (status.reason, status.restarts, status.pid) == ("no such file", 0, 0)
+    stage.replica.end(Stop(), 5.0)
+    await asyncio.wait_for(stage.task, 1)
+
+
+async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
+    stage = play(exit_on_load=9)
+    await stage.until("failed")
+    assert stage.replica.restarts == 2
+    assert stage.replica.reason == "exit code 9 before it was ready"
+
+
+async def test_the_end_may_come_while_it_starts(play: Play) -> None:
+    stage = play(load_s=600)
+    await stage.until("starting")
+    stage.replica.end(Stop(), 5.0)
+    await asyncio.wait_for(stage.task, 5)
+    assert stage.replica.state == "stopped"
+
+
+async def test_now_means_now(play: Play) -> None:
+    stage = play(ignore_sigterm=True)
+    await stage.until("ready")
+    stage.replica.end(Stop(), 600.0)
+    await stage.until("draining")
+    began = time.monotonic()
+    stage.replica.end_now()
+    await asyncio.wait_for(stage.task, 5)
+    assert time.monotonic() - began < 3.0
+
+
+async def test_a_pong_brings_the_load(play: Play) -> None:
+    stage = play()
+    await stage.until("ready")
+    stage.replica.ping(7)
+    await stage.host.until(lambda: stage.replica._pong.seq == 7)
+    stage.replica.measure()
+    assert stage.replica.status().rss_bytes > 2**20
+
+
+async def test_memory_on_a_gpu_that_is_not_its_own_is_final(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML's answer is made up, since only a GPU gives one; the worker and its end are real."""
+    pids: list[int] = []
+
+    def holdings() -> dict[int, dict[str, int]]:
+        pids.append(stage.replica.pid)
+        return {stage.replica.pid: {"GPU-aa": 520 * 2**20}}
+
+    monkeypatch.setattr("servekit.supervisor.replicas.gpu_memory_by_pid", holdings)
+    stage = play(gpus=(GPU,))
+    await stage.until("failed")
+    expected = "worker m/0 holds 520 MiB on GPU 0 (H200), which is not its own"
+    assert stage.replica.reason == expected
+    assert stage.replica.restarts == 0
+    assert procfs.read(pids[0]) is None
+    assert "ready" not in stage.host.states

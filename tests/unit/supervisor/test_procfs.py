@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from servekit.supervisor import procfs
+
+
+def test_reads_ourselves() -> None:
+    me = procfs.read(os.getpid())
+    assert me is not None
+    assert (me.parent, me.group, me.state) == (os.getppid(), os.getpgrp(), "R")
+    assert procfs.is_alive(me.pid, me.started)
+    assert not procfs.is_alive(me.pid, me.started + 1)
+    assert procfs.rss_bytes(me.pid) > 2**20
+    assert "python" in procfs.command(me.pid) or "pytest" in procfs.command(me.pid)
+
+
+def test_a_command_with_a_parenthesis_in_its_name_is_read() -> None:
+    code = (
+        "import sys; open('/proc/self/comm', 'w').write('a) R (b'); print(1, flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    found = procfs.read(process.pid)
+    assert found is not None
+    assert found.parent == os.getpid()
+    process.communicate(b"\n")
+
+
+def test_a_zombie_is_no_longer_alive() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    found = procfs.read(process.pid)
+    assert found is not None
+    assert found.state == "Z"
+    assert not procfs.is_alive(process.pid, found.started)
+    assert process.pid not in [p.pid for p in procfs.everyone()]
+    process.wait()
+    assert procfs.read(process.pid) is None
+    assert procfs.rss_bytes(process.pid) == 0
+    assert procfs.command(process.pid) == ""
+
+
+def test_marks_are_whole_variables_and_never_our_own() -> None:
+    env = {**os.environ, "SOME_MARK": "abc"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True); input()"],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert [p.pid for p in procfs.marked("SOME_MARK=abc")] == [process.pid]
+    assert list(procfs.marked("SOME_MARK=ab")) == []
+    process.communicate(b"\n")
+
+
+def test_long_commands_are_cut() -> None:
+    assert len(procfs.command(os.getpid(), 10)) <= 10

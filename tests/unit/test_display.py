@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from servekit import logs
+from servekit.display import Display, Words, banner, picture, read_line, settled
+from servekit.tables import as_builtins, duration, note, progress_text, size, status_tables
+from servekit.wire.messages import (
+    GatewayStatus,
+    ModelInfo,
+    ModelStatus,
+    Progress,
+    ReplicaStatus,
+    Status,
+    WorkerState,
+)
+
+WORDS = Words(ui=True, stop="servekit down")
+
+
+def replica(name: str, state: WorkerState, **fields: object) -> ReplicaStatus:
+    return ReplicaStatus(name, state, "", 7, "cpu", **fields)  # type: ignore[arg-type]
+
+
+def status(
+    *replicas: ReplicaStatus, gateway: str = "ready", draining: bool = False, in_flight: int = 0
+) -> Status:
+    info = ModelInfo(10, 1, True, "Llama", "float32", "cpu")
+    return Status(
+        version="1",
+        pid=1,
+        url="http://h:1",
+        config="/c.yaml",
+        started_at=0.0,
+        rss_bytes=2**20,
+        models=(ModelStatus("m", "echo", "p", 0, replicas, info),),
+        gateways=(GatewayStatus("gateway/0", 2, gateway, in_flight=in_flight),),
+        draining=draining,
+    )
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=200, file=io.StringIO(), markup=False)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def display() -> Iterator[Display]:
+    console = Console(width=200, file=io.StringIO())
+    yield Display(console, None, WORDS, quiet=False)
+
+
+def printed(display: Display) -> str:
+    file = display._console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("states", "gateway", "expected"),
+    [
+        (["ready", "failed"], "ready", True),
+        (["ready", "loading"], "ready", False),
+        (["ready", "backoff"], "ready", False),
+        (["ready"], "starting", False),
+    ],
+)
+def test_a_start_is_over_when_all_serve_or_have_failed(
+    states: list[WorkerState], gateway: str, expected: bool
+) -> None:
+    replicas = [replica(f"m/{i}", state) for i, state in enumerate(states)]
+    assert settled(status(*replicas, gateway=gateway)) is expected
+
+
+def test_the_banner_comes_once(display: Display) -> None:
+    display.changed(status(replica("m/0", "loading")))
+    assert printed(display) == ""
+    states: list[WorkerState] = ["ready", "backoff", "ready"]
+    for state in states:
+        display.changed(status(replica("m/0", state)))
+    assert printed(display).count("is up") == 1
+
+
+def test_progress_is_told_by_phase_and_not_twice(display: Display) -> None:
+    def at(phase: str, done: int) -> Status:
+        return status(replica("m/0", "loading", progress=Progress(phase, done, 9, "tensors")))
+
+    with capture_logs() as lines:
+        for one in (at("fetch", 1), at("fetch", 1), at("fetch", 2), at("load", 0), at("load", 0)):
+            display.changed(one)
+    assert [line["event"] for line in lines] == ["fetch 1 of 9 tensors", "load 0 of 9 tensors"]
+
+
+def test_the_drain_says_how_much_is_left_and_how_to_cut_it_short(display: Display) -> None:
+    with capture_logs() as lines:
+        for in_flight in (3, 3, 1, 0):
+            display.changed(status(replica("m/0", "ready"), draining=True, in_flight=in_flight))
+    assert [line["event"] for line in lines] == [
+        "finishing 3 requests, press Ctrl-C again to stop now",
+        "finishing 1 request, press Ctrl-C again to stop now",
+    ]
+
+
+def test_banner_names_what_serves_and_what_does_not() -> None:
+    text = shown(
+        banner(
+            status(
+                replica("m/0", "ready"),
+                replica("m/1", "ready"),
+                replica("m/2", "failed", reason="no [weights] :here:"),
+            ),
+            WORDS,
+            boxed=True,
+        )
+    )
+    assert "m  2 × cpu" in text
+    assert "failed: no [weights] :here:" in text
+    assert "http://h:1/ui" in text
+    assert "/ui" not in shown(banner(status(), Words(False, "x"), boxed=False))
+
+
+def test_picture_shows_bar_and_reason() -> None:
+    text = shown(
+        picture(
+            status(
+                replica("m/0", "loading", progress=Progress("fetch", 2**20, 2**21, "bytes")),
+                replica("m/1", "backoff", reason="killed"),
+            )
+        )
+    )
+    assert "fetch 1 MB of 2 MB" in text
+    assert "━" in text
+    assert "killed" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", ("info", "plain", {})),
+        ('{"event": "e", "level": "error", "a": 1}', ("error", "e", {"a": 1})),
+        ('{"event": "e", "level": "nonsense"}', ("info", "e", {})),
+        ('{"event": "e", "child": "x", "self": 1, "exc_info": true}', ("info", "e", {})),
+        ('{"broken', ("info", '{"broken', {})),
+        ("\x1b[31mred\x1b[0m\x07\x1b[2J", ("info", "red", {})),
+        ('{"level": ["x"]}', ("info", '{"level": ["x"]}', {})),
+    ],
+)
+def test_a_child_s_line_is_read(text: str, expected: tuple[object, ...]) -> None:
+    assert read_line(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":' * 100_000, '{"event": null}', '{"event": "%s %d", "name": 1, "msg": 2}', "{}"]
+)
+def test_no_line_breaks_the_log(
+    display: Display, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = logging.getLogger().handlers[:]
+    try:
+        logs.configure("test")
+        display.line("m/0", text)
+    finally:
+        logging.getLogger().handlers[:] = before
+    assert "m/0" in capsys.readouterr().err
+
+
+def test_tables_hold_every_process() -> None:
+    one = status(replica("m/0", "ready", timings_s={"load": 1.5}, reason="killed by SIGKILL"))
+    text = "".join(shown(table) for table in status_tables(one, timings=False))
+    assert "m/0" in text and "gateway/0" in text and "last: killed by SIGKILL" in text
+    assert "load 1.50 s" in "".join(shown(t) for t in status_tables(one, timings=True))
+
+
+def test_for_programs_fields_have_names() -> None:
+    told = as_builtins(status(replica("m/0", "ready", timings_s={"load": 1.5})))
+    assert json.loads(json.dumps(told))["models"][0]["replicas"][0]["timings_s"] == {"load": 1.5}
+
+
+def test_figures_are_for_people() -> None:
+    assert [size(n) for n in (0, 10, 2048, 5 * 2**20, 3 * 2**30)] == [
+        *("-", "10 B", "2 KB", "5 MB", "3.0 GB")
+    ]
+    assert [duration(t) for t in (5, 65, 3700, 90_000)] == [
+        *("5 s", "1 min 5 s", "1 h 1 min", "1 d 1 h")
+    ]
+    assert progress_text(Progress("warm-up")) == "warm-up"
+    model = status(replica("m/0", "ready")).models[0]
+    assert note(model, model.replicas[0]) == "Llama float32"
