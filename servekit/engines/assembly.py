@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from servekit.engines import kv_cache
+from servekit.engines import kv_cache, paged_attention, probe
 from servekit.engines.base import StepOutput
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.rows import Row
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 UNSTATED_CONTEXT = 8192
 #: Smaller than this a context serves nobody.
 LEAST_CONTEXT = 16
-#: What the library raises for a model whose layers it cannot page.
-_NOT_PAGEABLE = (ValueError, TypeError, AttributeError, KeyError, NotImplementedError)
+#: What the library raises for a model whose layers it cannot page, and the probe for wrong text.
+_NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
 class Runner(Protocol):
@@ -48,18 +48,28 @@ class Runner(Protocol):
 def assemble(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
     """The runner for this model, and what it can do. Raises LoadError."""
     wish = spec.options.get("batching", "auto")
-    attention = str(model.config._attn_implementation)
     reason = "the configuration says static" if wish == "static" else _obstacle(model)
     if not reason:
-        try:
-            return _continuous(model, spec, chat)
-        except _NOT_PAGEABLE as error:
-            reason = f"{type(error).__name__}: {error}"
-            model.set_attn_implementation(attention)
+        attention = str(model.config._attn_implementation)
+        for by_request in _attentions(model, spec):
+            try:
+                return _continuous(model, spec, chat, by_request, attention)
+            except _NOT_PAGEABLE as error:
+                reason = f"{type(error).__name__}: {error}"
+                model.set_attn_implementation(attention)
+                log.warning("%s: continuous batching failed its test: %s", spec.model, reason)
     if wish == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("%s runs one request at a time: %s", spec.model, reason)
     return _static(model, spec, chat)
+
+
+def _attentions(model: PreTrainedModel, spec: WorkerSpec) -> tuple[bool, ...]:
+    """What to try: attention request by request, and else the library's over the whole batch."""
+    own = model.config._attn_implementation == "sdpa"
+    if spec.options.get("attention") is None and own:
+        return (True, False) if paged_attention.suits(model.config.get_text_config()) else (False,)
+    return (False,)
 
 
 def _obstacle(model: PreTrainedModel) -> str:
@@ -73,10 +83,19 @@ def _obstacle(model: PreTrainedModel) -> str:
     return ""
 
 
-def _continuous(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
+def _continuous(
+    model: PreTrainedModel, spec: WorkerSpec, chat: bool, by_request: bool, attention: str
+) -> tuple[Runner, ModelInfo]:
     context = _context(model, spec)
     plan = _plan(model, spec, context)
-    runner = _with_less_on_failure(lambda halvings: ContinuousRunner(model, plan.halved(halvings)))
+    runner = _with_less_on_failure(
+        lambda halvings: ContinuousRunner(model, plan.halved(halvings), by_request=by_request)
+    )
+    try:
+        probe.check(model, runner, attention)
+    except BaseException:
+        runner.close()
+        raise
     plan = runner.plan
     detail = f"continuous batching, {runner.attention}, {plan.blocks} × {plan.block_size} tokens"
     return runner, _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -35,6 +36,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from servekit.engines import paged_attention
 from servekit.engines.base import StepOutput
 from servekit.engines.kv_cache import Plan
 from servekit.engines.rows import Row
@@ -58,13 +60,16 @@ class SchedulerStuck(RuntimeError):
 class ContinuousRunner:
     """Runs many rows at once; not thread-safe, all calls come from the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Plan, *, by_request: bool) -> None:
         self._model = model
         self.plan = plan
         self._manager = _manager(model, plan)
         self._sampling = _SamplingHook()
         self._manager.logit_processor = self._sampling
         self._manager.output_router = _Discard()
+        if by_request:
+            model.set_attn_implementation(paged_attention.NAME)
+        self._by_request = by_request
         self._processor: Any = self._manager._create_batch_processor()
         self.capacity = _capacity(self._processor.cache, plan)
         self.attention = str(model.config._attn_implementation)
@@ -112,9 +117,22 @@ class ContinuousRunner:
             self._be_patient()
             return []
         self._idle_steps = 0
+        if self._by_request:
+            self._lay_out()
         processor._generation_step(self._model)
         processor.update_batch()
         return self._collect()
+
+    def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Run rows to their end; by key, all their logits, float32 [tokens, vocabulary]."""
+        for row in rows:
+            self.add(row)
+        seen: dict[str, list[Tensor]] = {row.key: [] for row in rows}
+        self._sampling.seen = seen
+        while self.running or self.waiting:
+            self.step()
+        self._sampling.seen = None
+        return {key: torch.stack(logits) for key, logits in seen.items()}
 
     def close(self) -> None:
         """Free the cache."""
@@ -142,6 +160,13 @@ class ContinuousRunner:
         self._idle_steps += bool(self._rows)
         if self._idle_steps > PATIENCE:
             raise SchedulerStuck("the scheduler does not run any of the waiting requests")
+
+    def _lay_out(self) -> None:
+        batch = self._processor.inputs_and_outputs.requests_in_batch
+        queries = [future.query_length for future in batch]
+        pasts = [future.state.position_offset - future.query_length for future in batch]
+        cache = self._processor.cache
+        cache.layout = paged_attention.Layout.of(pasts, queries, self._model.device)
 
     def _collect(self) -> list[tuple[Row, StepOutput]]:
         outputs = []
@@ -194,6 +219,7 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
     def __init__(self) -> None:
         super().__init__(LogitsProcessorList())
         self.rows: dict[str, Row] = {}
+        self.seen: dict[str, list[Tensor]] | None = None  # where to note logits, if anywhere
         self._batch: list[Row] = []
         self._sampler = Sampler()
 
@@ -204,13 +230,16 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
             for future in requests_in_batch
             if future.has_new_token
         ]
-        self.do_processing = any(
+        self.do_processing = self.seen is not None or any(
             not row.sampling.greedy or row.sampling.penalised or row.eos_forbidden
             for row in self._batch
         )
         return arg_storage
 
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
+        if self.seen is not None:
+            for row, logits in zip(self._batch, scores, strict=False):
+                self.seen[row.key].append(logits.clone())
         self._sampler.apply(self._batch, scores[: len(self._batch)])
         return scores
 

@@ -63,7 +63,8 @@ class TransformersEngine(Engine):
         self.vocab_size = vocab_size(model)
         self._eos = eos_ids(model, tokenizer)
         self._defaults = sampling_defaults(model) | self.spec.sampling
-        self._runner, info = assemble(model, self.spec, self.codec.chat)
+        with weights.explained(folder, self.spec):
+            self._runner, info = assemble(model, self.spec, self.codec.chat)
         self._limits = Limits(self.vocab_size, info.max_context)
         return info
 

@@ -1,7 +1,8 @@
 """Loading a model and its tokenizer from a folder, straight onto their device.
 
-The folder has been checked by `source`. Only safetensors are read, the hub is never asked, and code that comes with the model runs only
-where the specification says so. Whatever goes wrong becomes a LoadError that says what to do.
+The folder has been checked by `source`. Only safetensors are read, the hub is never asked, and
+code that comes with the model runs only where the specification says so. Whatever goes wrong
+becomes a LoadError that says what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     """The model's tokenizer, with its chat template if it has one."""
-    with _explained(folder, spec):
+    with explained(folder, spec):
         return transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
         )
@@ -36,7 +37,7 @@ def load_model(
 ) -> transformers.PreTrainedModel:
     """The model in evaluation mode on `spec.device`, every tensor loaded straight there."""
     device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
-    with _explained(folder, spec), _progress(report):
+    with explained(folder, spec), _progress(report):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=_dtype(spec),
@@ -60,7 +61,7 @@ def _dtype(spec: WorkerSpec) -> torch.dtype | str:
 
 
 @contextmanager
-def _explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
+def explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
     try:
         yield
     except LoadError:

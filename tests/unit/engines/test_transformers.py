@@ -444,7 +444,9 @@ def test_no_flash_kernel_is_looked_for(harness: Make, monkeypatch: pytest.Monkey
     assert_alive(one)
 
 
-def test_a_shared_prefix_is_read_once(harness: Make, tiny_model: Path) -> None:
+def test_a_shared_prefix_is_read_once(
+    harness: Make, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = harness(options={"block_size": 16})
     runner = one.engine._runner
     assert isinstance(runner, ContinuousRunner)
@@ -458,10 +460,8 @@ def test_a_shared_prefix_is_read_once(harness: Make, tiny_model: Path) -> None:
         sizes.append(ios.num_q_tokens)
         return result
 
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setattr(ios, "prepare_batch_tensors", counted)
-        answers = [one.generate(prompt, max_tokens=6, ignore_eos=True) for _ in range(2)]
+    monkeypatch.setattr(ios, "prepare_batch_tensors", counted)
+    answers = [one.generate(prompt, max_tokens=6, ignore_eos=True) for _ in range(2)]
     assert answers == reference(tiny_model, [prompt], 6) * 2
     assert max(sizes[:6]) > 2 * max(sizes[6:])
 
