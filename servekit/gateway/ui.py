@@ -28,9 +28,9 @@ POLL_S = 0.02
 #: browser speaks to no other host, and nobody frames the page.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    "style-src 'self' 'unsafe-inline'; img-src data: blob:; media-src 'none'; font-src 'self' data:; "
-    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'none'; "
-    "frame-src 'none'; frame-ancestors 'self'"
+    "style-src 'self' 'unsafe-inline'; font-src 'self' data:; img-src data: blob:; "
+    "media-src 'none'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
+    "form-action 'none'; frame-src 'none'; frame-ancestors 'self'"
 )
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),

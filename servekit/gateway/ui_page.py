@@ -114,16 +114,16 @@ def _question() -> gr.Textbox:
 def _settings() -> list[gr.Number | gr.Textbox]:
     """In the order of SETTINGS. Empty is the model's default."""
 
-    def number(label: str, info: str, **kwargs: Any) -> gr.Number:
-        return gr.Number(None, label=label, info=info, placeholder="model default", **kwargs)
+    def number(label: str, info: str, step: float = 1, empty: str = "default") -> gr.Number:
+        return gr.Number(None, label=label, info=info, placeholder=empty, step=step, min_width=0)
 
     return [
-        gr.Textbox(label="System prompt", placeholder="none", lines=3, elem_id="sk-system"),
-        number("Temperature", "0 always takes the likeliest token", step=0.1, elem_id="sk-temp"),
-        number("Top p", "of the likeliest tokens with this probability together", step=0.05),
-        number("Top k", "of this many likeliest tokens; 0 is off"),
-        number("Max tokens", "longest answer", elem_id="sk-max"),
-        number("Seed", "the same seed gives the same answer"),
+        gr.Textbox(label="System prompt", placeholder="none", lines=3),
+        number("Temperature", "0 is greedy", step=0.1),
+        number("Top p", "0 to 1", step=0.05),
+        number("Top k", "0 is off"),
+        number("Max tokens", "longest answer", step=64),
+        number("Seed", "to repeat an answer", empty="random"),
     ]
 
 

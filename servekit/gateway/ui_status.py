@@ -73,6 +73,8 @@ def _replica(replica: ReplicaStatus) -> str:
     if replica.state == "ready":
         facts.append(f"{replica.running} running")
         facts += [f"{replica.waiting} waiting"] if replica.waiting else []
+    if used_bytes := replica.gpu_bytes or replica.rss_bytes:
+        facts.append(_size(used_bytes))
     if replica.restarts:
         facts.append(f"{replica.restarts} restart{'s' if replica.restarts > 1 else ''}")
     return (
@@ -110,8 +112,8 @@ def _reason(replica: ReplicaStatus) -> str:
 def _sentence(progress: Progress, busy: bool) -> str:
     if progress.waiting is not None:
         return _queue_sentence(progress.waiting)
-    if busy and not progress.tokens:
-        return "Reading the prompt…"
+    if not progress.tokens:
+        return "Reading the prompt…" if busy else "Stopped"
     parts = [_count(progress.tokens, "token")]
     if progress.rate is not None:
         parts.append(f"{progress.rate:.1f} tokens/s")
@@ -120,7 +122,7 @@ def _sentence(progress: Progress, busy: bool) -> str:
     if progress.finish == "cancelled":
         parts.append("stopped")
     if progress.finish == "length":
-        parts.append("cut off at the length limit")
+        parts.append("length limit reached")
     return " · ".join(parts)
 
 
@@ -130,6 +132,10 @@ def _queue_sentence(before: int) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.0f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:.1f} GB"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The UI in a real Chromium, on a real instance: what a visitor does, and what hostile text does."""
+"""The UI in a real Chromium, on a real instance: what visitors do, and what hostile text."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from tests.integration.instance import Instance, echo, poll
 
 pytestmark = pytest.mark.browser
 
+ROOT = Path(__file__).parents[2]
 CHROMIUM = "/usr/bin/chromium"
-ARGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+ARGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
 WITHIN_MS = 15_000
 LONG = "All work and no play makes this a long answer. " * 40
 
@@ -298,7 +300,7 @@ def test_who_waits_sees_the_position_and_may_give_up(
     expect(tabs[1].note).to_have_text("Yours is next")
     expect(tabs[2].note).to_have_text("1 request before yours")
     tabs[1].stop_button.click()
-    expect(tabs[1].note).to_contain_text("stopped")
+    expect(tabs[1].note).to_have_text("Stopped")
     expect(tabs[2].note).to_have_text("Yours is next")
     tabs[0].stop_button.click()
     expect(tabs[2].note).to_contain_text("tokens/s")
@@ -473,3 +475,49 @@ def test_the_surface_is_no_larger_than_the_page_needs(instance: Instance) -> Non
         assert httpx.get(f"{url}/ui/gradio_api/file={path}").status_code in (403, 404)
     big = b'{"data": ["' + b"x" * (9 * 2**20) + b'"]}'
     assert httpx.post(f"{url}/ui/gradio_api/queue/join", content=big).status_code == 413
+
+
+# ---------------------------------------------------------------- a real model
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_real_model_answers_stops_and_is_remembered(
+    tmp_path: Path, instance: Instance, browser: Browser
+) -> None:
+    demo = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    with away_while(Instance.up(tmp_path, demo["models"], server={"ui": True})) as real:
+        away(lambda: real.until_settled(within_s=240))
+        url = url_of(real)
+        poll("the UI is up", lambda: httpx.get(f"{url}/ui/").status_code == 200, within_s=60)
+        with contextlib.closing(browser.new_context()) as context:
+            tab = Tab(context, url)
+            tab.setting("Temperature").fill("0")
+            tab.setting("Temperature").blur()
+            tab.ask("Write a long story about a lighthouse keeper.")
+            lengths = [_grown(tab, 0)]
+            for _ in range(3):
+                lengths.append(_grown(tab, lengths[-1]))
+            _grown(tab, 150)
+            tab.page.screenshot(path=tmp_path / "model.png")
+            tab.stop_button.click()
+            until_running(real, demo["models"][0]["name"], 0, within_s=5)
+            tab.until_done()
+            kept = tab.answers.first.inner_text()
+            assert len(set(kept.split())) > 12  # words, and not one of them over and over
+            tab.page.reload()
+            expect(tab.answers.first).to_have_text(kept)
+            tab.ask("Who was that story about?")  # the conversation so far goes along
+            expect(tab.answers).to_have_count(2, timeout=60_000)
+            tab.until_done()
+            assert tab.strays == []
+
+
+@contextlib.contextmanager
+def away_while(manager: contextlib.AbstractContextManager[Instance]) -> Iterator[Instance]:
+    """The context, entered and left in a thread: see `away`."""
+    entered = away(manager.__enter__)
+    try:
+        yield entered
+    finally:
+        away(lambda: manager.__exit__(None, None, None))
