@@ -74,9 +74,9 @@ def check(
 ) -> None:
     """Check a file and show what would run where; start nothing."""
     with _one_sentence():
-        from servekit.tables import plan_table, show
+        from servekit.tables import plan_tables, show
 
-        show(plan_table(_plan(_load(file), file)))
+        show(*plan_tables(_plan(_load(file), file)))
 
 
 @app.command()

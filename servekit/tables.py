@@ -37,8 +37,14 @@ def show(*renderables: RenderableType) -> None:
         console.print(renderable)
 
 
-def plan_table(plan: Plan) -> Table:
-    """What would run where."""
+def plan_tables(plan: Plan) -> Sequence[RenderableType]:
+    """What would run where, and what there is to run it on."""
+    used = {place.gpu for place in plan.places}
+    gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
+    return [_places(plan), Text("; ".join(gpus) or "no NVIDIA GPU found")]
+
+
+def _places(plan: Plan) -> Table:
     table = _table("WORKER", "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
     models = {model.name: model for model in plan.config.models}
     for place in plan.places:

@@ -5,7 +5,7 @@ end of a socketpair (control channel and lifeline in one), and one pipe for what
 
     spawn ──▶ running ── exits, or is told to ──▶ its group is killed ──▶ reaped ──▶ `exited`
 
-Exit is seen through a pidfd, and the group is killed before the leader is reaped: until then its
+Exit is seen through a pidfd where there are any, and the group is killed before the leader is reaped: until then its
 PID, which names the group, cannot be given to anyone else.
 """
 
@@ -36,6 +36,8 @@ TERM_GRACE_S = 2.0
 GOODBYE_S = 5.0
 #: After the exit, how long the last lines may take to come out of the pipe.
 _LAST_LINES_S = 0.5
+#: Where there are no pidfds.
+_LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,7 @@ class Child(Generic[Incoming]):
         self._connection: Connection[Incoming] | None = None
         self._cause = ""
         self._oom_kills = procfs.oom_kills()
-        self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._on_exit)
+        self._watch()
 
     @classmethod
     async def spawn(
@@ -169,9 +170,26 @@ class Child(Generic[Incoming]):
         elif not self.exited.done():
             self._loop.call_later(GOODBYE_S, self.kill, "closed its control channel and stayed")
 
+    def _watch(self) -> None:
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:  # gVisor and the seccomp profiles of older containers have none
+            self._look()
+        else:
+            self._loop.add_reader(pidfd, self._on_pidfd, pidfd)
+
+    def _on_pidfd(self, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self._on_exit()
+
+    def _look(self) -> None:
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            self._loop.call_later(_LOOK_EVERY_S, self._look)
+        else:
+            self._on_exit()
+
     def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
         self._signal_group(signal.SIGKILL)
         code = self._process.wait()
         self._loop.create_task(self._conclude(code))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import select
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from servekit.errors import ServekitError, StartError
+from servekit.supervisor import procfs
 from servekit.supervisor.run_dir import read_record
 from servekit.wire.connection import Connection, dial, listen
 from servekit.wire.messages import (
@@ -20,6 +20,8 @@ from servekit.wire.messages import (
     Status,
     ToSupervisor,
 )
+
+_LOOK_EVERY_S = 0.05
 
 
 class Operators:
@@ -95,16 +97,10 @@ def shut_down(run_dir: Path, *, now: bool) -> int:
     Raises StartError when none runs there.
     """
     record = read_record(run_dir)
-    control = run_dir / "control.sock"
-    if record is None or not control.exists():
+    process = procfs.read(record.pid) if record is not None else None
+    if process is None:
         raise StartError(f"no servekit runs in {run_dir}")
-    try:
-        pidfd = os.pidfd_open(record.pid)
-    except ProcessLookupError:
-        raise StartError(f"no servekit runs in {run_dir}; its last one died") from None
-    try:
-        asyncio.run(ask(control, Shutdown(now)))
-        select.select([pidfd], [], [])  # readable when it has ended (pidfd_open(2))
-    finally:
-        os.close(pidfd)
-    return record.pid
+    asyncio.run(ask(run_dir / "control.sock", Shutdown(now)))
+    while procfs.is_alive(process.pid, process.started):
+        time.sleep(_LOOK_EVERY_S)
+    return process.pid

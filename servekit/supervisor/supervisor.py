@@ -197,6 +197,8 @@ class Supervisor:
 
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: it is to outlive its terminal
             self._loop.add_signal_handler(number, self._requests.put_nowait, "signal")
 
     def _on_shutdown(self, now: bool) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from servekit.display import settled
 from servekit.errors import ServekitError
 from servekit.supervisor import procfs
 from servekit.supervisor.control import ask
-from servekit.supervisor.leftovers import MARK
 from servekit.supervisor.run_dir import read_record
 from servekit.wire.messages import GatewayStatus, GetStatus, ModelStatus, ReplicaStatus, Status
 
@@ -69,7 +69,8 @@ class Instance:
     def __init__(self, folder: Path, config: Path, *args: str, env: Mapping[str, str]) -> None:
         self.run_dir = folder / "run"
         self.log_path = folder / "up.log"
-        self._mark = ""
+        self._mark = f"SERVEKIT_TEST={secrets.token_hex(8)}"
+        name, value = self._mark.split("=")
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -79,7 +80,7 @@ class Instance:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **env},
+                env={**os.environ, **env, name: value},
                 start_new_session=True,
             )
 
@@ -94,9 +95,23 @@ class Instance:
         env: Mapping[str, str] | None = None,
     ) -> Iterator[Instance]:
         """An instance that has taken its run directory and its port; its models may load yet."""
+        with cls.begun(folder, models, *args, server=server, env=env) as instance:
+            instance.until("it answers on its control socket", instance.running, within_s=20)
+            yield instance
+
+    @classmethod
+    @contextlib.contextmanager
+    def begun(
+        cls,
+        folder: Path,
+        models: Sequence[Mapping[str, Any]],
+        *args: str,
+        server: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Iterator[Instance]:
+        """An instance that has only just been started."""
         instance = cls(folder, write_config(folder, models, server), *args, env=env or {})
         try:
-            instance.until("it answers on its control socket", instance.running, within_s=20)
             yield instance
         finally:
             instance.end()
@@ -119,7 +134,6 @@ class Instance:
         record = read_record(self.run_dir)
         if record is None or record.pid != self.pid:
             return False
-        self._mark = record.mark
         with contextlib.suppress(ServekitError):
             return bool(self.status())
         return False
@@ -178,11 +192,8 @@ class Instance:
         self.process.send_signal(number)
 
     def survivors(self) -> list[procfs.Process]:
-        """What it has started and still runs, its guard included."""
-        if not self._mark:
-            return []
-        guards = (p for p in procfs.everyone() if self._mark in procfs.command(p.pid, 10_000))
-        return [*procfs.marked(f"{MARK}={self._mark}"), *guards]
+        """All that runs of it but itself, its guard and its grandchildren included."""
+        return [process for process in procfs.marked(self._mark) if process.pid != self.pid]
 
     def end(self) -> None:
         """Kill what runs; fail if anything outlives its supervisor by two seconds."""

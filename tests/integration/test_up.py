@@ -189,6 +189,16 @@ def test_nothing_survives_kill_9(tmp_path: Path, moment: str) -> None:
         poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_nothing_survives_kill_9_in_the_middle_of_a_start(tmp_path: Path, count: int) -> None:
+    """Killed as soon as it has started that many: the guard, the gateway, the workers."""
+    with Instance.begun(tmp_path, [echo("a", replicas=2, grandchildren=1)]) as instance:
+        poll("it starts", lambda: len(instance.survivors()) >= count, within_s=20)
+        instance.signal(signal.SIGKILL)
+        instance.process.wait()
+        poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
+
+
 def test_kill_9_ends_a_stopped_worker_too(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", grandchildren=1)]) as instance:
         instance.until_settled()
@@ -400,7 +410,7 @@ def test_check_shows_what_would_run_where(tmp_path: Path) -> None:
     config = write_config(tmp_path, [echo("a", replicas=2), echo("b")])
     done = cli("check", str(config))
     assert done.returncode == 0
-    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:4]] == [
         ["a/0", "echo", "cpu"],
         ["a/1", "echo", "cpu"],
         ["b/0", "echo", "cpu"],

@@ -132,6 +132,19 @@ async def test_its_end_is_noticed_at_once(nursery: Nursery) -> None:
     assert loop.time() - began < 0.5
 
 
+async def test_its_end_is_noticed_without_pidfds_too(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    child = await nursery.spawn("serve")
+    await nursery.until_it_speaks()
+    os.kill(child.pid, signal.SIGKILL)
+    assert str(await ended(child)) == "killed by SIGKILL"
+
+
 async def test_what_it_started_goes_with_it(nursery: Nursery) -> None:
     child = await nursery.spawn("children")
     await nursery.until_it_speaks()
