@@ -119,6 +119,7 @@ class ContinuousRunner:
         self._idle_steps = 0
         if self._by_request:
             self._lay_out()
+        self._let_inputs_arrive()
         processor._generation_step(self._model)
         processor.update_batch()
         return self._collect()
@@ -167,6 +168,12 @@ class ContinuousRunner:
         pasts = [future.state.position_offset - future.query_length for future in batch]
         cache = self._processor.cache
         cache.layout = paged_attention.Layout.of(pasts, queries, self._model.device)
+
+    def _let_inputs_arrive(self) -> None:
+        """Inputs are made on the current stream and used on the library's own, which waits here."""
+        stream = self._processor.inputs_and_outputs.compute_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
 
     def _collect(self) -> list[tuple[Row, StepOutput]]:
         outputs = []

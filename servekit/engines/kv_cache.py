@@ -140,7 +140,8 @@ def _tokens_that_fit(
     headroom = CUDA_HEADROOM_BYTES if cuda else 0
     fraction = CUDA_FRACTION if cuda else CPU_FRACTION
     room = int(available * fraction) - headroom - shape.fixed_bytes(batch_tokens, slots)
-    return max(0, room) // (shape.token_bytes + shape.read_bytes)
+    mask_bytes = batch_tokens * shape.itemsize  # the library's dense mask has a column per token
+    return max(0, room) // (shape.token_bytes + shape.read_bytes + mask_bytes)
 
 
 # ---------------------------------------------------------------- memory on the host

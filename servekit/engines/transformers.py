@@ -33,6 +33,9 @@ from servekit.wire.messages import ModelInfo, WorkerSpec
 
 log = logging.getLogger(__name__)
 
+#: How long `close` waits for the step that is running; the thread ends with its process anyway.
+CLOSE_TIMEOUT_S = 5.0
+
 
 class TransformersEngine(Engine):
     """See the module's docstring; options are `config.schema.TransformersOptions`."""
@@ -109,7 +112,7 @@ class TransformersEngine(Engine):
             self._closing = True
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.append(command)

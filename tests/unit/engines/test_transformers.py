@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -382,6 +383,28 @@ def test_cancelling_the_only_runner_lets_those_taken_out_back_in(harness: Make) 
     stays = next(job for job in jobs if not running[0].startswith(f"{job}#"))
     one.engine.cancel(next(job for job in jobs if job != stays))
     assert len(one.tokens(stays)) == 250
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crowd_in_a_cache_for_one_never_gets_stuck(harness: Make, seed: int) -> None:
+    """Shared prefixes, lengths up to the whole cache, and cancellations, all at random."""
+    source = random.Random(seed)
+    one = harness(
+        options={"kv_cache_bytes": 288 * TOKEN_BYTES, "block_size": 16, "max_batch_tokens": 40}
+    )
+    limit = one.info.max_context
+    wanted: dict[int, int] = {}
+    for _ in range(60):
+        prompt = [source.randrange(3, 6)] * source.randrange(1, 150)
+        count = source.randrange(1, limit - len(prompt) + 1)
+        job = one.submit(prompt, max_tokens=count, ignore_eos=True)
+        wanted[job] = count
+        if source.random() < 0.4:
+            dropped = source.choice(list(wanted))
+            one.engine.cancel(dropped)
+            del wanted[dropped]
+    assert {job: len(one.tokens(job)) for job in wanted} == wanted
+    assert_alive(one)
 
 
 # ---------------------------------------------------------------- when the loop dies all the same

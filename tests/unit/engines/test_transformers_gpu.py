@@ -1,0 +1,61 @@
+"""The engine on a GPU: the same text, in company too, and memory on its own GPU only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from servekit.engines.continuous import ContinuousRunner
+from tests.unit.engines.harness import Harness
+from tests.unit.engines.test_transformers import PROMPTS, reference
+
+Make = Callable[..., Harness]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
+]
+#: A small cache: the default takes nine tenths of the GPU.
+OPTIONS: dict[str, Any] = {"kv_cache_bytes": 64 * 2**20}
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa"])
+def test_greedy_in_a_crowd_is_what_generate_says(
+    harness: Make, tiny_model: Path, attention: str | None
+) -> None:
+    one = harness(device="cuda", dtype="float32", options=OPTIONS | {"attention": attention})
+    assert isinstance(one.engine._runner, ContinuousRunner)
+    expected = reference(tiny_model, PROMPTS, 24)
+    jobs = []
+    for seed, prompt in enumerate(PROMPTS):
+        jobs.append(one.submit(prompt, max_tokens=24, ignore_eos=True))
+        one.submit(prompt, temperature=1.0, top_p=0.9, seed=seed, presence_penalty=1.0)
+    assert [one.tokens(job) for job in jobs] == expected
+
+
+def test_a_seed_draws_the_same_as_on_the_cpu(harness: Make, tiny: Harness) -> None:
+    one = harness(device="cuda", dtype="float32", options=OPTIONS)
+    for seed in range(5):
+        params: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "seed": seed, "max_tokens": 12}
+        assert one.generate(PROMPTS[0], **params) == tiny.generate(PROMPTS[0], **params)
+
+
+def test_bfloat16_runs_and_stays_on_its_gpu(harness: Make) -> None:
+    one = harness(device="cuda", dtype="bfloat16", options=OPTIONS)
+    assert (one.info.dtype, one.info.device) == ("bfloat16", "cuda:0")
+    jobs = [one.submit(prompt, max_tokens=64, ignore_eos=True) for prompt in PROMPTS * 8]
+    assert all(len(one.tokens(job)) == 64 for job in jobs)
+    for index in range(1, torch.cuda.device_count()):
+        assert torch.cuda.memory_reserved(index) == 0
+
+
+@pytest.mark.model
+def test_smollm2_fills_the_gpu_with_cache_and_serves(harness: Make, smollm2: Path) -> None:
+    one = harness(smollm2, device="cuda", dtype="bfloat16")
+    assert one.info.kv_cache_bytes > 2**30
+    prompts = ["Once upon a time", "The capital of France is"] * 64
+    jobs = [one.submit(prompt, max_tokens=64, temperature=1.0) for prompt in prompts]
+    assert all(one.tokens(job) for job in jobs)
