@@ -5,8 +5,8 @@ end of a socketpair (control channel and lifeline in one), and one pipe for what
 
     spawn ──▶ running ── exits, or is told to ──▶ its group is killed ──▶ reaped ──▶ `exited`
 
-Exit is seen through a pidfd where there are any, and the group is killed before the leader is reaped: until then its
-PID, which names the group, cannot be given to anyone else.
+Exit is seen through a pidfd where there are any. The group is killed before the leader is reaped:
+until then its PID, which names the group, cannot be given to anyone else.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class Supervisor:
         lives: Tasks = set()
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
+            last.callback(self._ignore_signals)
             self._catch_signals()
             _raise_file_limit()
             self._leave_record()
@@ -200,6 +201,12 @@ class Supervisor:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: it is to outlive its terminal
             self._loop.add_signal_handler(number, self._requests.put_nowait, "signal")
+
+    def _ignore_signals(self) -> None:
+        """Nothing runs any more: a late signal must not turn a clean end into a killed one."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     def _on_shutdown(self, now: bool) -> None:
         self._requests.put_nowait("now" if now else "drain")

@@ -31,6 +31,8 @@ from servekit.wire.messages import GatewayStatus, GetStatus, ModelStatus, Replic
 
 T = TypeVar("T")
 
+PROGRAM = (sys.executable, "-m", "servekit")
+
 
 def echo(name: str, *, replicas: int = 1, **options: object) -> dict[str, Any]:
     """A model of the echo engine; its options are `servekit.config.schema.EchoOptions`."""
@@ -66,21 +68,28 @@ def poll(what: str, probe: Callable[[], T], within_s: float) -> T:
 class Instance:
     """One supervisor process and all that it starts."""
 
-    def __init__(self, folder: Path, config: Path, *args: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Path,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
+        cwd: Path | None = None,
+    ) -> None:
         self.run_dir = folder / "run"
         self.log_path = folder / "up.log"
         self._mark = f"SERVEKIT_TEST={secrets.token_hex(8)}"
         name, value = self._mark.split("=")
+        up = ("up", "--config", str(config), "--run-dir", str(self.run_dir), *args)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "servekit", "up"),
-                    *("--config", str(config), "--run-dir", str(self.run_dir), *args),
-                ],
+                [*program, *up],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **env, name: value},
+                env={**os.environ, **(env or {}), name: value},
+                cwd=cwd,
                 start_new_session=True,
             )
 
@@ -92,10 +101,13 @@ class Instance:
         models: Sequence[Mapping[str, Any]],
         *args: str,
         server: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
+        **start: Any,
     ) -> Iterator[Instance]:
-        """An instance that has taken its run directory and its port; its models may load yet."""
-        with cls.begun(folder, models, *args, server=server, env=env) as instance:
+        """An instance that has taken its run directory and its port; its models may load yet.
+
+        `start` are the keywords of `Instance` itself.
+        """
+        with cls.begun(folder, models, *args, server=server, **start) as instance:
             instance.until("it answers on its control socket", instance.running, within_s=20)
             yield instance
 
@@ -107,10 +119,10 @@ class Instance:
         models: Sequence[Mapping[str, Any]],
         *args: str,
         server: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
+        **start: Any,
     ) -> Iterator[Instance]:
         """An instance that has only just been started."""
-        instance = cls(folder, write_config(folder, models, server), *args, env=env or {})
+        instance = cls(folder, write_config(folder, models, server), *args, **start)
         try:
             yield instance
         finally:

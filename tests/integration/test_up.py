@@ -19,14 +19,14 @@ import pytest
 
 from servekit.supervisor import procfs
 from servekit.supervisor.leftovers import MARK
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
 
 FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
 
 
 def cli(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "servekit", *args],
+        [*PROGRAM, *args],
         capture_output=True,
         text=True,
         timeout=30,
@@ -147,6 +147,39 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         instance.signal(signal.SIGINT)
         assert instance.wait(within_s=5) == 0
         assert time.monotonic() - began < 4.0
+
+
+def test_a_storm_of_signals_ends_it_cleanly(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", replicas=2)]) as instance:
+        instance.until_settled()
+        while instance.process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                instance.signal(number)
+        assert instance.wait() == 0
+        assert instance.survivors() == []
+
+
+def test_started_by_nohup_it_outlives_its_terminal(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a")], program=("nohup", *PROGRAM)) as instance:
+        url = instance.until_settled().url
+        instance.signal(signal.SIGHUP)
+        assert complete(url, "a", "x").status_code == 200
+        assert not instance.status().draining
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
+def test_files_of_the_working_directory_are_no_modules_of_its_children(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("random", "json", "asyncio", "socket"):
+        (here / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    servekit = Path(sys.executable).with_name("servekit")
+    with Instance.up(tmp_path, [echo("a")], cwd=here, program=(str(servekit),)) as instance:
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+        instance.signal(signal.SIGKILL)
+        instance.process.wait()
+        poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
 
 
 def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
