@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from typing import IO, Any, Generic, TypeVar
 import msgspec
 
 from servekit.supervisor import interpreter, procfs
+from servekit.supervisor.leftovers import CHILD_MARK, kill_marked
 from servekit.supervisor.output import OnLine, Output, RotatingFile
 from servekit.wire.connection import Connection, adopt
 
@@ -36,6 +38,8 @@ TERM_GRACE_S = 2.0
 GOODBYE_S = 5.0
 #: After the exit, how long the last lines may take to come out of the pipe.
 _LAST_LINES_S = 0.5
+#: How long those who left its group are looked for.
+_ESCAPED_S = 1.0
 #: Where there are no pidfds.
 _LOOK_EVERY_S = 0.05
 
@@ -81,7 +85,9 @@ class Exit:
 class Child(Generic[Incoming]):
     """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
 
-    def __init__(self, command: Command, process: subprocess.Popen[bytes], output: Output) -> None:
+    def __init__(
+        self, command: Command, process: subprocess.Popen[bytes], output: Output, mark: str
+    ) -> None:
         self.name = command.name
         self.pid = process.pid
         found = procfs.read(process.pid)
@@ -89,6 +95,7 @@ class Child(Generic[Incoming]):
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._process = process
+        self._mark = mark
         self._output = output
         self._connection: Connection[Incoming] | None = None
         self._cause = ""
@@ -111,9 +118,11 @@ class Child(Generic[Incoming]):
             reading, writing = os.pipe()
             pipe = undo.enter_context(os.fdopen(reading, "rb", buffering=0))
             theirs.callback(os.close, writing)
-            process = _popen(command, control_of_child.fileno(), writing)
+            mark = secrets.token_hex(8)
+            process = _popen(command, control_of_child.fileno(), writing, mark)
             undo.callback(_abandon, process)
-            child = cls(command, process, Output(RotatingFile(command.log_path), on_line))
+            output = Output(RotatingFile(command.log_path), on_line)
+            child = cls(command, process, output, mark)
             await child._hear(pipe, control, incoming, on_message)
             undo.pop_all()
         return child
@@ -194,8 +203,15 @@ class Child(Generic[Incoming]):
         code = self._process.wait()
         self._loop.create_task(self._conclude(code))
 
+    async def _end_escaped(self) -> None:
+        """What it had started in groups of their own must not keep a GPU's memory."""
+        deadline = self._loop.time() + _ESCAPED_S
+        while kill_marked(CHILD_MARK, self._mark) and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+
     async def _conclude(self, code: int) -> None:
-        # Someone who left the group may still hold the pipe, so its end is not waited for forever.
+        await self._end_escaped()
+        # Someone may have passed the pipe on, so its end is not waited for forever.
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
         if self._connection is not None:
             self._connection.abort()
@@ -211,7 +227,7 @@ class Child(Generic[Incoming]):
             self.exited.set_result(exit_)
 
 
-def _popen(command: Command, control_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
     # No preexec_fn: it would run Python between fork and exec. The child sets its own
     # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
     return subprocess.Popen(
@@ -220,7 +236,7 @@ def _popen(command: Command, control_fd: int, output_fd: int) -> subprocess.Pope
             *command.args,
             *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
         ],
-        env=dict(command.env),
+        env={**command.env, CHILD_MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=output_fd,
         stderr=output_fd,

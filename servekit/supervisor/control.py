@@ -34,7 +34,11 @@ class Operators:
         self._server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
-        self._server = await listen(path, self._connect)
+        """Raises StartError where the file system has no sockets."""
+        try:
+            self._server = await listen(path, self._connect)
+        except OSError as error:
+            raise StartError(f"cannot listen on {path}: {error.strerror}") from error
 
     def close(self) -> None:
         """Take no more operators. Those who wait for our end see it when the process exits."""

@@ -19,6 +19,8 @@ from servekit.supervisor import procfs
 
 #: In the environment of everything that an instance starts, grandchildren included.
 MARK = "SERVEKIT_INSTANCE"
+#: In the environment of one child and of all that it starts, whatever group they move to.
+CHILD_MARK = "SERVEKIT_CHILD"
 #: In the run directory: what the supervisor has started.
 CHILDREN = "children.json"
 
@@ -38,14 +40,23 @@ def end_leftovers(children: Iterable[Started], mark: str, within_s: float = 5.0)
     for child in children:
         if procfs.is_alive(child.pid, child.started):
             _kill_group(child.pid)
-    while True:
-        left = list(procfs.marked(f"{MARK}={mark}")) if mark else []
-        for process in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
-        if not left or time.monotonic() > deadline:
-            return len(left)
+    while left := kill_marked(MARK, mark):
+        if time.monotonic() > deadline:
+            return left
         time.sleep(0.01)
+    return 0
+
+
+def kill_marked(name: str, mark: str) -> int:
+    """SIGKILL what carries `mark` in its environment as `name`; how many there were.
+
+    To be repeated until it finds none: what is forked while it looks is seen the next time.
+    """
+    found = list(procfs.marked(f"{name}={mark}")) if mark else []
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+    return len(found)
 
 
 def _kill_group(pid: int) -> None:

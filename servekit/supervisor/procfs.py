@@ -5,8 +5,9 @@ Source: proc(5), /proc/PID/stat and /proc/PID/statm.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +39,13 @@ def read(pid: int) -> Process | None:
 
 def everyone() -> Iterator[Process]:
     """All processes but zombies."""
-    for entry in os.listdir(_PROC):  # noqa: PTH208  (half the time of iterdir; runs each second)
-        if entry.isdecimal():
-            process = read(int(entry))
-            if process is not None and process.state not in "ZX":
-                yield process
+    for process in map(read, _pids()):
+        if process is not None and process.state not in "ZX":
+            yield process
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdecimal()]
 
 
 def is_alive(pid: int, started: int) -> bool:
@@ -96,3 +99,15 @@ def oom_kills() -> int:
     except OSError:
         pass
     return 0
+
+
+def reap_adopted(own: Collection[int]) -> None:
+    """As PID 1 of a container we are the parent of every orphan: collect those that have ended.
+
+    `own` are the children whose end someone else waits for.
+    """
+    zombies = (p for p in map(read, _pids()) if p is not None and p.state == "Z")
+    for process in zombies:
+        if process.parent == os.getpid() and process.pid not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)

@@ -132,9 +132,10 @@ class Supervisor:
             self._catch_signals()
             _raise_file_limit()
             self._leave_record()
-            last.callback(Guard(self.run_dir.path, self.mark, self.environ).dismiss)
+            guard = Guard(self.run_dir.path, self.mark, self.environ)
+            last.callback(guard.dismiss)
             last.callback(self._end_all, lives)
-            last.callback(self._loop.create_task(self._tick()).cancel)
+            last.callback(self._loop.create_task(self._tick(guard.pid)).cancel)
             await self._operators.listen(self.run_dir.control)
             gateways, workers = self._start(self._gateways), self._start(self._replicas)
             lives |= gateways | workers
@@ -239,7 +240,7 @@ class Supervisor:
                 gateway.publish(topology)
         self._observer.changed(self.status())
 
-    async def _tick(self) -> None:
+    async def _tick(self, guard_pid: int) -> None:
         for count in itertools.count():
             try:
                 self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
@@ -247,6 +248,8 @@ class Supervisor:
                     replica.ping(count)
             except Exception:  # a figure that cannot be read is no reason to stop asking
                 log.exception("cannot measure")
+            if os.getpid() == 1:
+                procfs.reap_adopted({guard_pid, *(life.pid for life in self._lives())})
             await asyncio.sleep(_TICK_S)
 
     def _measure(self, *, gpus: bool) -> None:

@@ -273,6 +273,26 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
         assert complete(instance.url, "a", "x", max_tokens=1).status_code == 200
 
 
+def test_what_a_worker_started_in_a_session_of_its_own_goes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    )
+    model = {**echo("a"), "env": {"PYTHONPATH": str(tmp_path)}}
+    with Instance.up(tmp_path, [model]) as instance:
+        instance.until_settled()
+
+        def sleepers() -> set[int]:
+            return {p.pid for p in instance.survivors() if "sleep" in procfs.command(p.pid)}
+
+        old = sleepers()
+        assert len(old) == 1
+        os.kill(instance.replica("a/0").pid, signal.SIGKILL)
+        instance.until("it is replaced", lambda: instance.replica("a/0").restarts == 1)
+        instance.until("it is ready again", lambda: instance.replica("a/0").state == "ready")
+        assert not old & sleepers()
+        assert len(sleepers()) == 1
+
+
 def test_a_killed_gateway_is_replaced_while_the_port_stays_ours(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         url = instance.until_settled().url

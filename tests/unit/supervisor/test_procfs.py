@@ -63,3 +63,16 @@ def test_marks_are_whole_variables_and_never_our_own() -> None:
 
 def test_long_commands_are_cut() -> None:
     assert len(procfs.command(os.getpid(), 10)) <= 10
+
+
+def test_orphans_that_were_adopted_are_collected_and_our_own_left() -> None:
+    adopted, own = (subprocess.Popen(["true"]) for _ in range(2))
+    for process in (adopted, own):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    procfs.reap_adopted({own.pid})
+    assert procfs.read(adopted.pid) is None
+    found = procfs.read(own.pid)
+    assert found is not None
+    assert found.state == "Z"
+    own.wait()
+    adopted.wait()
