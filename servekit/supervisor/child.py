@@ -38,8 +38,8 @@ TERM_GRACE_S = 2.0
 GOODBYE_S = 5.0
 #: After the exit, how long the last lines may take to come out of the pipe.
 _LAST_LINES_S = 0.5
-#: How long those who left its group are looked for.
-_ESCAPED_S = 1.0
+#: How often those who left its group are looked for: until none is found, or this often.
+_ESCAPED_LOOKS = 100
 #: Where there are no pidfds.
 _LOOK_EVERY_S = 0.05
 
@@ -205,8 +205,9 @@ class Child(Generic[Incoming]):
 
     async def _end_escaped(self) -> None:
         """What it had started in groups of their own must not keep a GPU's memory."""
-        deadline = self._loop.time() + _ESCAPED_S
-        while kill_marked(CHILD_MARK, self._mark) and self._loop.time() < deadline:
+        for _ in range(_ESCAPED_LOOKS):
+            if not kill_marked(CHILD_MARK, self._mark):
+                return
             await asyncio.sleep(0.01)
 
     async def _conclude(self, code: int) -> None:
