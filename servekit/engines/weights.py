@@ -66,13 +66,20 @@ def explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
         yield
     except LoadError:
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise LoadError(
-            f"{spec.model} does not fit into the memory of {spec.device}: {_first_line(error)}",
-            permanent=False,
-        ) from error
     except Exception as error:
+        if _is_out_of_memory(error):
+            raise LoadError(
+                f"{spec.model} does not fit into the memory of {spec.device}: {_first_line(error)}",
+                permanent=False,
+            ) from error
         raise LoadError(_explanation(folder, spec, error)) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has an error of its own for a GPU, and a plain RuntimeError for the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        "can't allocate memory" in str(error)
+    )
 
 
 def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:

@@ -53,3 +53,11 @@ def smol(smollm2: Path) -> Iterator[Harness]:
     shared = Harness(make_spec(smollm2))
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="module", params=["continuous", "static"])
+def either(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
+    """The tiny model in both ways of running it."""
+    engine = Harness(make_spec(tiny_model, options={"batching": request.param}))
+    yield engine
+    engine.close()

@@ -10,13 +10,26 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from servekit.engines.base import Job, StepOutput
 from servekit.engines.transformers import TransformersEngine
 from servekit.wire.messages import ModelInfo, Progress, SamplingParams, WorkerSpec
 
 DEADLINE_S = 120.0
+PROMPTS = [
+    "The quick brown fox",
+    "def f(x): return",
+    "Größe, naïve café",
+    "1234567890 1234567890 1234567890",
+    "jumps over the lazy dog. " * 8,
+]
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role not in ('system', 'user', 'assistant') %}"
@@ -157,9 +170,25 @@ class Harness:
             assert time.monotonic() < deadline, "waited in vain"
             threading.Event().wait(0.002)
 
-    @staticmethod
-    def tokenizer(folder: Path) -> Any:
-        return AutoTokenizer.from_pretrained(folder)
-
     def close(self) -> None:
         self.engine.close()
+
+
+def reference(folder: Path, prompts: list[str], count: int) -> list[list[int]]:
+    """What the library's own `generate` says, greedily, each prompt alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")
+        whole = model.generate(
+            **ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        answers.append(whole[0, ids["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+def assert_alive(harness: Harness) -> None:
+    """The loop lives on and serves the next request."""
+    assert len(harness.generate(PROMPTS[1], max_tokens=3, ignore_eos=True)) == 3
+    assert harness.engine.fatal is None

@@ -14,8 +14,7 @@ from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.paged_attention import Layout
 from servekit.engines.static import StaticRunner
 from servekit.errors import LoadError
-from tests.unit.engines.harness import Harness
-from tests.unit.engines.test_transformers import reference
+from tests.unit.engines.harness import Harness, reference
 
 Make = Callable[..., Harness]
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from servekit.engines.continuous import ContinuousRunner
-from tests.unit.engines.harness import Harness
-from tests.unit.engines.test_transformers import PROMPTS, reference
+from tests.unit.engines.harness import PROMPTS, Harness, reference
 
 Make = Callable[..., Harness]
 pytestmark = [
