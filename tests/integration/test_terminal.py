@@ -39,7 +39,8 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color", **env},
+            # Rich would believe COLUMNS and LINES before the terminal itself.
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "30", **env},
         )
         os.close(theirs)
 
