@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servekit.errors import BodyTooLarge
-from servekit.gateway.http import ASGIApp, Receive, Scope, Send, send_error
+from servekit.gateway.http import ASGIApp, Receive, Scope, Send, send_json
 from servekit.gateway.router import Router
 
 if TYPE_CHECKING:
     import gradio
+    from fastapi import FastAPI
 
+Hook = Callable[[], Awaitable[None]]
 PATH = "/ui"
 #: Longest body the UI accepts: a conversation as the browser keeps it.
 MAX_BODY_BYTES = 8 * 2**20
@@ -32,6 +33,8 @@ POLICY = (
     "media-src 'none'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
     "form-action 'none'; frame-src 'none'; frame-ancestors 'self'"
 )
+#: `detail` is what Gradio's page shows.
+TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
     (b"referrer-policy", b"no-referrer"),
@@ -44,8 +47,8 @@ class UI:
     """The application, and what brings it up and down on the event loop."""
 
     app: ASGIApp
-    startup: Callable[[], Awaitable[None]]
-    shutdown: Callable[[], Awaitable[None]]
+    startup: Hook
+    shutdown: Hook
 
 
 def build(router: Router) -> UI:
@@ -73,12 +76,23 @@ def build(router: Router) -> UI:
         head=ICON,
         css_paths=Path(__file__).with_name("ui.css"),
     )
+    return UI(Shield(outer), *_lifespan(outer, blocks))
+
+
+def _lifespan(outer: FastAPI, blocks: gradio.Blocks) -> tuple[Hook, Hook]:
     stack = contextlib.AsyncExitStack()
 
     async def startup() -> None:
         await stack.enter_async_context(outer.router.lifespan_context(outer))
 
-    return UI(Shield(outer), startup, stack.aclose)
+    async def shutdown() -> None:
+        """End the streams that open pages hold, so that the server need not wait for them."""
+        mounted: Any = outer.routes[-1]  # `blocks.app` is another one
+        mounted.app.stop_event.set()
+        blocks._queue.stopped = True
+        await stack.aclose()
+
+    return startup, shutdown
 
 
 def _calm(blocks: gradio.Blocks) -> None:
@@ -106,7 +120,7 @@ class Shield:
         if scope["type"] != "http":
             return
         if _declared_bytes(scope) > MAX_BODY_BYTES:
-            await send_error(send, BodyTooLarge("the conversation is too long; start a new one"))
+            await send_json(send, TOO_LONG, 413)
             return
 
         async def shielded(message: Any) -> None:

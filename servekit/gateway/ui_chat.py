@@ -152,23 +152,29 @@ class Answer:
         self._reading: asyncio.Task[Any] | None = None
 
     async def collect(self, interval_s: float) -> None:
-        """Take in what comes within an interval; returns early at the end."""
+        """Take in what comes within an interval, in one reading, however fast it comes.
+
+        Returns early at the first token and at the end.
+        """
         assert self.call is not None
         deadline_s = time.monotonic() + interval_s
-        while (left_s := deadline_s - time.monotonic()) > 0 and self.progress.finish is None:
-            if self._reading is None:
-                self._reading = asyncio.ensure_future(self.call.deltas())
-            done, _ = await asyncio.wait([self._reading], timeout=left_s)
-            if not done:
-                return
-            reading, self._reading = self._reading, None
-            self._take(reading)
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self.call.deltas())
+            self._reading.add_done_callback(_looked_at)
+        done, _ = await asyncio.wait([self._reading], timeout=interval_s)
+        if not done:
+            return
+        reading, self._reading = self._reading, None
+        silent = self._first_s is None
+        self._take(reading)
+        if self.progress.finish is None and not silent:
+            await asyncio.sleep(deadline_s - time.monotonic())  # let more come in
 
     def _take(self, reading: asyncio.Task[Any]) -> None:
         try:
             deltas = reading.result()
         except RequestError:
-            if not self.stopped:
+            if not (self.stopped or self.dropped):
                 raise
             self.progress = self._measure("cancelled", self.progress.tokens)
             return
@@ -206,8 +212,12 @@ class Answer:
         """Leave the queue, or the engine, at once."""
         if self.call is not None:
             self.call.cancel()
-        if self._reading is not None and self.dropped:
-            self._reading.cancel()
+
+
+def _looked_at(reading: asyncio.Task[Any]) -> None:
+    """Nobody may be left to see how a reading ends; that is no news for the log."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatRequest:

@@ -14,6 +14,8 @@ from servekit.gateway.ui_chat import Chats, Settings, Turn, View, turns_of
 from servekit.gateway.ui_status import choices, error_note, progress_note, workers
 
 STATUS_EVERY_S = 1.0
+#: Longest message that can be typed or pasted; a browser keeps about three times as much.
+MAX_CHARS = 1_000_000
 #: BrowserState obfuscates what it stores; a fixed key lets a restarted gateway read it.
 STORE_SECRET = "servekit"
 SETTINGS = ("system", "temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -104,6 +106,7 @@ def _question() -> gr.Textbox:
         container=False,
         lines=1,
         max_lines=8,
+        max_length=MAX_CHARS,
         autofocus=True,
         submit_btn=True,
         stop_btn=False,
@@ -178,8 +181,8 @@ class Events:
         )
         status = [parts.model, parts.workers, parts.seen]
         gr.Timer(STATUS_EVERY_S).tick(self.tick, [parts.model, parts.seen], status, **now)
-        restored = [*shown, parts.model, *parts.settings]
-        blocks.load(self.restore, [parts.turns, parts.chosen], restored, **now)
+        restored = [parts.chat, parts.workers, parts.model, *parts.settings]
+        blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **now)
         blocks.unload(self.leave)
 
     # ---- asking
@@ -275,23 +278,25 @@ class Events:
         now = f"{html}{models}"
         if now == seen:
             return {parts.seen: gr.skip()}
-        return {parts.workers: html, parts.model: self._model(model), parts.seen: now}
+        return {parts.workers: html, parts.model: self._model(model, model), parts.seen: now}
 
-    def _model(self, wanted: str | None) -> Any:
+    def _model(self, current: str | None, wanted: str | None) -> Any:
+        """The choices, and the wanted one if it is not chosen already: the user may be quicker."""
         models = choices(self._router)
         names = [name for _, name in models]
-        return gr.update(
-            choices=models, value=wanted if wanted in names else next(iter(names), None)
-        )
+        choice = wanted if wanted in names else next(iter(names), None)
+        kwargs: dict[str, Any] = {} if choice == current else {"value": choice}
+        return gr.update(choices=models, **kwargs)
 
-    async def restore(self, stored: Any, chosen: Any) -> Update:
-        """Bring back what this browser had."""
+    async def restore(self, stored: Any, chosen: Any, current: str | None) -> Update:
+        """Bring back what this browser had, and touch nothing else: the user may be typing."""
         parts = self._parts
+        update: Update = {parts.workers: workers(self._router)}
+        if turns := turns_of(stored):
+            update[parts.chat] = turns
         kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else []
-        model, *settings = kept or [None] * (1 + len(SETTINGS))
-        update = self._shown_now(turns_of(stored), "")
-        update[parts.model] = self._model(model)
-        return update | dict(zip(parts.settings, settings, strict=True))
+        update[parts.model] = self._model(current, kept[0] if kept else current)
+        return update | dict(zip(parts.settings, kept[1:], strict=False))
 
 
 def _box(*, busy: bool, **kwargs: Any) -> Any:
