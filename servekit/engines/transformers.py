@@ -65,7 +65,8 @@ class TransformersEngine(Engine):
         self.codec = TokenizerCodec(tokenizer)
         self.vocab_size = vocab_size(model)
         self._eos = eos_ids(model, tokenizer)
-        self._defaults = sampling_defaults(model) | self.spec.sampling
+        stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
+        self._defaults = sampling_defaults(model) | stated
         with weights.explained(folder, self.spec):
             self._runner, info = assemble(model, self.spec, self.codec.chat)
         self._limits = Limits(self.vocab_size, info.max_context)
