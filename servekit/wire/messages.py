@@ -10,8 +10,8 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
     gateway → supervisor   Serving · Traffic
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed
-    operator → supervisor  GetStatus · Shutdown
-    supervisor → operator  Status · Accepted · Refused
+    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
+    supervisor → operator  Status · Accepted · Refused · Why
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ class Pong(Message, frozen=True):
     running: int
     waiting: int
     kv_used: float  # fraction of the KV cache in use, 0 to 1
+    served: int = 0  # requests completed since it was ready, the worker's own probes apart
 
 
 # ---------------------------------------------------------------- supervisor → gateway
@@ -287,6 +288,54 @@ class Shutdown(Message, frozen=True):
     now: bool = False  # do not drain
 
 
+class GetWhy(Message, frozen=True):
+    """Why is a model, or one of its replicas, as it is? Answered by Why, or Refused."""
+
+    name: str
+
+
+class Reload(Message, frozen=True):
+    """Read the configuration again. Accepted, or Refused with what is wrong with it."""
+
+
+class ExitRecord(Value, frozen=True):
+    """One death of a worker, as far as it can be told afterwards."""
+
+    at: float  # Unix time, s
+    pid: int
+    lived_s: float
+    what: str  # one sentence: code or signal, and the reason
+    code: int | None
+    signal: int | None
+    phase: str  # "loading", "ready", ...: its state when it died
+    out_of_memory: str  # "", "host" or "gpu": a guess, from the kernel's counters and its words
+    served: int  # requests it had completed
+    running: int  # requests that were in its engine, by its last Pong
+    rss_bytes: int  # when last measured
+    gpu_bytes: int
+    tail: tuple[str, ...]  # its last lines
+    stacks: tuple[str, ...]  # of all its threads, if it was made to dump them
+
+
+class ReplicaHistory(Value, frozen=True):
+    """What became of one replica, the last exit last."""
+
+    name: str
+    state: str
+    reason: str
+    restarts: int
+    next_attempt_s: float | None  # seconds from now; None where none is planned
+    exits: tuple[ExitRecord, ...]
+
+
+class Why(Message, frozen=True):
+    """Answer to GetWhy."""
+
+    model: str
+    breaker: str  # "closed", or a sentence that says since when and until when it is open
+    replicas: tuple[ReplicaHistory, ...]
+
+
 class GatewayStatus(Value, frozen=True):
     name: str
     pid: int
@@ -325,5 +374,5 @@ ToGateway = Topology | Drain | Stop
 FromGateway = Serving | Traffic
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed
-ToSupervisor = GetStatus | Shutdown
-FromSupervisor = Status | Accepted | Refused
+ToSupervisor = GetStatus | Shutdown | GetWhy | Reload
+FromSupervisor = Status | Accepted | Refused | Why

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     die_with(args.parent_pid)
 
     import faulthandler
+    import signal
     import socket
     import sys
 
@@ -22,5 +23,7 @@ if __name__ == "__main__":
     from servekit.worker.worker import run
 
     faulthandler.enable()
+    # Written by a handler in C, so that the stacks come out also while the GIL is held.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     logs.configure(args.name, json=True)
     sys.exit(run(args.name, socket.socket(fileno=args.control_fd)))

@@ -13,13 +13,13 @@ import faulthandler
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import structlog
 
 from servekit.engines import create
-from servekit.engines.base import Engine
+from servekit.engines.base import Engine, StepOutput
 from servekit.errors import LoadError
 from servekit.wire.connection import Connection, adopt, dial, listen
 from servekit.wire.lifeline import end_group
@@ -53,6 +53,8 @@ EXIT_BOOT_FAILED = 3
 EXIT_ENGINE_DIED = 70
 #: Progress is reported at most this often.
 REPORT_EVERY_S = 0.1
+#: A worker that has completed nothing for this long sends itself a request.
+PROBE_EVERY_S = 15.0
 
 
 def run(name: str, control: socket.socket) -> int:
@@ -76,12 +78,15 @@ class Worker:
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._control: Connection[ToWorker] = Connection(ToWorker, self._on_message, self._on_eof)
         self._boot_task: asyncio.Task[None] | None = None
+        self._probe_task: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._server: asyncio.Server | None = None
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
+        self._finished = 0  # requests the engine has completed, probes included
+        self._probes = 0
 
     async def live(self, control: socket.socket) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -124,7 +129,8 @@ class Worker:
             log.error("the engine died", error=repr(self._engine.fatal))
             self._end(EXIT_ENGINE_DIED)
         now = self._engine.load_now()
-        return Pong(seq, now.progress_age_s, now.running, now.waiting, now.kv_used)
+        served = max(0, self._finished - self._probes)
+        return Pong(seq, now.progress_age_s, now.running, now.waiting, now.kv_used, served)
 
     def _drain(self) -> None:
         if self._runner is None:
@@ -142,7 +148,7 @@ class Worker:
             await self._listen(spec, info)
             with self._phase("warm-up"):
                 self._report(Progress("warm-up"))
-                await warm_up(spec.socket)
+                await self._probe(spec.socket)
         except LoadError as error:
             self._boot_failed(error.message, error.permanent)
         except Exception as error:
@@ -150,6 +156,34 @@ class Worker:
             self._boot_failed(f"{type(error).__name__}: {error}", permanent=False)
         else:
             self._control.send(Ready(info, self._timings_s))
+            self._probe_task = self._loop.create_task(self._probe_when_idle(spec.socket))
+
+    async def _probe(self, socket_path: str) -> None:
+        self._probes += 1
+        await warm_up(socket_path)
+
+    async def _probe_when_idle(self, socket_path: str) -> None:
+        """Send a request of our own whenever nobody else's has completed for a while.
+
+        Health stays true that way: an engine that would hang on the next request hangs on this
+        one, and its growing progress age has the supervisor replace it before a client asks.
+        """
+        while True:
+            before = self._finished
+            await asyncio.sleep(PROBE_EVERY_S)
+            if self._finished != before or (self._runner is not None and self._runner.busy):
+                continue
+            try:
+                await self._probe(socket_path)
+            except (LoadError, OSError) as error:
+                if self._runner is not None and not self._runner.draining:
+                    log.error("the health probe failed", error=str(error))
+                    self._end(EXIT_ENGINE_DIED)
+
+    def _emit(self, outputs: Sequence[StepOutput]) -> None:
+        assert self._runner is not None
+        self._finished += sum(output.finish is not None for output in outputs)
+        self._runner.emit(outputs)
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
         with self._phase("import"):
@@ -160,7 +194,7 @@ class Worker:
     async def _listen(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
-        self._engine.start(self._runner.emit)
+        self._engine.start(self._emit)
         self._server = await listen(
             spec.socket, self._runner.connect
         )  # lives as long as its reference

@@ -17,8 +17,8 @@ from servekit.wire.messages import (
     Load,
     ModelInfo,
     Ready,
-    Tokens,
     ToGateway,
+    Tokens,
     ToSupervisor,
     ToWorker,
     WorkerSpec,
@@ -65,7 +65,9 @@ def test_every_union_decodes_every_member_and_nothing_else() -> None:
 
 def test_a_newer_peer_may_add_fields() -> None:
     decoder = msgspec.msgpack.Decoder(ToWorker)
-    assert decoder.decode(msgspec.msgpack.encode(["Ping", 4, "from the future"])) == messages.Ping(4)
+    assert decoder.decode(msgspec.msgpack.encode(["Ping", 4, "from the future"])) == messages.Ping(
+        4
+    )
 
 
 def test_every_message_is_in_the_drawing() -> None:
