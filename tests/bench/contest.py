@@ -21,6 +21,7 @@ class Plan:
     seconds: float = 2.0
     calm_within_s: float = 0.0  # wait this long for a calm machine before each measurement
     quick: bool = False  # a smoke test: the figures mean nothing
+    wide: bool = False  # more numbers of streams than the promise is about
 
     @classmethod
     def smoke(cls) -> Plan:

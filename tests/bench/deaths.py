@@ -69,7 +69,7 @@ def _rows(losses: Losses, own_s: float) -> Iterator[Figure]:
         _percentiles(noticed),
         "< 10 ms",
         percentile(noticed, 0.5) < 0.010,
-        f"{count}; SIGKILL to the gateway's log line",
+        f"{count}; SIGKILL to the gateway's log line; met by the median",
     )
     yield Figure(
         "… the longest break in any stream, beyond the normal step",
@@ -81,7 +81,7 @@ def _rows(losses: Losses, own_s: float) -> Iterator[Figure]:
         _percentiles(added),
         "< 100 ms added",
         percentile(added, 0.5) < 0.1,
-        f"{len(added)} kills; own time {own_s:.3f} s; the slowest of {WORKERS} at once",
+        f"{len(added)} kills; own time {own_s:.2f} s; slowest of {WORKERS} at once; met by median",
     )
 
 

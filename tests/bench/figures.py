@@ -53,7 +53,7 @@ def conditions() -> str:
 def _plan(options: argparse.Namespace) -> Plan:
     if options.quick:
         return Plan.smoke()
-    return Plan(options.rounds, options.seconds, options.calm_within)
+    return Plan(options.rounds, options.seconds, options.calm_within, wide=options.wide)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="before each measurement, wait at most this long for the machine to be idle",
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--wide", action="store_true", help="1, 32 and 512 streams as well")
     parser.add_argument("--quick", action="store_true", help="see that it works; no real figures")
     options = parser.parse_args(arguments)
     if options.rounds < 5 and not options.quick:

@@ -36,7 +36,7 @@ def figures(folder: Path, plan: Plan) -> Iterator[Figure]:
     ]
     with Instance.up(folder, models) as instance, bare("{}") as (bare_port, bare_pid):
         status = instance.until_settled()
-        for streams in (STREAMS,) if plan.quick else (STREAMS, 1, 32, 512):
+        for streams in (STREAMS, 1, 32, 512) if plan.wide else (STREAMS,):
             orders = _ours(status, streams) | {
                 path: Order(bare_port, f"/{path}", _body(""), streams, (bare_pid,), True)
                 for path in ("turns", "stream")

@@ -34,8 +34,6 @@ from tests.bench.table import Figure, markdown, spread
 from tests.integration.instance import Instance
 
 TOKENS = 32
-#: Questions per client and round.
-ASKED = 2
 LIMIT_S = 300.0
 #: Of the better mode, by clients; and of the default mode at 8.
 AIMS = {1: 1.0, 8: 1.15, 32: 1.15}
@@ -71,10 +69,11 @@ class Round:
 class Contest:
     """All rounds of all servers."""
 
-    def __init__(self, servers: Sequence[Server], model: Path) -> None:
+    def __init__(self, servers: Sequence[Server], model: Path, asked: int) -> None:
         from tokenizers import Tokenizer
 
         self._servers = servers
+        self._asked = asked  # questions per client and round
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
     def run(self, clients: int, plan: Plan) -> dict[str, list[Round]]:
@@ -94,7 +93,7 @@ class Contest:
 
     def _measure(self, server: Server, clients: int, at: int) -> Round:
         began = time.perf_counter()
-        answers = asyncio.run(_crowd(server, clients, at))
+        answers = asyncio.run(_crowd(server, clients, at, self._asked))
         wall_s = time.perf_counter() - began
         encoded = [self._tokenizer.encode(a.text, add_special_tokens=False) for a in answers]
         tokens = sum(len(one.ids) for one in encoded)
@@ -102,12 +101,12 @@ class Contest:
         return Round(tokens / wall_s, first_s, tuple(answer.text for answer in answers))
 
 
-async def _crowd(server: Server, clients: int, at: int) -> list[Answer]:
+async def _crowd(server: Server, clients: int, at: int, asked: int) -> list[Answer]:
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S, limits=limits) as http:
 
         async def one(client: int) -> list[Answer]:
-            return [await _ask(http, server, f"{at}.{client}.{n}") for n in range(ASKED)]
+            return [await _ask(http, server, f"{at}.{client}.{n}") for n in range(asked)]
 
         several = await asyncio.gather(*(one(client) for client in range(clients)))
     return [answer for answers in several for answer in answers]
@@ -198,9 +197,10 @@ def _rows(clients: int, rounds: dict[str, list[Round]]) -> Iterator[Figure]:
         yield Figure(
             f"tok/s of `transformers serve`'s {name} mode"
             f"{', its better one' if name == better else ''}, {clients} clients",
-            f"{ratio:.2f}; {_tokens(rounds['ours'])} against {_tokens(rounds[name])}",
+            f"{ratio:.2f}; by round {_ratios(rounds['ours'], rounds[name])}",
             f"≥ {aim}" if aimed else "",
             ratio >= aim if aimed and aim is not None else None,
+            f"{_tokens(rounds['ours'])} against {_tokens(rounds[name])}; "
             f"{len(rounds['ours'])} rounds, {TOKENS} tokens, greedy, streamed; "
             f"{_same(rounds['ours'], rounds[name])}",
         )
@@ -221,6 +221,11 @@ def _tokens(several: Sequence[Round]) -> str:
     return spread([one.tokens_per_s for one in several], 1)
 
 
+def _ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> str:
+    pairs = zip(ours, theirs, strict=True)
+    return spread([a.tokens_per_s / b.tokens_per_s for a, b in pairs])
+
+
 def _first(several: Sequence[Round]) -> str:
     return spread([one.first_s for one in several], 2, " s")
 
@@ -238,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--asked", type=int, default=2, help="questions per client and round")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of every server")
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--venv", type=Path, help="the peer's environment, kept; else a fresh one")
@@ -248,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         python = peers.installed(options.venv or folder / "venv")
         with _servers(model, python, folder, options.threads) as servers:
-            table = markdown(figures(Contest(servers, model), options.clients, plan))
+            table = markdown(figures(Contest(servers, model, options.asked), options.clients, plan))
     print(f"{table}\n\nAfter: {conditions()}; {options.threads} torch thread(s) each")
     return 0
 
