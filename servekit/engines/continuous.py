@@ -43,6 +43,8 @@ from servekit.engines.rows import Row
 from servekit.engines.sampling import Sampler
 
 log = logging.getLogger(__name__)
+# The library's own logger tells of every cache it makes, in a format of its own.
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
 #: Output tokens for which a request must find room before it is admitted. Requests mostly end
 #: before their limit, so not all of it is set aside; should the cache fill up all the same, the

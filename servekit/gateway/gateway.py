@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -61,6 +62,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._router = Router(settings.name)
         self._app = Application(self._router, settings.max_body_bytes, ui=settings.ui)
+        self._told = asyncio.Event()
         self._stop: asyncio.Future[None] = self._loop.create_future()
         self._control: Connection[ToGateway] = Connection(ToGateway, self._on_message, self._on_eof)
 
@@ -68,6 +70,7 @@ class Gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_message, Stop())
         await adopt(socket.socket(fileno=self._settings.control_fd), lambda: self._control)
+        await self._told.wait()  # or a gateway that was restarted would answer 404 at first
         public = socket.socket(fileno=self._settings.listen_fd)
         async with serving(Guard(self._app, log), public):
             self._control.send(Serving())
@@ -84,6 +87,7 @@ class Gateway:
         match message:
             case Topology():
                 self._router.apply(message)
+                self._told.set()
             case Drain():
                 self._router.drain()
                 self._loop.create_task(self._stop_when_idle())
@@ -95,6 +99,7 @@ class Gateway:
         self._end()
 
     def _end(self) -> None:
+        self._told.set()
         if not self._stop.done():
             self._stop.set_result(None)
 
@@ -172,6 +177,7 @@ async def serving(app: Any, sock: socket.socket) -> AsyncIterator[None]:
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # we say ourselves what we do
     await server.startup(sockets=[sock])
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
     try:

@@ -187,6 +187,7 @@ class Worker:
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
         with self._phase("import"):
+            self._report(Progress("import"))
             self._engine = engine = await asyncio.to_thread(create, spec)
         with self._phase("load"):
             return await asyncio.to_thread(engine.load, self._report_from_thread)
