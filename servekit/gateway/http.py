@@ -34,11 +34,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise _too_large(limit)
     message = await receive()
     body: bytes = message.get("body", b"")
-    while message.get("more_body"):
+    while message.get("more_body") and len(body) <= limit:
         message = await receive()
         body += message.get("body", b"")
-        if len(body) > limit:
-            raise _too_large(limit)
+    if len(body) > limit:
+        raise _too_large(limit)
     if message["type"] == "http.disconnect":
         raise ClientGone
     return body
