@@ -116,6 +116,35 @@ def down(
 
 
 @app.command()
+def chaos(
+    url: Annotated[str, typer.Option(help="Where the instance answers.")] = "http://127.0.0.1:8000",
+    run_dir: RunDirectory = None,
+    model: Annotated[str | None, typer.Option(help="By default the first.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Load after each deed.")] = 5.0,
+    only: Annotated[str, typer.Option(help="Names of experiments, with commas between.")] = "",
+    memory: Annotated[int, typer.Option(min=0, metavar="MB", help="Memory to take away.")] = 0,
+    kill_supervisor: Annotated[
+        bool, typer.Option("--kill-supervisor", help="Last of all; the instance is over then.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Break a running instance of yours on purpose and check what it promises."""
+    with _one_sentence():
+        from servekit.chaos import command
+        from servekit.chaos.run import Wish
+
+        names = [name.strip() for name in only.split(",") if name.strip()]
+        wish = Wish(seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor)
+        here = _run_dir(run_dir)
+        if not yes:
+            typer.confirm(f"Kill and stop processes of the instance in {here}?", abort=True)
+        findings = command.run(url, here, model, wish)
+        print(command.told(findings, as_json=as_json))
+        raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration file, for editors."""
     import json

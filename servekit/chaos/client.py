@@ -1,0 +1,280 @@
+"""A client that measures: raw asyncio, one connection per request, little work per chunk.
+
+At 10 000 chunks a second it takes about a tenth of a core, so that what is measured is the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+#: A request that is not answered by then counts as never answered.
+PATIENCE_S = 120.0
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text | None = None
+    message: _Text | None = None
+    finish_reason: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class _Problem(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _Body(msgspec.Struct):
+    """An event, a whole answer or an error: what of it is looked at."""
+
+    id: str = ""
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: _Problem | None = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A greedy chat request."""
+
+    model: str
+    text: str
+    max_tokens: int
+
+    def body(self, *, stream: bool) -> bytes:
+        fields: dict[str, object] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": self.text}],
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+        }
+        if stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        return msgspec.json.encode(fields)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back. Times are `time.monotonic`; `status` 0: no head of an answer came."""
+
+    began_s: float
+    stream: bool = False
+    status: int = 0
+    text: str = ""
+    finishes: list[str] = field(default_factory=list)
+    usages: list[Usage] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    dones: int = 0  # of the stream's closing event
+    chunks: int = 0  # events with text
+    first_s: float | None = None
+    ended_s: float = 0.0
+    retry_after_s: float | None = None
+    error: str = ""
+    port: int = 0  # our end of the connection
+
+    @property
+    def failure(self) -> str:
+        """Why it is no answer; "" when it is one, whole and well-formed."""
+        if self.error:
+            return self.error
+        if self.status != 200:
+            return f"status {self.status}" if self.status else "the connection was closed"
+        if len(self.finishes) != 1:
+            return f"{len(self.finishes)} finish reasons"
+        if self.stream and self.dones != 1:
+            return f"{self.dones} closing events"
+        return f"{len(self.ids)} ids" if len(self.ids) != 1 else ""
+
+    @property
+    def took_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+class Exchange(asyncio.Protocol):
+    """One request and its answer. `on_text` is called at every chunk, for those who time them."""
+
+    def __init__(self, request: bytes, *, stream: bool) -> None:
+        self.answer = Answer(time.monotonic(), stream)
+        self.on_text: Callable[[Exchange, float], None] | None = None
+        self.last_s = self.answer.began_s  # when text came last
+        self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._parser = httptools.HttpResponseParser(self)
+        self._unread = b""
+        self._whole = False
+        self._texts: list[str] = []
+        self._transport: asyncio.Transport | None = None
+
+    def abort(self) -> None:
+        """Vanish, as a client does whose machine dies: unread data make the kernel send a reset."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def fail(self, why: str) -> None:
+        self.answer.error = self.answer.error or why
+        self._end()
+        self.abort()
+
+    def _end(self) -> None:
+        if not self.over.done():
+            self.answer.ended_s = time.monotonic()
+            self.answer.text = "".join(self._texts)
+            self.over.set_result(self.answer)
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.answer.port = transport.get_extra_info("sockname")[1]
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
+            self.fail(f"not an answer: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._whole and not self.over.done():
+            self.answer.error = self.answer.error or f"the connection was lost: {exc or 'EOF'}"
+        self._end()
+
+    # ---- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self.answer.retry_after_s = float(value)
+
+    def on_headers_complete(self) -> None:
+        self.answer.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread += body
+        if self.answer.stream and self.answer.status == 200:
+            *events, self._unread = self._unread.split(b"\n\n")
+            for event in events:
+                self._on_event(event)
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+        if self._unread:
+            self._take(self._unread)
+        if self._transport is not None:
+            self._transport.close()
+        self._end()
+
+    # ---- events
+
+    def _on_event(self, event: bytes) -> None:
+        if event == b"data: [DONE]":
+            self.answer.dones += 1
+        elif event.startswith(b"data: "):
+            self._take(event[6:])
+
+    def _take(self, body: bytes) -> None:
+        found, answer = _decode(body), self.answer
+        if found.error is not None:
+            answer.error = f"{found.error.code}: {found.error.message}"
+        if found.id:
+            answer.ids.add(found.id)
+        if found.usage is not None:
+            answer.usages.append(found.usage)
+        for choice in found.choices:
+            if (part := choice.delta or choice.message) and part.content:
+                self._on_text(part.content)
+            if choice.finish_reason:
+                answer.finishes.append(choice.finish_reason)
+
+    def _on_text(self, text: str) -> None:
+        now, answer = time.monotonic(), self.answer
+        answer.chunks += 1
+        answer.first_s = answer.first_s or now
+        self._texts.append(text)
+        if self.on_text is not None:
+            self.on_text(self, now)
+        self.last_s = now
+
+
+class Client:
+    """Asks one server; each request has a connection of its own."""
+
+    def __init__(self, url: str, key: str = "chaos") -> None:
+        parts = urlsplit(url)
+        self.host = parts.hostname or "127.0.0.1"
+        self.port = parts.port or 80
+        self.key = key
+
+    def with_key(self, key: str) -> Client:
+        """The same server, for another client in the sense of fairness."""
+        return Client(f"http://{self.host}:{self.port}", key)
+
+    def request(self, question: Question, *, stream: bool) -> bytes:
+        body = question.body(stream=stream)
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}:{self.port}\r\n"
+            f"authorization: Bearer {self.key}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+    async def begin(self, question: Question, *, stream: bool) -> Exchange:
+        """Send a request; the answer is `await exchange.over`."""
+        return await self._send(self.request(question, stream=stream), stream=stream)
+
+    async def ask(
+        self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
+    ) -> Answer:
+        """Send a request and wait for all of its answer; failures are in it, never raised."""
+        return await patiently(await self.begin(question, stream=stream), patience_s)
+
+    async def get(self, path: str, patience_s: float = 5.0) -> Answer:
+        """GET; only the status is looked at."""
+        head = f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n\r\n"
+        return await patiently(await self._send(head.encode(), stream=False), patience_s)
+
+    async def _send(self, request: bytes, *, stream: bool) -> Exchange:
+        exchange = Exchange(request, stream=stream)
+        try:
+            await asyncio.get_running_loop().create_connection(
+                lambda: exchange, self.host, self.port
+            )
+        except OSError as error:
+            exchange.fail(f"cannot connect: {error}")
+        return exchange
+
+    def connect_slowly(self, question: Question) -> socket.socket:
+        """A stream asked for on a bare socket with a small buffer, for a client that dawdles."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.connect((self.host, self.port))
+        sock.sendall(self.request(question, stream=True))
+        sock.setblocking(False)
+        return sock
+
+
+async def patiently(exchange: Exchange, patience_s: float) -> Answer:
+    """The answer; an exchange that outlasts `patience_s` is a failure, and abandoned."""
+    await asyncio.wait((exchange.over,), timeout=patience_s)
+    if not exchange.over.done():
+        exchange.fail(f"not answered within {patience_s:g} s")
+    return await exchange.over

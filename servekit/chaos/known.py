@@ -1,0 +1,147 @@
+"""Questions with undisturbed answers, and what is wrong with an answer that should equal one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from servekit.chaos.client import Answer, Client, Question
+from servekit.errors import ServekitError
+
+_WORDS = (
+    "river",
+    "stone",
+    "lantern",
+    "orchard",
+    "quiet",
+    "engine",
+    "harbour",
+    "winter",
+    "copper",
+    "meadow",
+    "violin",
+    "compass",
+    "thunder",
+    "paper",
+    "garden",
+    "mirror",
+    "saddle",
+    "cinnamon",
+    "glacier",
+    "window",
+    "anchor",
+    "feather",
+    "marble",
+    "ribbon",
+)
+#: Letters compared to tell a repeated chunk from other wrong text.
+_SAMPLE = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A question and its answer when nothing is wrong. `sure`: asked twice, answered the same."""
+
+    question: Question
+    answer: Answer
+    sure: bool
+
+
+def prompt(number: int, words: int = 60) -> str:
+    """A text of its own for each number, in which no stretch of a few words comes twice."""
+    draw = random.Random(number)
+    return f"Tell a story ({number}) with: " + " ".join(draw.choice(_WORDS) for _ in range(words))
+
+
+async def learn(client: Client, questions: Sequence[Question], at_once: int = 8) -> list[Known]:
+    """Ask every question twice, while nothing is disturbed.
+
+    Raises ServekitError when one is not answered: an instance that is not well is not for chaos.
+    """
+    room = asyncio.Semaphore(at_once)
+
+    async def ask(question: Question, stream: bool) -> Answer:
+        async with room:
+            answer = await client.ask(question, stream=stream)
+        if answer.failure:
+            raise ServekitError(f"it does not answer even undisturbed: {answer.failure}")
+        return answer
+
+    first = await asyncio.gather(*(ask(question, True) for question in questions))
+    again = await asyncio.gather(*(ask(question, False) for question in questions))
+    return [
+        Known(question, one, one.text == other.text and one.usages == other.usages)
+        for question, one, other in zip(questions, first, again, strict=True)
+    ]
+
+
+def difference(expected: str, got: str) -> str:
+    """What happened to a text: "", "missing", "repeated" or "wrong"."""
+    if got == expected:
+        return ""
+    at = next(
+        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
+        min(len(expected), len(got)),
+    )
+    rest = got[at : at + _SAMPLE]
+    if not rest or rest in expected[at + 1 :]:
+        return "missing"
+    if at and rest[:1] and rest in expected[: at + _SAMPLE - 1] + got[len(expected) :]:
+        return "repeated"
+    return "wrong"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the requests of one experiment."""
+
+    sent: int = 0
+    answered: int = 0
+    failed: int = 0
+    wrong: int = 0  # texts that differ from the undisturbed one, however
+    kinds: Counter[str] = field(default_factory=Counter)  # "missing", "repeated", "usage", …
+    failures: Counter[str] = field(default_factory=Counter)
+    took_s: list[float] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)  # of those answered
+
+    def add(self, known: Known, answer: Answer) -> None:
+        self.sent += 1
+        if answer.failure:
+            self.failed += 1
+            self.failures[answer.failure] += 1
+            return
+        self.answered += 1
+        self.took_s.append(answer.took_s)
+        self.ended_s.append(answer.ended_s)
+        if known.sure:
+            self._compare(known.answer, answer)
+
+    def _compare(self, expected: Answer, got: Answer) -> None:
+        if kind := difference(expected.text, got.text):
+            self.wrong += 1
+            self.kinds[kind] += 1
+        elif got.finishes != expected.finishes:
+            self.wrong += 1
+            self.kinds["finish"] += 1
+        if got.usages != expected.usages:
+            self.kinds["usage"] += 1
+
+    @property
+    def clean(self) -> bool:
+        return not self.failed and not self.kinds
+
+    def complaints(self) -> str:
+        """What went wrong, the commonest first; "" when nothing did."""
+        parts = [f"{count} × {what}" for what, count in self.failures.most_common(3)]
+        parts += [f"{count} × {kind}" for kind, count in self.kinds.most_common()]
+        return "; ".join(parts)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value below which `part` (0 to 1) of the values lie; nan when there are none."""
+    if not values:
+        return float("nan")
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]

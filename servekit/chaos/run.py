@@ -1,0 +1,78 @@
+"""All experiments, one after the other, on one instance."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from servekit.chaos import clients, deaths, machine
+from servekit.chaos.client import Question
+from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.known import Known, learn, prompt
+from servekit.chaos.target import Target
+from servekit.errors import ConfigError, ServekitError
+
+Experiment = Callable[[Scene], Awaitable[Finding]]
+
+LAST = "supervisor-killed"
+EXPERIMENTS: dict[str, Experiment] = {
+    **deaths.EXPERIMENTS,
+    **clients.EXPERIMENTS,
+    **machine.EXPERIMENTS,
+}
+#: Before the next experiment the instance must be whole, whatever the last one did.
+_RECOVER_WITHIN_S = 60.0
+_QUESTIONS = 8
+#: How long an answer should take, to be hit in its middle; within the token counts below.
+_ANSWER_S = 1.5
+_FEWEST, _MOST = 16, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the operator asked for."""
+
+    seconds: float = 5.0
+    only: Sequence[str] = ()
+    streams: int = 8
+    wholes: int = 4
+    memory_bytes: int = 0
+    kill_supervisor: bool = False
+
+    def experiments(self) -> dict[str, Experiment]:
+        """Those to run, in order. Raises ConfigError for a name that there is not."""
+        for name in self.only:
+            if name not in EXPERIMENTS:
+                known = ", ".join(EXPERIMENTS)
+                raise ConfigError(f"there is no experiment {name!r}; there are: {known}")
+        wanted = self.only or [name for name in EXPERIMENTS if name != LAST]
+        if self.kill_supervisor and LAST not in wanted:
+            wanted = [*wanted, LAST]
+        if LAST in wanted and not self.kill_supervisor:
+            raise ConfigError(f"{LAST} ends the instance; say --kill-supervisor as well")
+        return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
+
+
+async def run(target: Target, wish: Wish) -> AsyncIterator[Finding]:
+    """A finding per experiment, as they come. Raises ServekitError if the instance is not well."""
+    experiments = wish.experiments()
+    known = await known_answers(target)
+    scene = Scene(
+        target, known, wish.seconds, wish.streams, wish.wholes, memory_bytes=wish.memory_bytes
+    )
+    for name, experiment in experiments.items():
+        if await target.until_whole(_RECOVER_WITHIN_S) is None:
+            raise ServekitError(f"not whole within {_RECOVER_WITHIN_S:g} s; {name} was not begun")
+        yield await experiment(scene)
+
+
+async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
+    """Questions whose undisturbed answers take about a second or two."""
+    if await target.until_whole(_RECOVER_WITHIN_S) is None:
+        raise ServekitError(f"it is not whole within {_RECOVER_WITHIN_S:g} s")
+    first = await learn(target.client, [Question(target.name, prompt(0), _FEWEST)])
+    token_s = max(1e-6, first[0].answer.took_s / _FEWEST)
+    tokens = max(_FEWEST, min(_MOST, int(_ANSWER_S / token_s)))
+    sizes = [max(_FEWEST, tokens * (count + number) // (2 * count)) for number in range(count)]
+    questions = [Question(target.name, prompt(n + 1), size) for n, size in enumerate(sizes)]
+    return await learn(target.client, questions)

@@ -1,0 +1,194 @@
+"""The instance under test: what it says of itself, and who runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from servekit.chaos.client import Client
+from servekit.config.load import load
+from servekit.config.schema import ModelConfig
+from servekit.errors import ConfigError, ServekitError, StartError
+from servekit.supervisor import procfs
+from servekit.supervisor.control import ask
+from servekit.supervisor.leftovers import MARK
+from servekit.supervisor.run_dir import read_record
+from servekit.wire.messages import GetStatus, ModelStatus, ReplicaStatus, Status
+
+_LOOK_EVERY_S = 0.02
+_ANYWHERE = {"0.0.0.0", "::", "127.0.0.1", "::1", "localhost"}
+
+
+class Target:
+    """One model of a running instance of ours. Made by `find`."""
+
+    def __init__(self, url: str, run_dir: Path, status: Status, model: str, mark: str) -> None:
+        self.client = Client(url)
+        self.run_dir = run_dir
+        self.pid = status.pid
+        self.config_path = Path(status.config)
+        self.name = model
+        self._mark = f"{MARK}={mark}"
+
+    @classmethod
+    async def find(cls, url: str, run_dir: Path, model: str | None) -> Target:
+        """Raises StartError unless `url` is the instance of `run_dir`, and it is ours."""
+        record = read_record(run_dir)
+        status = await _status(run_dir)
+        if record is None or record.pid != status.pid:
+            raise StartError(f"no servekit runs in {run_dir}")
+        if not _same(url, status.url):
+            raise StartError(
+                f"the instance of {run_dir} serves {status.url}, not {url}; "
+                "say --run-dir of the one you mean"
+            )
+        if not _is_ours(status.pid):
+            raise StartError(f"the instance of {run_dir} is not yours")
+        names = [found.name for found in status.models]
+        if model is not None and model not in names:
+            raise ConfigError(f"there is no model {model!r}; there are: {', '.join(names)}")
+        return cls(url, run_dir, status, model or names[0], record.mark)
+
+    # ---- what it says
+
+    async def status(self) -> Status:
+        return await _status(self.run_dir)
+
+    async def model(self) -> ModelStatus:
+        return next(m for m in (await self.status()).models if m.name == self.name)
+
+    async def ready_replicas(self) -> list[ReplicaStatus]:
+        return [r for r in (await self.model()).replicas if r.state == "ready"]
+
+    def settings(self) -> ModelConfig | None:
+        """The model's section of the file, as it is now; None if the file is gone or broken."""
+        try:
+            models = load(self.config_path).models
+        except ServekitError:
+            return None
+        return next((model for model in models if model.name == self.name), None)
+
+    def option(self, name: str) -> Any:
+        """A setting of the model that the file may or may not have, engine options included."""
+        settings = self.settings()
+        if settings is None:
+            return None
+        found = getattr(settings, name, None)
+        return settings.options.get(name) if found is None else found
+
+    # ---- waiting
+
+    async def until(self, true_of: Callable[[Status], bool], within_s: float) -> float | None:
+        """Seconds until the status is so; None if it is not within the time."""
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < within_s:
+            if true_of(await self.status()):
+                return passed
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return None
+
+    async def until_whole(self, within_s: float, without: int = 0) -> float | None:
+        """Seconds until all of it serves, the process `without` replaced; None if it does not."""
+        began = time.monotonic()
+        if await self.until(lambda status: whole(status, without), within_s) is None:
+            return None
+        while (passed := time.monotonic() - began) < within_s:
+            if (await self.client.get("/readyz")).status == 200:
+                return passed
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return None
+
+    # ---- what runs in it
+
+    def everything(self) -> list[procfs.Process]:
+        """All living processes of the instance: the supervisor, what carries its mark, and what
+        descends from them."""
+        found = {process.pid: process for process in procfs.marked(self._mark)}
+        if own := procfs.read(self.pid):
+            found[own.pid] = own
+        living = list(procfs.everyone())
+        for _ in living:  # as deep as it may go
+            children = [p for p in living if p.parent in found and p.pid not in found]
+            if not children:
+                break
+            found |= {process.pid: process for process in children}
+        return list(found.values())
+
+    def ports_held_by(self, pid: int) -> set[int]:
+        """The remote ports of the TCP connections that a process holds. Source: proc(5)."""
+        inodes = set()
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            try:
+                inodes.add(os.readlink(entry.path).removeprefix("socket:[").rstrip("]"))  # noqa: PTH115
+            except OSError:
+                continue
+        return {port for port, inode in _tcp_connections(pid) if port and inode in inodes}
+
+    def gateway_events(self, since: float) -> Iterator[dict[str, Any]]:
+        """What the gateways have logged since then (Unix time), `at` added as Unix time."""
+        for path in sorted((self.run_dir / "logs").glob("gateway-*.log*")):
+            for line in path.read_text(errors="replace").splitlines():
+                if (event := _parsed(line)) is not None and event["at"] >= since:
+                    yield event
+
+    def noticed(self, worker: str, since: float) -> float | None:
+        """Seconds from `since` until the last gateway knew that a worker is lost."""
+        times = [
+            event["at"]
+            for event in self.gateway_events(since)
+            if event.get("event") == "worker lost" and event.get("worker") == worker
+        ]
+        return max(times) - since if times else None
+
+
+def whole(status: Status, without: int = 0) -> bool:
+    """Every replica and gateway is ready, and none is the process `without`."""
+    children = [
+        *((gateway.state, gateway.pid) for gateway in status.gateways),
+        *((replica.state, replica.pid) for model in status.models for replica in model.replicas),
+    ]
+    return all(state == "ready" and pid != without for state, pid in children)
+
+
+async def _status(run_dir: Path) -> Status:
+    answer = await ask(run_dir / "control.sock", GetStatus())
+    if not isinstance(answer, Status):
+        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+    return answer
+
+
+def _is_ours(pid: int) -> bool:
+    return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
+
+
+def _same(asked: str, serves: str) -> bool:
+    one, other = urlsplit(asked), urlsplit(serves)
+    if (one.port or 80) != (other.port or 80):
+        return False
+    return one.hostname == other.hostname or {one.hostname, other.hostname} <= _ANYWHERE
+
+
+def _tcp_connections(pid: int) -> Iterator[tuple[int, str]]:
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            yield int(fields[2].rsplit(":", 1)[1], 16), fields[9]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        event: dict[str, Any] = json.loads(line)
+        event["at"] = datetime.fromisoformat(event["timestamp"]).timestamp()
+    except (ValueError, KeyError, TypeError):
+        return None
+    return event
