@@ -13,6 +13,7 @@ ServekitError                     500 internal_error
    ├─ ClientClosed                499 client_closed          nobody is left to read it
    ├─ QueueFull                   429 queue_full             (Retry-After)
    ├─ EngineFailed                500 engine_error           the engine gave up on this request
+   ├─ RequestQuarantined          500 request_quarantined    it has taken workers down with it
    ├─ WorkerLost                  503 worker_lost            died; the request can't be run again
    ├─ ModelUnavailable            503 model_unavailable      (Retry-After)
    └─ DeadlineExceeded            504 timeout
@@ -111,6 +112,11 @@ class QueueFull(RequestError):
 class EngineFailed(RequestError):
     status = 500
     code = "engine_error"
+
+
+class RequestQuarantined(RequestError):
+    status = 500
+    code = "request_quarantined"
 
 
 class WorkerLost(RequestError):

@@ -201,6 +201,8 @@ class ModelConfig(Section):
     """Longest a request may take, waiting included."""
     max_queue: Annotated[int, Field(ge=1)] = 1024
     """Requests that may wait; more are 429."""
+    quarantine_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long a request is refused that has taken down three workers running."""
     env: dict[EnvName, str] = {}
     """Environment variables for this model's workers."""
     options: dict[str, Any] = {}

@@ -7,7 +7,7 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
     supervisor → worker    Load · Ping · Dump · Drain · Stop
     worker → supervisor    Loading · Ready · BootFailed · Pong
     supervisor → gateway   Topology · Drain · Stop
-    gateway → supervisor   Serving · Traffic
+    gateway → supervisor   Serving · Traffic · Quarantined
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
@@ -23,7 +23,16 @@ import msgspec
 PROTOCOL = 1
 
 FinishReason = Literal["stop", "length", "cancelled"]
-WorkerState = Literal["starting", "loading", "ready", "draining", "backoff", "failed", "stopped"]
+WorkerState = Literal[
+    "starting",
+    "loading",
+    "ready",
+    "stalled",  # makes no progress: it is sent nothing new, and about to be dumped and killed
+    "draining",
+    "backoff",
+    "failed",
+    "stopped",
+]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -86,6 +95,7 @@ class ModelInfo(Value, frozen=True):
     parameters: int = 0
     kv_cache_bytes: int = 0
     detail: str = ""  # one line for people: attention, batching mode
+    resumes: bool = True  # it can go on after token ids that another worker has produced
 
 
 # ---------------------------------------------------------------- supervisor → worker
@@ -190,6 +200,15 @@ class ModelStatus(Value, frozen=True):
     aliases: tuple[str, ...] = ()
     timeout_s: float = 600.0
     max_queue: int = 1024
+    quarantine_s: float = 600.0
+
+
+class Quarantined(Message, frozen=True):
+    """A request that takes workers down: a gateway reports it, and every Topology repeats it."""
+
+    fingerprint: str  # sha256 over model, prompt and parameters, hex
+    model: str
+    until: float  # Unix time, s; identical requests are refused until then
 
 
 class Topology(Message, frozen=True):
@@ -198,6 +217,7 @@ class Topology(Message, frozen=True):
     models: tuple[ModelStatus, ...]
     draining: bool = False
     gateways: int = 1  # how many share the workers' slots
+    quarantined: tuple[Quarantined, ...] = ()  # by any gateway, those that still hold
 
 
 # ---------------------------------------------------------------- gateway → supervisor
@@ -371,7 +391,7 @@ class Refused(Message, frozen=True):
 ToWorker = Load | Ping | Dump | Drain | Stop
 FromWorker = Loading | Ready | BootFailed | Pong
 ToGateway = Topology | Drain | Stop
-FromGateway = Serving | Traffic
+FromGateway = Serving | Traffic | Quarantined
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed
 ToSupervisor = GetStatus | Shutdown | GetWhy | Reload
