@@ -110,11 +110,11 @@ class Answer:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer. `on_text` is called at every chunk, for those who time them."""
+    """One request and its answer. `next_text` is called at the next chunk, once, with its time."""
 
     def __init__(self, request: bytes, *, stream: bool) -> None:
         self.answer = Answer(time.monotonic(), stream)
-        self.on_text: Callable[[Exchange, float], None] | None = None
+        self.next_text: list[Callable[[Exchange, float], None]] = []
         self.last_s = self.answer.began_s  # when text came last
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._request = request
@@ -210,8 +210,10 @@ class Exchange(asyncio.Protocol):
         answer.chunks += 1
         answer.first_s = answer.first_s or now
         self._texts.append(text)
-        if self.on_text is not None:
-            self.on_text(self, now)
+        if self.next_text:
+            told, self.next_text = self.next_text, []
+            for tell in told:
+                tell(self, now)
         self.last_s = now
 
 

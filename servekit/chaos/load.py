@@ -87,10 +87,9 @@ class Silences:
         self.silent_s: list[float] = []
         self._since = {exchange: exchange.last_s for exchange in active if exchange.answer.chunks}
         for exchange in self._since:
-            exchange.on_text = self._on_text
+            exchange.next_text.append(self._on_text)
 
     def _on_text(self, exchange: Exchange, now: float) -> None:
-        exchange.on_text = None
         self.silent_s.append(now - self._since.pop(exchange))
 
     def longest(self, count: int) -> list[float]:

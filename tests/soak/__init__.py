@@ -1,0 +1,1 @@
+"""The slow lane: load on a service whose workers are killed all the time."""

@@ -1,0 +1,157 @@
+"""Many streams, workers that are killed all the time, and not one request the worse for it.
+
+    python -m tests.soak --engine echo --streams 200 --workers 4 --kill-every-s 2 --minutes 2
+    python -m tests.soak --engine smollm2
+
+Prints a Markdown table; exit code 1 if any request failed or any text was not the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from servekit.chaos.client import Question
+from servekit.chaos.known import Tally, learn, percentile, prompt
+from servekit.chaos.load import Load
+from servekit.chaos.report import seconds
+from servekit.chaos.target import Target
+from servekit.config.load import load
+from tests.integration.instance import Instance, echo
+from tests.soak.kills import Killer
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+#: What is asked for where the command line says nothing, by engine.
+DEFAULTS: dict[str, dict[str, float]] = {
+    "echo": {"streams": 200, "workers": 4, "kill_every_s": 2, "minutes": 2},
+    "smollm2": {"streams": 8, "workers": 2, "kill_every_s": 15, "minutes": 2},
+}
+STEP_S = 0.02
+#: Different questions; each is asked many times over.
+QUESTIONS = 64
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--engine", choices=sorted(DEFAULTS), default="echo")
+    parser.add_argument("--streams", type=int)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--kill-every-s", type=float)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(argv)
+    for name, value in DEFAULTS[given.engine].items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    return given
+
+
+def model(wish: argparse.Namespace) -> dict[str, Any]:
+    """The model's section of the configuration."""
+    if wish.engine == "echo":
+        # Slots for all on half of the workers: what the others leave behind finds room at once.
+        slots = math.ceil(wish.streams * wish.gateways / max(1, wish.workers // 2))
+        return echo("soak", replicas=wish.workers, step_s=STEP_S, slots=slots)
+    path = load(DEMO).models[0].path
+    options = {"threads": 1, "slots": 2 * wish.streams}
+    settings = {"name": "soak", "path": path, "device": "cpu", "replicas": wish.workers}
+    return {**settings, "max_context": 512, "options": options}
+
+
+def questions(wish: argparse.Namespace) -> list[Question]:
+    """Answers of 50 to 300 tokens from echo, of 40 from a model."""
+    if wish.engine == "echo":
+        sizes = [50 + 250 * n // (QUESTIONS - 1) for n in range(QUESTIONS)]
+        return [Question("soak", prompt(n), size) for n, size in enumerate(sizes)]
+    return [Question("soak", prompt(n, words=8), 40) for n in range(2 * wish.streams)]
+
+
+async def soak(url: str, run_dir: Path, wish: argparse.Namespace) -> tuple[Load, Killer, float]:
+    """The load, the killer, and the time of this process on the processor per second."""
+    target = await Target.find(url, run_dir, None)
+    known = await learn(target.client, questions(wish), at_once=wish.streams)
+    unsure = sum(not one.sure for one in known)
+    if unsure:
+        print(f"{unsure} of {len(known)} questions are not answered alike twice", file=sys.stderr)
+    began, used = time.monotonic(), _cpu_s()
+    async with Load(target.client, known, wish.streams) as load_:
+        await load_.until_busy(60.0)
+        killer = Killer(target, load_, wish.kill_every_s, wish.seed)
+        await killer.run(60 * wish.minutes)
+    return load_, killer, (_cpu_s() - used) / (time.monotonic() - began)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def rows(tally: Tally, killer: Killer, client: float, step_s: float) -> list[tuple[str, ...]]:
+    kills = killer.kills
+    noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
+    rerouted = [gap_s for kill in kills for gap_s in kill.rerouted_s(step_s)]
+    back = [kill.back_s for kill in kills if kill.back_s is not None]
+    whole = [kill.whole_s for kill in kills if kill.whole_s is not None]
+    mean = sum(count for _, count in killer.ready_s) / max(1, len(killer.ready_s))
+    return [
+        ("requests", str(tally.sent), ""),
+        ("… failed", str(tally.failed), ""),
+        ("… with another text than undisturbed", str(tally.wrong), ""),
+        ("… with chunks repeated", str(tally.kinds["repeated"]), ""),
+        ("… with chunks missing", str(tally.kinds["missing"]), ""),
+        ("… with usage not counted once and right", str(tally.kinds["usage"]), ""),
+        ("workers killed", str(len(kills)), ""),
+        ("streams that were on them", str(sum(kill.in_flight for kill in kills)), ""),
+        ("kill to noticed by the gateway (p50, p99)", *_spread(noticed)),
+        ("streams on the victim: silence beyond a step (p50, p99)", *_spread(rerouted)),
+        ("kill to that worker's successor ready (p50, p99)", *_spread(back)),
+        ("kill to all workers ready (p50, p99)", *_spread(whole)),
+        ("request, from asking to its end (p50, p99)", *_spread(tally.took_s)),
+        ("workers ready, on average", f"{mean:.2f}", ""),
+        ("turns when no worker was there to be killed", str(killer.spared), ""),
+        ("the client's share of a core", f"{client:.2f}", ""),
+    ]
+
+
+def _spread(values: Sequence[float]) -> tuple[str, str]:
+    if not values:
+        return "-", "-"
+    return seconds(percentile(values, 0.5)), seconds(percentile(values, 0.99))
+
+
+def table(head: str, lines: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(
+        [f"| {head} | | |", "|---|---|---|", *(f"| {' | '.join(line)} |" for line in lines)]
+    )
+
+
+def main() -> int:
+    wish = parse(sys.argv[1:])
+    with (
+        tempfile.TemporaryDirectory(prefix="servekit-soak-") as folder,
+        Instance.up(Path(folder), [model(wish)], server={"gateways": wish.gateways}) as instance,
+    ):
+        instance.until_settled(within_s=600.0)
+        done, killer, client = asyncio.run(soak(instance.url, instance.run_dir, wish))
+    tally = done.tally
+    head = (
+        f"{wish.engine}: {wish.streams} streams at a time, {wish.workers} workers, "
+        f"one killed every {wish.kill_every_s:g} s for {wish.minutes:g} minutes"
+    )
+    print(table(head, rows(tally, killer, client, STEP_S)))
+    if tally.complaints():
+        print(f"\nbroken: {tally.complaints()}", file=sys.stderr)
+    return 0 if tally.clean and killer.kills else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
