@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from servekit import __version__
@@ -80,7 +81,7 @@ height:90vh;color-scheme:light dark}</style><p>%b</p>"""
 
 def build_rest(router: Router, *, ui: bool) -> FastAPI:
     """Everything that is not hot: health, models, version, documents."""
-    app = FastAPI(
+    app = FastAPIOffline(  # /docs must not need the outside world
         title="servekit",
         version=__version__,
         description="OpenAI-compatible serving of the models in one configuration file.",
