@@ -233,7 +233,7 @@ class Supervisor:
 
     def _publish(self) -> None:
         self._publishing = False
-        topology = Topology(self._models(), self._draining)
+        topology = Topology(self._models(), self._draining, len(self._gateways))
         if topology != self._topology:
             self._topology = topology
             for gateway in self._gateways:
