@@ -23,6 +23,8 @@ Hook = Callable[[], Awaitable[None]]
 PATH = "/ui"
 #: Longest body the UI accepts: a conversation as the browser keeps it.
 MAX_BODY_BYTES = 8 * 2**20
+#: Browser sessions Gradio remembers, at about 80 kB each. One that it forgets loses nothing.
+SESSIONS = 1000
 #: How often Gradio's queue looks for work, s. Its own default is every millisecond.
 POLL_S = 0.02
 #: What a model writes is shown as a page's content: whatever slips through the sanitizer, the
@@ -102,6 +104,7 @@ def _calm(blocks: gradio.Blocks) -> None:
     would make a pandas data frame of the last ten thousand events; per idle second, 1100 wake-ups.
     """
     blocks.queue(api_open=False, default_concurrency_limit=None)
+    blocks.state_session_capacity = SESSIONS
     queue = blocks._queue
     queue.max_thread_count = 4096  # jobs at once, in spite of its name
     queue.sleep_when_free = POLL_S

@@ -289,14 +289,16 @@ class Events:
         return gr.update(choices=models, **kwargs)
 
     async def restore(self, stored: Any, chosen: Any, current: str | None) -> Update:
-        """Bring back what this browser had, and touch nothing else: the user may be typing."""
+        """Bring back what this browser had; not the question, which may be under way already."""
         parts = self._parts
         update: Update = {parts.workers: workers(self._router)}
         if turns := turns_of(stored):
             update[parts.chat] = turns
-        kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else []
-        update[parts.model] = self._model(current, kept[0] if kept else current)
-        return update | dict(zip(parts.settings, kept[1:], strict=False))
+        kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
+        model, *settings = kept or [current, *[None] * len(SETTINGS)]
+        update[parts.model] = self._model(current, model)
+        # None has to be said, too: the page takes a number without a value for 0
+        return update | dict(zip(parts.settings, settings, strict=True))
 
 
 def _box(*, busy: bool, **kwargs: Any) -> Any:

@@ -135,6 +135,7 @@ class Tab:
         field = self.page.get_by_label(name)
         if not field.is_visible():
             self.page.locator("#sk-settings button.label-wrap").click()
+            expect(self.page.get_by_label("Seed")).not_to_have_value("0")  # they are restored
         return field
 
 
