@@ -89,9 +89,7 @@ def difference(expected: str, got: str) -> str:
     rest = got[at : at + _SAMPLE]
     if not rest or rest in expected[at + 1 :]:
         return "missing"
-    if at and rest[:1] and rest in expected[: at + _SAMPLE - 1] + got[len(expected) :]:
-        return "repeated"
-    return "wrong"
+    return "repeated" if rest in expected[: at + _SAMPLE - 1] else "wrong"
 
 
 @dataclass(slots=True)

@@ -1,0 +1,86 @@
+"""Which experiments run, what their findings say, and whom they may hurt."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.chaos.finding import Judge
+from servekit.chaos.known import Tally
+from servekit.chaos.report import cells, markdown, seconds
+from servekit.chaos.run import EXPERIMENTS, LAST, Wish
+from servekit.chaos.target import _same, whole
+from servekit.errors import ConfigError
+from servekit.wire.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status, WorkerState
+
+
+def status(state: WorkerState = "ready") -> Status:
+    replica = ReplicaStatus("m/0", state, "", 11, "cpu")
+    model = ModelStatus("m", "echo", "none", 0, (replica,))
+    gateway = GatewayStatus("gateway/0", 12, "ready")
+    return Status("0", 10, "http://127.0.0.1:1", "f", 0.0, 0, (model,), (gateway,), False)
+
+
+def test_the_supervisor_is_killed_last_and_only_if_asked() -> None:
+    assert LAST not in Wish().experiments()
+    assert list(Wish(kill_supervisor=True).experiments()) == list(EXPERIMENTS)
+    assert list(EXPERIMENTS)[-1] == LAST
+    with pytest.raises(ConfigError, match="--kill-supervisor"):
+        Wish(only=[LAST]).experiments()
+
+
+def test_a_wrong_name_is_told_with_the_right_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'worker-kiled'.*worker-killed, "):
+        Wish(only=["worker-kiled"]).experiments()
+
+
+def test_those_that_are_named_run_in_their_order() -> None:
+    assert list(Wish(only=["flood", "worker-killed"]).experiments()) == ["worker-killed", "flood"]
+
+
+def test_a_broken_promise_breaks_the_finding() -> None:
+    judge = Judge("x", "y")
+    judge.soon("back", 1.0, 2.0)
+    assert judge.finding().verdict == "kept"
+    judge.soon("back", None, 2.0)
+    assert judge.finding().verdict == "broken"
+    assert judge.finding().detail == "back: never, promised within 2 s"
+
+
+def test_no_answer_at_all_is_no_kept_promise() -> None:
+    judge = Judge("x", "y")
+    judge.clean(Tally())
+    assert judge.finding().verdict == "broken"
+
+
+def test_a_late_deed_is_broken() -> None:
+    judge = Judge("x", "y")
+    judge.soon("back", 2.5, 2.0)
+    assert judge.broken == ["back: 2.50 s, promised within 2 s"]
+
+
+def test_whole_means_all_ready_and_the_victim_replaced() -> None:
+    assert whole(status())
+    assert not whole(status(), without=11)
+    assert not whole(status(), without=12)
+    assert not whole(status("loading"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://localhost:8000/", True),
+        ("http://127.0.0.1:8001", False),
+        ("http://10.0.0.7:8000", False),
+        ("http://127.0.0.1", False),
+    ],
+)
+def test_the_url_must_be_the_instances(asked: str, same: bool) -> None:
+    assert _same(asked, "http://127.0.0.1:8000") is same
+
+
+def test_findings_are_readable() -> None:
+    finding = Judge("x", "a|b").skip("why")
+    assert cells(finding)[-2:] == ["skipped", "why"]
+    assert "a\\|b" in markdown([finding])
+    assert (seconds(0.0081), seconds(1.256), seconds(None)) == ("8 ms", "1.26 s", "-")
