@@ -115,6 +115,19 @@ def _held(pids: list[int]) -> int:
     return sum(sum(held.get(pid, {}).values()) for pid in pids)
 
 
+def supervisor_cost(instance: Instance) -> list[Row]:
+    """What the supervisor takes while it watches GPUs: memory, and CPU since its start."""
+    status = instance.status()
+    fields = Path(f"/proc/{status.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    share = used_s / (time.time() - status.started_at)
+    rss = status.rss_bytes / 1e6
+    return [
+        Row("supervisor's resident memory", f"{rss:.0f} MB", rss < 60),
+        Row("supervisor's CPU, of one core since its start", f"{share:.1%}"),
+    ]
+
+
 # ---------------------------------------------------------------- the known failures
 
 _FORK = """
@@ -199,7 +212,7 @@ def worker_dies(instance: Instance, tokens: int = 256) -> list[Row]:
 
 def checks(device: str, clients: int) -> list[Callable[[Instance], list[Row]]]:
     """All checks in order; the last one ends the instance."""
-    common = [answers, lambda instance: speed(instance, clients), worker_dies]
+    common = [answers, lambda instance: speed(instance, clients), worker_dies, supervisor_cost]
     if device == "cpu":
         return [pins, *common, released]
     return [pins, memory, known_failures, *common, released]
