@@ -111,9 +111,8 @@ class Target:
         """All living processes of the instance: the supervisor, what carries its mark, and what
         descends from them."""
         found = {process.pid: process for process in procfs.marked(self._mark)}
-        if own := procfs.read(self.pid):
-            found[own.pid] = own
         living = list(procfs.everyone())
+        found |= {process.pid: process for process in living if process.pid == self.pid}
         for _ in living:  # as deep as it may go
             children = [p for p in living if p.parent in found and p.pid not in found]
             if not children:

@@ -1,0 +1,158 @@
+"""The experiments of `servekit chaos` on a real instance: what it promises, it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from servekit.chaos import run
+from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.target import Target
+from servekit.errors import StartError
+from tests.integration.instance import PROGRAM, Instance, echo
+
+#: What fits between two of its own deaths.
+SECONDS = 1.0
+
+
+def model() -> dict[str, object]:
+    options = {"step_s": 0.01, "slots": 16, "hang_on": "(hang)", "grandchildren": 1}
+    settings = echo("a", replicas=3, **options)
+    return {**settings, "max_queue": 24}
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    folder = tmp_path_factory.mktemp("chaos")
+    with Instance.up(folder, [model()], server={"gateways": 2}) as instance:
+        instance.until_settled()
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def scene(instance: Instance) -> Scene:
+    url = instance.url
+
+    async def make() -> Scene:
+        target = await Target.find(url, instance.run_dir, None)
+        known = await run.known_answers(target, count=4)
+        assert all(one.sure for one in known)
+        return Scene(target, known, SECONDS, memory_bytes=64 * 2**20)
+
+    return asyncio.run(make())
+
+
+def carry_out(name: str, scene: Scene) -> Finding:
+    async def one() -> Finding:
+        assert await scene.target.until_whole(30.0) is not None
+        return await run.EXPERIMENTS[name](scene)
+
+    return asyncio.run(one())
+
+
+#: Promises that are being made true elsewhere.
+COMING = {"worker-stopped", "engine-stalled", "flood"}
+
+
+@pytest.mark.parametrize("name", sorted({*run.EXPERIMENTS} - COMING - {run.LAST}))
+def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> None:
+    finding = carry_out(name, scene)
+    assert finding.verdict == "kept", f"{finding}\n{instance.log}"
+    assert finding.answered > 0
+    assert (finding.failed, finding.wrong) == (0, 0)
+
+
+def test_a_single_worker_is_waited_for(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("one", step_s=0.01)]) as instance:
+        url = instance.until_settled().url
+
+        async def kill() -> Finding:
+            target = await Target.find(url, instance.run_dir, "one")
+            known = await run.known_answers(target, count=2)
+            return await run.EXPERIMENTS["worker-killed"](Scene(target, known, SECONDS))
+
+        finding = asyncio.run(kill())
+    assert finding.verdict == "kept", finding
+    assert finding.whole_s is not None and finding.whole_s < 10.0
+
+
+def test_a_text_that_differs_breaks_the_promise(scene: Scene) -> None:
+    first = scene.known[0]
+    other = replace(first.answer, text="x" + first.answer.text[1:])
+    finding = carry_out("worker-killed", replace(scene, known=[replace(first, answer=other)]))
+    assert finding.verdict == "broken"
+    assert finding.wrong == finding.answered > 0
+
+
+def test_nothing_survives_the_supervisor_and_the_next_start_cleans(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [model()]) as instance:
+        url = instance.until_settled().url
+
+        async def kill() -> Finding:
+            target = await Target.find(url, instance.run_dir, "a")
+            known = await run.known_answers(target, count=2)
+            return await run.EXPERIMENTS[run.LAST](Scene(target, known, SECONDS))
+
+        finding = asyncio.run(kill())
+        assert finding.verdict == "kept", finding
+        assert instance.survivors() == []
+        left = {path.name for path in instance.run_dir.glob("*.sock")}
+        assert left
+    with Instance.up(tmp_path, [model()]) as instance:
+        instance.until_settled()
+        sockets = {replica.socket for m in instance.status().models for replica in m.replicas}
+        now = {str(path) for path in instance.run_dir.glob("w*.sock")}
+        assert now == sockets
+
+
+# ---------------------------------------------------------------- the command
+
+
+def chaos(instance: Instance, *args: str) -> subprocess.CompletedProcess[str]:
+    where = ("--url", instance.url, "--run-dir", str(instance.run_dir))
+    return subprocess.run(
+        [*PROGRAM, "chaos", *where, *args],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_command_tells_what_it_found(instance: Instance, scene: Scene) -> None:
+    told = chaos(instance, "--yes", "--seconds", "0.5", "--only", "vanishing,memory", "--json")
+    assert told.returncode == 0, told.stderr
+    found = [(row["experiment"], row["verdict"]) for row in json.loads(told.stdout)]
+    assert found == [("vanishing", "kept"), ("memory pressure", "skipped")]
+
+
+def test_the_command_asks_first(instance: Instance) -> None:
+    before = instance.status()
+    told = chaos(instance)
+    assert told.returncode == 1
+    assert "Kill and stop processes" in told.stdout
+    after = instance.status()
+    assert [r.pid for r in after.models[0].replicas] == [r.pid for r in before.models[0].replicas]
+
+
+def test_the_command_wants_a_name_that_there_is(instance: Instance) -> None:
+    told = chaos(instance, "--yes", "--only", "nonsense")
+    assert told.returncode == 2
+    assert "worker-killed" in told.stderr
+    assert chaos(instance, "--yes", "--model", "nonsense").returncode == 2
+
+
+def test_another_instances_url_is_refused(instance: Instance) -> None:
+    with pytest.raises(StartError, match=r"not http://127\.0\.0\.1:9"):
+        asyncio.run(Target.find("http://127.0.0.1:9", instance.run_dir, None))
+
+
+def test_a_run_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="no servekit runs"):
+        asyncio.run(Target.find("http://127.0.0.1:8000", tmp_path, None))
