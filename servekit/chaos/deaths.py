@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 from servekit.chaos.client import Answer, Question
 from servekit.chaos.finding import Finding, Judge, Scene
@@ -79,26 +80,28 @@ async def engine_stalled(scene: Scene) -> Finding:
         return judge.skip("the model has no stall_timeout_s")
     async with scene.load() as load:
         await load.until_busy()
-        at, before = time.time(), await scene.target.status()
+        at, before = time.monotonic(), await scene.target.status()
+        written = _written(scene)
         hanging = asyncio.create_task(_hang(scene, mark))
         notice_s = await scene.target.until(
             lambda status: _lost_any(before, status), stall_s + STALL_GRACE_S + 1
         )
         answer = await hanging
         whole_s = await scene.target.until_whole(WHOLE_WITHIN_S)
-        whole_s = None if whole_s is None else time.time() - at
+        whole_s = None if whole_s is None else time.monotonic() - at
         await asyncio.sleep(scene.seconds)
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
     judge.promise(whole_s is not None, f"not whole within {WHOLE_WITHIN_S:g} s of its end")
-    judge.promise(_dumped(scene, at), "no stack dump in the logs")
+    judge.promise(_dumped(scene, written), "no stack dump in the logs")
     judge.promise(answer.status >= 400 or bool(answer.error), "the request that hangs succeeded?")
     judge.notes.append(f"the hanging request: {answer.failure} after {answer.took_s:.1f} s")
     return judge.finding(load.tally, notice_s, whole_s)
 
 
 async def _hang(scene: Scene, mark: str) -> Answer:
-    question = Question(scene.target.name, f"please hang: {mark}", 8)
+    # Another text each time: the last one may be in quarantine.
+    question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
     return await scene.target.client.ask(question, stream=False)
 
 
@@ -182,10 +185,18 @@ def _continue(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def _dumped(scene: Scene, since: float) -> bool:
-    logs = (scene.target.run_dir / "logs").glob("*~*.log*")
-    fresh = (path for path in logs if path.stat().st_mtime >= since)
-    return any(_DUMPED in path.read_text(errors="replace") for path in fresh)
+def _written(scene: Scene) -> dict[Path, int]:
+    """How long the workers' logs are, in characters."""
+    logs = (scene.target.run_dir / "logs").glob("*~*.log")
+    return {path: len(path.read_text(errors="replace")) for path in logs}
+
+
+def _dumped(scene: Scene, before: dict[Path, int]) -> bool:
+    """Whether a worker has written its stacks since."""
+    return any(
+        _DUMPED in path.read_text(errors="replace")[before.get(path, 0) :]
+        for path in _written(scene)
+    )
 
 
 EXPERIMENTS = {
