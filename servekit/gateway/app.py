@@ -138,7 +138,7 @@ def model_health(route: Route) -> dict[str, Any]:
         "ready": route.ready,
         "state": model_state(route),
         "running": route.running,
-        "waiting": len(route.queue),
+        "waiting": route.waiting,
         "replicas": replicas,
     }
 
@@ -148,7 +148,7 @@ def model_state(route: Route) -> str:
     if route.ready:
         return "ready"
     states = [replica.state for replica in route.status.replicas]
-    order = ("ready", "loading", "starting", "backoff", "draining", "failed", "stopped")
+    order = ("ready", "loading", "starting", "stalled", "backoff", "draining", "failed", "stopped")
     best = next((state for state in order if state in states), "stopped")
     return "starting" if best == "ready" else best
 

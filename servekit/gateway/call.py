@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from servekit.errors import RequestError
+from servekit.gateway import fate
 from servekit.wire.messages import ChatMessage, Delta, Generate, SamplingParams
 
 if TYPE_CHECKING:
     from servekit.gateway.pool import Replica
+    from servekit.gateway.route import Route
 
 Deltas = list[Delta]
 
@@ -25,21 +27,27 @@ class Call:
 
     __slots__ = (
         "_error",
+        "_handed_over",
+        "_resumed_at",
         "_waiter",
         "_waiting",
-        "attempts",
         "chars",
         "created_s",
+        "deaths",
+        "deaths_in_all",
         "done",
         "emitted",
         "key",
+        "last_chance",
         "messages",
         "model",
         "on_cancel",
         "params",
+        "place",
         "priority",
         "prompt",
         "replica",
+        "route",
         "stream",
         "timer",
         "wire_id",
@@ -64,14 +72,20 @@ class Call:
         self.key = key
         self.priority = priority
         self.created_s = time.monotonic()
-        self.attempts = 0
+        self.deaths = 0  # in a row, see `gateway.fate`
+        self.deaths_in_all = 0
+        self.last_chance = False  # nothing but its end proves it
         self.emitted: list[int] = []
         self.chars = 0
         self.done = False
+        self.place: int | None = None  # in the queue, where its consumer follows that
+        self.route: Route | None = None
         self.replica: Replica | None = None
         self.wire_id = 0
         self.timer: asyncio.TimerHandle | None = None
         self.on_cancel: Callable[[Call], None] | None = None
+        self._resumed_at = 0  # tokens there were when this attempt began
+        self._handed_over = False  # the consumer has seen something of it
         self._waiting: Deltas = []
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -84,17 +98,30 @@ class Call:
         The last delta of all has `finish` set. Raises RequestError if the request failed; call it
         again after neither.
         """
-        if not self._waiting and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while self._error is None and not (self._waiting and (self.stream or self.done)):
+            await self._news()
         if self._waiting:
+            self._handed_over = True
             deltas, self._waiting = self._waiting, []
             return deltas
         assert self._error is not None
         raise self._error
+
+    async def place_after(self, seen: int | None) -> int | None:
+        """The place in the queue once it is not `seen` any more; None once it does not wait.
+
+        A place is how many requests go before it. `Router.follow` has the places told.
+        """
+        while self.place is not None and self.place == seen and not self.done:
+            await self._news()
+        return None if self.done else self.place
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """The deltas one by one, up to and with the last; cancels the request if left early."""
@@ -114,12 +141,26 @@ class Call:
 
     # ---- for the router
 
+    @property
+    def proven(self) -> bool:
+        """This attempt has shown that the request is not what kills workers."""
+        new = len(self.emitted) - self._resumed_at
+        return new >= fate.PROOF_TOKENS and not self.last_chance
+
     def request(self, wire_id: int) -> Generate:
         """The request as the next worker gets it, continued after what others did."""
         self.wire_id = wire_id
+        self._resumed_at = len(self.emitted)
+        if self.place is not None:
+            self.tell(None)
         return Generate(
             wire_id, self.params, self.prompt, self.messages, list(self.emitted), self.chars
         )
+
+    def tell(self, place: int | None) -> None:
+        """Its place in the queue is another one now; None: it does not wait any more."""
+        self.place = place
+        self._wake()
 
     def take(self, delta: Delta) -> None:
         """Pass a delta on; the consumer is woken at once if it streams, else at the end."""
@@ -131,10 +172,33 @@ class Call:
         if self.stream or self.done:
             self._wake()
 
+    def died(self) -> fate.Fate:
+        """Its worker died; what is to become of it."""
+        new = len(self.emitted) - self._resumed_at
+        self.deaths = fate.deaths_in_a_row(self.deaths, new)
+        self.deaths_in_all += 1
+        decided = fate.fate(self.deaths, self.deaths_in_all)
+        self.last_chance = decided is fate.Fate.LAST
+        return decided
+
+    def rewind(self) -> bool:
+        """Forget what has been generated, to begin anew; False if some of it is out already."""
+        if self._handed_over:
+            return False
+        self.emitted, self.chars, self._waiting = [], 0, []
+        return True
+
+    def same_as(self, other: Call) -> bool:
+        """The same request, by whomever."""
+        mine = (self.params, self.prompt, self.messages)
+        return mine == (other.params, other.prompt, other.messages)
+
     def fail(self, error: RequestError) -> None:
         """End with an error; later deltas and errors are dropped by the router."""
         self.done = True
         self._error = error
+        if not self.stream:
+            self._waiting = []  # half an answer is none
         self._wake()
 
     def _wake(self) -> None:

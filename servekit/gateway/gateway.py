@@ -60,7 +60,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._router = Router(settings.name)
+        self._router = Router(settings.name, lambda found: self._control.send(found))
         self._app = Application(self._router, settings.max_body_bytes, ui=settings.ui)
         self._told = asyncio.Event()
         self._stop: asyncio.Future[None] = self._loop.create_future()
@@ -113,7 +113,7 @@ class Gateway:
         while True:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             router = self._router
-            queued = {name: len(route.queue) for name, route in router.routes.items()}
+            queued = {name: route.waiting for name, route in router.routes.items()}
             now = Traffic(router.requests, router.in_flight, queued)
             if now != last:
                 self._control.send(now)

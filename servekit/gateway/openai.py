@@ -1,23 +1,19 @@
 """OpenAI's chat completions and completions: the hot routes, from socket to queue and back.
 
-Answers are made from templates that are encoded once per request; per chunk only the text itself
-is. All that waits for a stream leaves in one write, each engine step as an event of its own.
+All that waits for a stream leaves in one write, each engine step as an event of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import structlog
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.call import Call, Deltas
+from servekit.gateway.answer import CHAT, COMPLETION, Answer, Shape
+from servekit.gateway.call import Call
 from servekit.gateway.http import (
     EVENT_STREAM,
     ClientGone,
@@ -39,7 +35,6 @@ from servekit.gateway.schema import (
     decode,
     sampling,
 )
-from servekit.wire.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -47,108 +42,7 @@ log: Any = structlog.get_logger("servekit.gateway")
 #: fast engine are over before a task that watches the connection would pay.
 WATCH_AFTER_S = 0.01
 
-_encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Where the two endpoints' answers differ."""
-
-    prefix: str
-    whole: bytes
-    chunk: bytes
-    text_head: bytes  # around the text of a chunk
-    text_tail: bytes
-    whole_head: bytes  # around the text of a whole answer
-    whole_tail: bytes
-    first: bytes  # the first chunk's choice, if there is one of its own
-    last: bytes  # before the last chunk's finish reason
-
-
-CHAT = Shape(
-    prefix="chatcmpl-",
-    whole=b"chat.completion",
-    chunk=b"chat.completion.chunk",
-    text_head=b'"choices":[{"index":0,"delta":{"content":',
-    text_tail=b'},"logprobs":null,"finish_reason":null}]',
-    whole_head=b'"choices":[{"index":0,"message":{"role":"assistant","content":',
-    whole_tail=b',"refusal":null},"logprobs":null,"finish_reason":',
-    first=b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},'
-    b'"logprobs":null,"finish_reason":null}]',
-    last=b'"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":',
-)
-COMPLETION = Shape(
-    prefix="cmpl-",
-    whole=b"text_completion",
-    chunk=b"text_completion",
-    text_head=b'"choices":[{"index":0,"text":',
-    text_tail=b',"logprobs":null,"finish_reason":null}]',
-    whole_head=b'"choices":[{"index":0,"text":',
-    whole_tail=b',"logprobs":null,"finish_reason":',
-    first=b"",
-    last=b'"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":',
-)
-
-
-class Answer:
-    """The encoded parts of one request's answer."""
-
-    __slots__ = ("_event_head", "_event_tail", "_shape", "_started", "_usage", "_whole_head", "id")
-
-    def __init__(self, shape: Shape, model: str, usage: bool) -> None:
-        self.id = shape.prefix + secrets.token_hex(12)
-        head = b'{"id":"%b","object":"%%b","created":%d,"model":%b,' % (
-            self.id.encode(),
-            int(time.time()),
-            _encode(model).replace(b"%", b"%%"),
-        )
-        self._shape = shape
-        self._usage = usage
-        self._started = False
-        self._whole_head = head % shape.whole + shape.whole_head
-        self._event_head = b"data: " + head % shape.chunk
-        self._event_tail = b',"usage":null}\n\n' if usage else b"}\n\n"
-
-    def whole(self, text: str, last: Delta) -> bytes:
-        """The body of an answer that is not streamed."""
-        tail = self._shape.whole_tail
-        end = b'%b}],"usage":%b}' % (_reason(last), _usage(last))
-        return self._whole_head + _encode(text) + tail + end
-
-    def events(self, deltas: Deltas) -> bytes:
-        """Server-sent events for what one wake-up brought, the closing ones included."""
-        shape, head, tail = self._shape, self._event_head, self._event_tail
-        parts = [] if self._started else self._opening()
-        for delta in deltas:
-            if delta.text:
-                parts += (head, shape.text_head, _encode(delta.text), shape.text_tail, tail)
-        if deltas[-1].finish is not None:
-            parts += self._closing(deltas[-1])
-        return b"".join(parts)
-
-    def _opening(self) -> list[bytes]:
-        self._started = True
-        first = self._shape.first
-        return [self._event_head, first, self._event_tail] if first else []
-
-    def _closing(self, last: Delta) -> list[bytes]:
-        parts = [self._event_head, self._shape.last, _reason(last), b"}]", self._event_tail]
-        if self._usage:
-            parts += (self._event_head, b'"choices":[],"usage":', _usage(last), b"}\n\n")
-        return [*parts, b"data: [DONE]\n\n"]
-
-
-def _reason(last: Delta) -> bytes:
-    return b'"length"' if last.finish == "length" else b'"stop"'
-
-
-def _usage(last: Delta) -> bytes:
-    prompt, completion = last.prompt_tokens, last.completion_tokens
-    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (
-        prompt,
-        completion,
-        prompt + completion,
-    )
+STREAM_STARTS = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM}
 
 
 class OpenAI:
@@ -176,6 +70,7 @@ class OpenAI:
             messages=chat_messages(request),
             stream=bool(request.stream),
             key=key,
+            priority=request.priority or 0,
         )
         return CHAT, request, call
 
@@ -187,6 +82,7 @@ class OpenAI:
             prompt=request.prompt,
             stream=bool(request.stream),
             key=key,
+            priority=request.priority or 0,
         )
         return COMPLETION, request, call
 
@@ -201,7 +97,7 @@ class OpenAI:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             shape, request, call = parse(body, _key(scope))
-            self._router.open(call)
+            self._router.open(call, request.timeout_s)
         except ClientGone:
             return
         except ServekitError as error:
@@ -217,7 +113,13 @@ class OpenAI:
         answer = Answer(shape, model, bool(options and options.include_usage))
         watch = Watch(call, receive)
         try:
-            await (stream if call.stream else whole)(answer, call, send)
+            if not call.stream:
+                await whole(answer, call, send)
+            elif options and options.queue_position:
+                self._router.follow(call)
+                await stream_with_places(answer, call, send)
+            else:
+                await stream(answer, call, send)
         finally:
             watch.end()
             call.cancel()
@@ -235,19 +137,18 @@ async def whole(answer: Answer, call: Call, send: Send) -> None:
     await send_json(send, answer.whole(text, deltas[-1]))
 
 
-async def stream(answer: Answer, call: Call, send: Send) -> None:
+async def stream(answer: Answer, call: Call, send: Send, *, started: bool = False) -> None:
     """Answer as server-sent events; an error after the first byte is an event of its own.
 
     `send` waits while the client does not read, and with it this request alone: what comes
     meanwhile leaves in one write when the client reads again.
     """
-    started = False
     try:
         while True:
             deltas = await call.deltas()
             if not started:
                 started = True
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                await send(STREAM_STARTS)
             more = deltas[-1].finish is None
             events = answer.events(deltas)
             await send({"type": "http.response.body", "body": events, "more_body": more})
@@ -261,6 +162,17 @@ async def stream(answer: Answer, call: Call, send: Send) -> None:
             return
         event = b"data: " + envelope(error) + b"\n\n"
         await send({"type": "http.response.body", "body": event})
+
+
+async def stream_with_places(answer: Answer, call: Call, send: Send) -> None:
+    """As `stream`, after a comment for each new place in the queue; it starts at once."""
+    await send(STREAM_STARTS)
+    place = call.place
+    while place is not None:
+        comment = b": queue position %d\n\n" % place
+        await send({"type": "http.response.body", "body": comment, "more_body": True})
+        place = await call.place_after(place)
+    await stream(answer, call, send, started=True)
 
 
 class Watch:

@@ -43,8 +43,9 @@ _ERRORS = {
     "404": "No such model",
     "413": "The body is over the limit",
     "429": "Too many requests wait; see Retry-After",
+    "500": "The engine failed, or the request is quarantined: workers died of it",
     "503": "The model cannot serve now",
-    "504": "Not done within the model's timeout",
+    "504": "Not done within the timeout",
 }
 
 

@@ -37,7 +37,9 @@ class Owner(Protocol):
     name: str
 
     def on_free(self, replica: Replica) -> None: ...
+    def on_proof(self, replica: Replica) -> None: ...
     def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
+    def on_returned(self, replica: Replica, call: Call) -> None: ...
     def on_ended(self, call: Call) -> None: ...
 
 
@@ -49,10 +51,13 @@ class Replica:
         self.model = model
         self.name = status.name
         self.socket = status.socket
-        self.share = share  # gateways that share the worker's slots
         self.info: ModelInfo | None = None
         self.calls: dict[int, Call] = {}
         self.wanted = True  # False: no new calls, those in flight may finish
+        self.held = False  # for suspects: `credits` is 0, whatever room there is
+        self.resumes = True  # its engine can go on after what another one has done
+        self._share = share  # gateways that share the worker's slots
+        self._open_slots = 0  # for ordinary calls
         self._next_id = 0
         self._connection: Connection[WorkerToGateway] | None = None
         self._dialling = asyncio.get_running_loop().create_task(self._dial())
@@ -61,14 +66,40 @@ class Replica:
 
     @property
     def credits(self) -> int:
-        """Calls that may be sent now; 0 while not routable."""
-        if self.info is None or not self.wanted:
-            return 0
-        return max(1, self.info.slots // self.share) - len(self.calls)
+        """Calls that may be sent now; 0 or less while not routable, or held."""
+        return self._open_slots - len(self.calls)
 
     @property
     def routable(self) -> bool:
         return self.info is not None and self.wanted
+
+    @property
+    def has_room(self) -> bool:
+        """There is a slot, also while it is held."""
+        return len(self.calls) < self._slots()
+
+    @property
+    def proven(self) -> bool:
+        """Nothing runs here that could be what kills workers."""
+        return all(call.proven for call in self.calls.values())
+
+    def hold(self, held: bool) -> None:
+        """Keep it for suspects, or open it to all again."""
+        self.held = held
+        self._renew()
+
+    def set_share(self, share: int) -> None:
+        """So many gateways share the worker's slots."""
+        self._share = share
+        self._renew()
+
+    def _slots(self) -> int:
+        if self.info is None or not self.wanted:
+            return 0
+        return max(1, self.info.slots // self._share)
+
+    def _renew(self) -> None:
+        self._open_slots = 0 if self.held else self._slots()
 
     def run(self, call: Call) -> None:
         """Send a call to this worker; the caller has looked at `credits`."""
@@ -85,8 +116,9 @@ class Replica:
         call.replica = None
 
     def retire(self) -> None:
-        """Take no new calls; the connection closes once those in flight are done."""
+        """Take no new calls; the connection closes once those in flight are done, or it dies."""
         self.wanted = False
+        self._renew()
         self._dialling.cancel()
         self._close_if_idle()
 
@@ -116,6 +148,8 @@ class Replica:
             self._on_failed(message)
         else:
             self.info = message.info
+            self.resumes = message.info is None or message.info.resumes
+            self._renew()
             log.info("worker connected", worker=self.name)
             self.owner.on_free(self)
 
@@ -133,6 +167,8 @@ class Replica:
             call.take(delta)
         if freed:
             self._after_free()
+        elif self.held:
+            self.owner.on_proof(self)
 
     def _on_failed(self, message: Failed) -> None:
         call = self.calls.pop(message.id, None)
@@ -142,8 +178,8 @@ class Replica:
         kind = REQUEST_ERRORS.get(message.code, RequestError)
         if kind is WorkerLost:  # it is draining: nothing is wrong with the call
             self.wanted = False
-            call.attempts -= 1
-            self.owner.on_lost(self, [call])
+            self._renew()
+            self.owner.on_returned(self, call)
         else:
             self.owner.on_ended(call)
             call.fail(kind(message.message, param=message.param))
@@ -154,12 +190,20 @@ class Replica:
         self._close_if_idle()
 
     def _on_close(self, error: Exception | None) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         was, self.info, self._connection = self.info, None, None
         calls, self.calls = list(self.calls.values()), {}
+        self._renew()
         for call in calls:
             call.replica = None
-        if was is not None and (self.wanted or calls):
-            log.warning("worker lost", worker=self.name, in_flight=len(calls), error=str(error))
         if self.wanted:
-            self._dialling = asyncio.get_running_loop().create_task(self._dial())
+            self._dialling = loop.create_task(self._dial())
         self.owner.on_lost(self, calls)
+        if was is not None and (self.wanted or calls):
+            sent = sum(call.replica is not None for call in calls)
+            took_ms = round(1000 * (loop.time() - began_s), 2)
+            log.warning(
+                "worker lost", worker=self.name, error=str(error or "EOF"),
+                in_flight=len(calls), sent_elsewhere=sent, took_ms=took_ms,
+            )  # fmt: skip

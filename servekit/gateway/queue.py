@@ -1,28 +1,45 @@
 """The queue of one model: bounded, by priority, and fair to every API key within a priority.
 
-A pure data structure; no clock, no I/O.
+A pure data structure: times are the caller's, and there is no I/O.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
+#: What one step of priority is worth, in seconds of waiting. An item of priority 0 that has
+#: waited this long goes before one of priority -1 that comes now, and so no flood of the prior
+#: can keep the others waiting forever, however long it lasts.
+STEP_S = 10.0
+
+
+class _Entry(NamedTuple, Generic[Item]):
+    rank: float  # lower leaves first: when it came, plus STEP_S for each step of priority
+    item: Item
+
+
+_Lane = OrderedDict[str, deque[_Entry[Item]]]
+
 
 class FairQueue(Generic[Item]):
-    """Items leave by priority (lower first), then round robin by key, then in order of arrival.
+    """Items leave by priority and age, round robin by key, then in order of arrival.
 
-    An item that comes back after its worker died goes to the front: it has waited already.
-    Every operation but `position` and `remove` is O(1) in the number of items.
+    Each priority is a lane in which keys take turns; of the items whose turn it is in their
+    lanes, the one of the lowest rank leaves. An item that comes back after its worker died goes
+    to the front: it has waited already. Every operation but `position`, `order` and `remove` is
+    O(1) in the number of items; there are as many lanes as priorities in use.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._size = 0
         self._returned: deque[Item] = deque()
-        self._lanes: dict[int, OrderedDict[str, deque[Item]]] = {}
+        self._lanes: dict[int, _Lane[Item]] = {}
 
     def __len__(self) -> int:
         return self._size
@@ -31,9 +48,10 @@ class FairQueue(Generic[Item]):
     def full(self) -> bool:
         return self._size >= self.limit
 
-    def push(self, item: Item, key: str = "", priority: int = 0) -> None:
-        """Add an item; the caller has looked at `full`."""
-        self._lanes.setdefault(priority, OrderedDict()).setdefault(key, deque()).append(item)
+    def push(self, item: Item, key: str = "", priority: int = 0, at_s: float = 0.0) -> None:
+        """Add an item that came `at_s`; the caller has looked at `full`."""
+        lane = self._lanes.setdefault(priority, OrderedDict())
+        lane.setdefault(key, deque()).append(_Entry(at_s + priority * STEP_S, item))
         self._size += 1
 
     def give_back(self, item: Item) -> None:
@@ -43,36 +61,46 @@ class FairQueue(Generic[Item]):
 
     def pop(self) -> Item:
         """Take the next item; raises IndexError when empty."""
-        if self._returned:
-            self._size -= 1
-            return self._returned.popleft()
         if not self._size:
             raise IndexError("the queue is empty")
-        priority = min(self._lanes)
+        self._size -= 1
+        if self._returned:
+            return self._returned.popleft()
+        priority = min(self._lanes, key=self._turn)
         lane = self._lanes[priority]
-        key, items = next(iter(lane.items()))
-        item = items.popleft()
-        del lane[key]
+        key, items = lane.popitem(last=False)
+        item = items.popleft().item
         if items:
             lane[key] = items  # this key's next turn comes after all others
         elif not lane:
             del self._lanes[priority]
-        self._size -= 1
         return item
+
+    def _turn(self, priority: int) -> tuple[float, int]:
+        """The rank of the item whose turn it is in a lane; equals leave by priority."""
+        items = next(iter(self._lanes[priority].values()))
+        return items[0].rank, priority
 
     def remove(self, item: Item) -> bool:
         """Take an item out wherever it is; False if it is not there. O(n)."""
-        if item in self._returned:
-            self._returned.remove(item)
-            self._size -= 1
-            return True
+        found = self._take_returned(item) or self._take_waiting(item)
+        self._size -= found
+        return found
+
+    def _take_returned(self, item: Item) -> bool:
+        if item not in self._returned:
+            return False
+        self._returned.remove(item)
+        return True
+
+    def _take_waiting(self, item: Item) -> bool:
         for priority, lane in self._lanes.items():
             for key, items in lane.items():
-                if item in items:
-                    items.remove(item)
-                    self._forget_empty(priority, key)
-                    self._size -= 1
-                    return True
+                for at, entry in enumerate(items):
+                    if entry.item is item:
+                        del items[at]
+                        self._forget_empty(priority, key)
+                        return True
         return False
 
     def _forget_empty(self, priority: int, key: str) -> None:
@@ -88,9 +116,16 @@ class FairQueue(Generic[Item]):
 
     def order(self) -> list[Item]:
         """All items in the order they would leave."""
-        order = list(self._returned)
-        for priority in sorted(self._lanes):
-            rest = [list(items) for items in self._lanes[priority].values()]
-            depth = max(map(len, rest))
-            order += [items[i] for i in range(depth) for items in rest if i < len(items)]
-        return order
+        # heapq.merge only ever compares the heads of its inputs, exactly as `pop` does.
+        lanes = [_in_turns(priority, lane) for priority, lane in self._lanes.items()]
+        merged = heapq.merge(*lanes, key=lambda turn: turn[:2])
+        return [*self._returned, *(item for _, _, item in merged)]
+
+
+def _in_turns(priority: int, lane: _Lane[Item]) -> Iterator[tuple[float, int, Item]]:
+    """A lane's items as its keys take turns, each with its rank and priority."""
+    rest = [list(items) for items in lane.values()]
+    for turn in range(max(map(len, rest))):
+        for items in rest:
+            if turn < len(items):
+                yield items[turn].rank, priority, items[turn].item

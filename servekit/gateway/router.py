@@ -7,6 +7,8 @@ time out, be told its position, or go elsewhere; a worker only ever holds what i
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -17,81 +19,42 @@ from servekit.errors import (
     ModelNotFound,
     ModelUnavailable,
     QueueFull,
+    RequestError,
     WorkerLost,
 )
 from servekit.gateway.call import Call
+from servekit.gateway.fate import Fate
 from servekit.gateway.pool import Replica
-from servekit.gateway.queue import FairQueue
-from servekit.wire.messages import ModelStatus, ReplicaStatus, Topology
+from servekit.gateway.quarantine import Quarantine, refusal
+from servekit.gateway.route import Route, describe
+from servekit.wire.messages import ModelStatus, Quarantined, Topology
+
+__all__ = ["Route", "Router", "describe"]
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: A call whose workers died this often is given up: it may be what kills them.
-MAX_ATTEMPTS = 3
-#: States in which a worker will, in all likelihood, serve soon.
-COMING = ("starting", "loading", "backoff")
-
-
-class Route:
-    """One model: its status, its queue and its replicas."""
-
-    def __init__(self, status: ModelStatus) -> None:
-        self.status = status
-        self.queue: FairQueue[Call] = FairQueue(status.max_queue)
-        self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
-        self.was_ready = False
-
-    @property
-    def ready(self) -> bool:
-        """A request sent now can complete."""
-        return any(replica.routable for replica in self.replicas.values())
-
-    @property
-    def running(self) -> int:
-        return sum(len(replica.calls) for replica in self.replicas.values())
-
-    @property
-    def hopeless(self) -> bool:
-        """No worker serves, and none will."""
-        return not any(replica.state in (*COMING, "ready") for replica in self.status.replicas)
-
-    def best(self) -> Replica | None:
-        """The replica with the most room, or None if all are full. Ties go to the first."""
-        best, room = None, 0
-        for replica in self.replicas.values():
-            if replica.credits > room:
-                best, room = replica, replica.credits
-        return best
-
-    def check_available(self) -> None:
-        """Raise ModelUnavailable unless the model serves, or did and will soon again."""
-        if self.ready:
-            return
-        states: set[str] = {replica.state for replica in self.status.replicas}
-        if self.was_ready and states & {*COMING, "ready"}:
-            return  # its worker is being replaced: the request waits for that
-        raise ModelUnavailable(self._why(states), retry_after_s=5.0, param="model")
-
-    def _why(self, states: set[str]) -> str:
-        name = self.status.name
-        if states & {*COMING, "ready"}:
-            return f"the model {name!r} is not ready yet: {self._progress()}"
-        reasons = [replica.reason for replica in self.status.replicas if replica.reason]
-        return f"the model {name!r} cannot serve: {reasons[0] if reasons else 'it is stopped'}"
-
-    def _progress(self) -> str:
-        return "; ".join(sorted({describe(replica) for replica in self.status.replicas}))
+_NOT_RESUMED = (
+    "the worker died in the middle of the answer, and this model's engine cannot go on where"
+    " another left off; ask again"
+)
+#: Between announcements of places in the queue, to those who asked for them.
+ANNOUNCE_EVERY_S = 1.0
 
 
 class Router:
-    """All models of the service, from this gateway's point of view."""
+    """All models of the service, from this gateway's point of view.
 
-    def __init__(self, name: str) -> None:
+    `report` is called with each request that this gateway quarantines.
+    """
+
+    def __init__(self, name: str, report: Callable[[Quarantined], None] = lambda _: None) -> None:
         self.name = name
         self.routes: dict[str, Route] = {}
         self.draining = False
         self.idle = asyncio.Event()  # set once draining and nothing is in flight
         self.requests = 0
+        self.quarantine = Quarantine()
+        self._report = report
         self._names: dict[str, Route] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
@@ -106,9 +69,9 @@ class Router:
     def find(self, model: str) -> Route:
         """The route of a model name or alias; raises ModelNotFound."""
         route = self._names.get(model)
-        if route is None and not model and len(self.routes) == 1:
-            return next(iter(self.routes.values()))
         if route is None:
+            if not model and len(self.routes) == 1:
+                return next(iter(self.routes.values()))
             known = ", ".join(sorted(self.routes)) or "none yet"
             raise ModelNotFound(
                 f"the model {model!r} is not served here; served are: {known}", param="model"
@@ -118,14 +81,12 @@ class Router:
     def open(self, call: Call, timeout_s: float | None = None) -> Call:
         """Queue a call and run it as soon as there is room.
 
-        Raises ModelNotFound, ModelUnavailable or QueueFull at once; later failures reach the
-        call's consumer. `timeout_s` is capped by the model's own.
+        Raises ModelNotFound, ModelUnavailable, QueueFull or RequestQuarantined at once; later
+        failures reach the call's consumer. `timeout_s` is capped by the model's own.
         """
         route = self.find(call.model)
-        self._admit(route)
-        self.requests += 1
-        self._open.add(call)
-        call.on_cancel = self._cancel
+        self._admit(route, call)
+        self._begin(route, call)
         limit_s = route.status.timeout_s
         limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         call.timer = self._loop.call_later(limit_s, self._expire, call, limit_s)
@@ -133,17 +94,19 @@ class Router:
         if replica is not None:
             replica.run(call)
         else:
-            route.queue.push(call, call.key, call.priority)
+            route.queue.push(call, call.key, call.priority, call.created_s)
         return call
 
-    def _admit(self, route: Route) -> None:
+    def _admit(self, route: Route, call: Call) -> None:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
+        if (error := self.quarantine.error(route.status.name, call, time.time())) is not None:
+            raise error
         if route.queue.full:
             raise QueueFull(
                 f"{len(route.queue)} requests wait for {route.status.name!r} already; try later",
-                retry_after_s=1.0,
+                retry_after_s=route.pace.wait_s(len(route.queue), self._loop.time()),
             )
 
     def drain(self) -> None:
@@ -154,7 +117,21 @@ class Router:
 
     def position(self, call: Call) -> int | None:
         """How many calls are before this one in its queue; None once it runs."""
-        return self.find(call.model).queue.position(call)
+        return None if call.route is None else call.route.position(call)
+
+    def follow(self, call: Call) -> None:
+        """Have the call told its place now and, on change, once a second; see `place_after`."""
+        route = call.route
+        if route is None or (place := route.position(call)) is None:
+            return
+        call.place = place
+        if not route.followers:
+            self._loop.call_later(ANNOUNCE_EVERY_S, self._announce, route)
+        route.followers.add(call)
+
+    def _announce(self, route: Route) -> None:
+        if route.announce():
+            self._loop.call_later(ANNOUNCE_EVERY_S, self._announce, route)
 
     # ---- from the supervisor
 
@@ -162,9 +139,10 @@ class Router:
         """Make the routes what the supervisor says they are."""
         if topology.draining:
             self.drain()
+        self.quarantine.add(topology.quarantined, time.time())
         for status in topology.models:
             route = self.routes.setdefault(status.name, Route(status))
-            route.status = status
+            route.set_status(status)
             self._apply_replicas(route, status, topology.gateways)
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
@@ -184,58 +162,98 @@ class Router:
         for socket, replica_status in ready.items():
             if socket not in route.replicas:
                 route.replicas[socket] = Replica(self, status.name, replica_status, gateways)
+            route.replicas[socket].set_share(gateways)
         if route.hopeless:
             self._fail_waiting(route)
+        route.dispatch_all()
 
     def _remove(self, route: Route) -> None:
+        route.removed = True
         for replica in route.replicas.values():
             replica.retire()
         self._fail_waiting(route)
 
     def _fail_waiting(self, route: Route) -> None:
         """Nothing will come to serve these: say so now rather than at their deadlines."""
-        while len(route.queue):
-            call = route.queue.pop()
-            self._end(call)
-            call.fail(ModelUnavailable(route._why(set()), retry_after_s=30.0, param="model"))
+        for call in route.order():
+            route.withdraw(call)
+            self._fail(call, route.unavailable())
 
     # ---- from the replicas
 
     def on_free(self, replica: Replica) -> None:
         """A replica has room: give it what waits."""
-        route = self.routes.get(replica.model)
-        if route is None:
-            return
-        route.was_ready = True
-        while len(route.queue) and replica.credits > 0:
-            replica.run(route.queue.pop())
+        if (route := self.routes.get(replica.model)) is not None:
+            route.was_ready = True
+            route.dispatch(replica)
+
+    def on_proof(self, replica: Replica) -> None:
+        """Calls on a ward have made progress: perhaps the next suspect can follow."""
+        if (route := self.routes.get(replica.model)) is not None:
+            route.serve_suspects()
 
     def on_lost(self, replica: Replica, calls: list[Call]) -> None:
         """A worker died: what it was doing is done elsewhere, before all that waits."""
-        route = self.routes.get(replica.model)
         for call in calls:
-            call.attempts += 1
-            if route is None or call.attempts > MAX_ATTEMPTS:
-                self._end(call)
-                call.fail(WorkerLost(f"{call.attempts} workers died while they ran this request"))
-            else:
-                log.info("rerouting", attempt=call.attempts, emitted=len(call.emitted))
-                route.queue.give_back(call)
-        if route is not None:
-            self._reroute(route, replica)
+            decided = call.died()
+            if not self._resumable(replica, call):
+                continue
+            assert call.route is not None
+            match decided:
+                case Fate.AGAIN:
+                    call.route.queue.give_back(call)
+                case Fate.ALONE | Fate.LAST:
+                    call.route.suspects.append(call)
+                case Fate.QUARANTINE:
+                    self._quarantine(call.route, call)
+        self._reroute(replica)
 
-    def _reroute(self, route: Route, lost: Replica) -> None:
+    def on_returned(self, replica: Replica, call: Call) -> None:
+        """A worker is draining and did not take a call: nothing is wrong with the call."""
+        if self._resumable(replica, call):
+            assert call.route is not None
+            call.route.queue.give_back(call)
+        self._reroute(replica)
+
+    def _resumable(self, replica: Replica, call: Call) -> bool:
+        """Whether a call can run again; if not it has been told why."""
+        assert call.route is not None
+        if call.route.removed:
+            self._fail(call, WorkerLost("its worker ended, and the model is no longer served"))
+        elif not replica.resumes and not call.rewind():
+            self._fail(call, WorkerLost(_NOT_RESUMED))
+        elif error := self.quarantine.error(call.route.status.name, call, time.time()):
+            self._fail(call, error)
+        return not call.done
+
+    def _reroute(self, lost: Replica) -> None:
+        route = self.routes.get(lost.model)
+        if route is None:
+            return
         if not lost.wanted and not lost.calls:
             route.replicas.pop(lost.socket, None)
-        for other in route.replicas.values():
-            if other.routable:
-                self.on_free(other)
+        route.dispatch_all()
         if route.hopeless:
             self._fail_waiting(route)
 
     def on_ended(self, call: Call) -> None:
         """The call's worker has answered it, well or not."""
         self._end(call)
+        if call.route is not None:
+            call.route.pace.completed(self._loop.time())
+
+    def _quarantine(self, route: Route, call: Call) -> None:
+        """Give a call up for what it does to workers, and all that waits and is the same."""
+        now = time.time()
+        entry = self.quarantine.commit(route.status, call, now)
+        self._fail(call, refusal(entry, now))
+        if entry.until <= now:
+            return
+        self._report(entry)
+        for other in route.order():
+            if other.same_as(call):
+                route.withdraw(other)
+                self._fail(other, refusal(entry, now))
 
     # ---- ends
 
@@ -255,23 +273,28 @@ class Router:
         if replica is not None:
             replica.drop(call)
             self.on_free(replica)
-        elif (route := self._names.get(call.model)) is not None:
-            route.queue.remove(call)
+        elif call.route is not None:
+            call.route.withdraw(call)
+
+    def _fail(self, call: Call, error: RequestError) -> None:
+        self._end(call)
+        call.fail(error)
+
+    def _begin(self, route: Route, call: Call) -> None:
+        self.requests += 1
+        self._open.add(call)
+        call.route = route
+        call.on_cancel = self._cancel
+        if not route.in_flight:
+            route.pace.resume(self._loop.time())
+        route.in_flight += 1
 
     def _end(self, call: Call) -> None:
-        self._open.discard(call)
+        self._open.remove(call)
+        if call.route is not None:
+            call.route.in_flight -= 1
         if self.draining and not self._open:
             self.idle.set()
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
-
-
-def describe(replica: ReplicaStatus) -> str:
-    """A replica's state in a few words, with its progress or its reason."""
-    progress = replica.progress
-    if replica.state == "loading" and progress is not None:
-        if progress.total:
-            return f"{progress.phase} {100 * progress.done // progress.total} %"
-        return progress.phase
-    return f"{replica.state}: {replica.reason}" if replica.reason else replica.state

@@ -26,11 +26,19 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Seed = Annotated[int, Meta(ge=-INT64, le=INT64 - 1)]
+Priority = Annotated[
+    int, Meta(ge=-10, le=10, description="lower is earlier; a step is worth 10 s of waiting")
+]
+Timeout = Annotated[
+    float, Meta(gt=0, description="s, waiting included; capped by the model's own timeout_s")
+]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    #: servekit's own: comments like `: queue position 3` while the request waits.
+    queue_position: bool | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -66,6 +74,9 @@ class Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     user: str | None = None
+    # servekit's own:
+    priority: Priority | None = None
+    timeout_s: Timeout | None = None
     # declared to be refused by name where they ask for something:
     n: Any = None
     logprobs: Any = None

@@ -24,6 +24,7 @@ from servekit.errors import WireError
 MAX_FRAME_BYTES = 64 * 2**20
 #: A peer that lets this much pile up is not reading; it is cut off.
 MAX_UNSENT_BYTES = 128 * 2**20
+_READ_BYTES = 256 * 2**10
 
 Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
@@ -113,6 +114,19 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             view.release()
         del received[:start]
 
+    def _receive_rest(self) -> None:
+        """Take what the peer sent before it died.
+
+        A write to a dead peer ends a transport at once, with all that was there to be read: the
+        answers that a worker finished last. The descriptor is still open here.
+        """
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        try:
+            while sock is not None and (data := os.read(sock.fileno(), _READ_BYTES)):
+                self.data_received(data)
+        except OSError:
+            return  # nothing is left
+
     def _deliver(self, frame: memoryview) -> None:
         try:
             message = self._decoder.decode(frame)
@@ -128,6 +142,8 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, OSError) and self._error is None:
+            self._receive_rest()
         self._unsent.clear()
         if not self.closed.done():
             self.closed.set_result(None)

@@ -86,8 +86,14 @@ class Peer:
         self.connection.send(Failed(request_id, error.code, error.message, error.param))
 
     def _flush(self) -> None:
-        deltas, self._deltas = self._deltas, []
-        self.connection.send(Tokens(deltas))
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            self.connection.send(Tokens(deltas))
+
+    def close(self) -> None:
+        """Send what is left and close."""
+        self._flush()
+        self.connection.close()
 
     def _on_message(self, message: GatewayToWorker) -> None:
         if isinstance(message, Generate) and self._greeted:
@@ -109,7 +115,7 @@ class Peer:
 
 
 class Runner:
-    """All requests of this worker. `on_idle` is called when the last one is done."""
+    """All requests of this worker. `on_idle` is called after a drain, when all is sent."""
 
     def __init__(self, engine: Engine, info: ModelInfo, on_idle: Callable[[], None]) -> None:
         self.engine = engine
@@ -118,6 +124,7 @@ class Runner:
         self.peers: set[Peer] = set()
         self.draining = False
         self._on_idle = on_idle
+        self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
         self._next_job = 0
         self._steps: deque[Sequence[StepOutput]] = deque()
@@ -247,8 +254,16 @@ class Runner:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if self.draining and not self.busy:
-            self.loop.call_soon(self._on_idle)
+        if self.draining and not self.busy and self._leaving is None:
+            self._leaving = self.loop.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        """Say that it is idle once the last answers are out, not merely made."""
+        peers = list(self.peers)
+        for peer in peers:
+            peer.close()
+        await asyncio.gather(*(peer.connection.closed for peer in peers))
+        self._on_idle()
 
 
 def completion_limit(prompt: int, asked: int | None, limits: tuple[int, int | None]) -> int:

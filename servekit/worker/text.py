@@ -64,13 +64,18 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that may leave; `stopped` is set once a stop string has been found."""
-        text, self.stopped = self._scanner.push(self._decoder.push(token_ids))
-        return self._unsent(text)
+        return self._scan(self._decoder.push(token_ids))
 
     def finish(self) -> str:
         """Return the rest, once no further token comes."""
-        text, self.stopped = self._scanner.push(self._decoder.flush())
-        return self._unsent(text if self.stopped else text + self._scanner.flush())
+        text = self._scan(self._decoder.flush())
+        return text if self.stopped else text + self._unsent(self._scanner.flush())
+
+    def _scan(self, decoded: str) -> str:
+        if self.stopped:  # for good: what comes after a stop string is not part of the answer
+            return ""
+        text, self.stopped = self._scanner.push(decoded)
+        return self._unsent(text)
 
     def _unsent(self, text: str) -> str:
         if not self._skip:

@@ -15,6 +15,7 @@ from servekit.gateway.router import Router
 from servekit.wire.connection import listen
 from servekit.wire.messages import (
     ModelStatus,
+    Quarantined,
     ReplicaStatus,
     Topology,
     WorkerSpec,
@@ -74,7 +75,8 @@ class Service:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.router = Router("gateway/test")
+        self.reports: list[Quarantined] = []
+        self.router = Router("gateway/test", self.reports.append)
         self.workers: list[EchoWorker] = []
         self.max_queue = 100
         self.timeout_s = 60.0

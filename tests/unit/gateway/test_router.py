@@ -15,7 +15,7 @@ from servekit.errors import (
     ModelUnavailable,
     QueueFull,
     RequestError,
-    WorkerLost,
+    RequestQuarantined,
 )
 from servekit.gateway.call import Call
 from servekit.wire.messages import ChatMessage, SamplingParams
@@ -92,7 +92,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_worker_dies(
     first.kill()
     assert await asyncio.gather(*answers) == [echo("hello ", 60)] * 8
     assert service.router.in_flight == 0
-    assert sum(call.attempts for call in calls) == 4
+    assert sum(call.deaths_in_all for call in calls) == 4
     # the survivor did only what was missing
     assert sum(len(step.token_ids) for step in second.steps) < 8 * 60
 
@@ -121,16 +121,26 @@ async def test_requests_wait_for_the_worker_that_replaces_a_dead_one(service: Se
     assert await answer(late) == "hel"
 
 
-async def test_a_request_that_outlives_too_many_workers_is_given_up(service: Service) -> None:
-    call: Call | None = None
-    for _ in range(4):
-        [worker] = await service.up(step_s=0.005)
-        call = call or service.router.open(ask(tokens=5000))
+async def test_a_request_that_no_worker_survives_is_quarantined(service: Service) -> None:
+    poison = ask("poison", tokens=5000)
+    router = service.router
+    for deaths in range(3):
+        [worker] = await service.up(step_s=1000.0)
+        if not deaths:
+            router.open(poison)
         await until(functools.partial(busy, worker))
+        assert not poison.done
         worker.kill()
-    assert call is not None
-    with pytest.raises(WorkerLost, match="4 workers died"):
-        await answer(call)
+        await until(lambda: poison.replica is None)
+    with pytest.raises(RequestQuarantined, match="refused for 600 s"):
+        await answer(poison)
+    [report] = service.reports
+    assert (report.model, len(report.fingerprint)) == ("m", 64)
+    [worker] = await service.up(step_s=0.001)
+    with pytest.raises(RequestQuarantined, match=report.fingerprint[:16]):
+        router.open(ask("poison", tokens=5000))
+    assert await answer(router.open(ask("poison", tokens=4))) == "pois"
+    assert router.in_flight == 0
 
 
 async def test_a_draining_worker_finishes_what_it_has(service: Service) -> None:
@@ -142,7 +152,7 @@ async def test_a_draining_worker_finishes_what_it_has(service: Service) -> None:
     await until(lambda: late[0].emitted)
     service.tell(second.status())
     assert [len(text) for text in await asyncio.gather(*tasks)] == [40] * 4 + [8] * 4
-    assert sum(call.attempts for call in [*calls, *late]) == 0
+    assert sum(call.deaths_in_all for call in [*calls, *late]) == 0
 
 
 async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> None:

@@ -1,0 +1,119 @@
+"""What OpenAI's answers look like on the wire, whole and as server-sent events.
+
+Answers are made from templates that are encoded once per request; per chunk only the text itself
+is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from servekit.gateway.call import Deltas
+from servekit.wire.messages import Delta
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Where the two endpoints' answers differ."""
+
+    prefix: str
+    whole: bytes
+    chunk: bytes
+    text_head: bytes  # around the text of a chunk
+    text_tail: bytes
+    whole_head: bytes  # around the text of a whole answer
+    whole_tail: bytes
+    first: bytes  # the first chunk's choice, if there is one of its own
+    last: bytes  # before the last chunk's finish reason
+
+
+CHAT = Shape(
+    prefix="chatcmpl-",
+    whole=b"chat.completion",
+    chunk=b"chat.completion.chunk",
+    text_head=b'"choices":[{"index":0,"delta":{"content":',
+    text_tail=b'},"logprobs":null,"finish_reason":null}]',
+    whole_head=b'"choices":[{"index":0,"message":{"role":"assistant","content":',
+    whole_tail=b',"refusal":null},"logprobs":null,"finish_reason":',
+    first=b'"choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+    b'"logprobs":null,"finish_reason":null}]',
+    last=b'"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":',
+)
+COMPLETION = Shape(
+    prefix="cmpl-",
+    whole=b"text_completion",
+    chunk=b"text_completion",
+    text_head=b'"choices":[{"index":0,"text":',
+    text_tail=b',"logprobs":null,"finish_reason":null}]',
+    whole_head=b'"choices":[{"index":0,"text":',
+    whole_tail=b',"logprobs":null,"finish_reason":',
+    first=b"",
+    last=b'"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":',
+)
+
+
+class Answer:
+    """The encoded parts of one request's answer."""
+
+    __slots__ = ("_event_head", "_event_tail", "_shape", "_started", "_usage", "_whole_head", "id")
+
+    def __init__(self, shape: Shape, model: str, usage: bool) -> None:
+        self.id = shape.prefix + secrets.token_hex(12)
+        head = b'{"id":"%b","object":"%%b","created":%d,"model":%b,' % (
+            self.id.encode(),
+            int(time.time()),
+            _encode(model).replace(b"%", b"%%"),
+        )
+        self._shape = shape
+        self._usage = usage
+        self._started = False
+        self._whole_head = head % shape.whole + shape.whole_head
+        self._event_head = b"data: " + head % shape.chunk
+        self._event_tail = b',"usage":null}\n\n' if usage else b"}\n\n"
+
+    def whole(self, text: str, last: Delta) -> bytes:
+        """The body of an answer that is not streamed."""
+        tail = self._shape.whole_tail
+        end = b'%b}],"usage":%b}' % (_reason(last), _usage(last))
+        return self._whole_head + _encode(text) + tail + end
+
+    def events(self, deltas: Deltas) -> bytes:
+        """Server-sent events for what one wake-up brought, the closing ones included."""
+        shape, head, tail = self._shape, self._event_head, self._event_tail
+        parts = [] if self._started else self._opening()
+        for delta in deltas:
+            if delta.text:
+                parts += (head, shape.text_head, _encode(delta.text), shape.text_tail, tail)
+        if deltas[-1].finish is not None:
+            parts += self._closing(deltas[-1])
+        return b"".join(parts)
+
+    def _opening(self) -> list[bytes]:
+        self._started = True
+        first = self._shape.first
+        return [self._event_head, first, self._event_tail] if first else []
+
+    def _closing(self, last: Delta) -> list[bytes]:
+        parts = [self._event_head, self._shape.last, _reason(last), b"}]", self._event_tail]
+        if self._usage:
+            parts += (self._event_head, b'"choices":[],"usage":', _usage(last), b"}\n\n")
+        return [*parts, b"data: [DONE]\n\n"]
+
+
+def _reason(last: Delta) -> bytes:
+    return b'"length"' if last.finish == "length" else b'"stop"'
+
+
+def _usage(last: Delta) -> bytes:
+    prompt, completion = last.prompt_tokens, last.completion_tokens
+    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (
+        prompt,
+        completion,
+        prompt + completion,
+    )

@@ -1,0 +1,52 @@
+"""What becomes of a call when its worker dies: a pure function of how its attempts went.
+
+A death alone says nothing about the requests that were running in it: a worker may be killed from
+outside, and one bad request takes all its neighbours down with it. So a call counts its deaths
+*in a row*, and starts again from one when the attempt that ended was proven: when it had brought
+at least PROOF_TOKENS new tokens. Two of them need a prefill and a decode step to have gone well,
+and as a call goes on after the tokens it has, a request that kills at a certain length gets there
+at once in its next attempt and has nothing new to show. Chance hardly ever hits a call three
+times within its first two tokens; without the reset it would hit every long stream sooner or
+later, if workers are killed at random.
+
+    deaths in a row   in all    fate
+    1                 < 15      AGAIN         on any worker, before all that waits
+    2                 < 15      ALONE         nothing else unproven beside it, until it is proven
+    1 or 2            15        LAST          alone until it is done: it may kill slowly, by
+                                              more tokens than the proof needs
+    3 or more         any       QUARANTINE
+    any               16        QUARANTINE
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+#: New tokens that show that it isn't this request that kills.
+PROOF_TOKENS = 2
+#: Deaths in a row after which a call is replayed alone, and after which it is quarantined.
+ALONE_AT = 2
+QUARANTINE_AT = 3
+#: Deaths in all that no request survives, whatever it had to show.
+MOST_DEATHS = 16
+
+
+class Fate(Enum):
+    AGAIN = "again"
+    ALONE = "alone"
+    LAST = "last"
+    QUARANTINE = "quarantine"
+
+
+def deaths_in_a_row(before: int, new_tokens: int) -> int:
+    """The count after one more death, in an attempt that brought `new_tokens`."""
+    return 1 if new_tokens >= PROOF_TOKENS else before + 1
+
+
+def fate(in_a_row: int, in_all: int) -> Fate:
+    """What to do with a call that has been running in that many deaths."""
+    if in_a_row >= QUARANTINE_AT or in_all >= MOST_DEATHS:
+        return Fate.QUARANTINE
+    if in_all == MOST_DEATHS - 1:
+        return Fate.LAST
+    return Fate.ALONE if in_a_row >= ALONE_AT else Fate.AGAIN
