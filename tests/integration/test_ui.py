@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -119,6 +120,7 @@ class Tab:
     def choose(self, model: str) -> None:
         self.page.locator("#sk-model input").click()
         self.page.locator("[role=option]", has_text=model).click()
+        expect(self.page.locator("#sk-model input")).to_have_value(re.compile(f"^{model}"))
 
     def ask(self, text: str) -> None:
         """Send a question; it is in the conversation when this returns."""
