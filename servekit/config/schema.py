@@ -203,6 +203,10 @@ class ModelConfig(Section):
     """Requests that may wait; more are 429."""
     quarantine_s: Annotated[float, Field(ge=0)] = 600.0
     """How long a request is refused that has taken down three workers running."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """A worker with work and no progress, or without a sign of life, for so long is replaced."""
+    load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """The same while it loads: progress, however slow, is enough."""
     env: dict[EnvName, str] = {}
     """Environment variables for this model's workers."""
     options: dict[str, Any] = {}

@@ -38,6 +38,8 @@ TERM_GRACE_S = 2.0
 GOODBYE_S = 5.0
 #: After the exit, how long the last lines may take to come out of the pipe.
 _LAST_LINES_S = 0.5
+#: How long a child may take to write its stacks. One that is stopped writes none.
+_DUMP_S = 0.5
 #: How often those who left its group are looked for: until none is found, or this often.
 _ESCAPED_LOOKS = 100
 #: Where there are no pidfds.
@@ -65,6 +67,7 @@ class Exit:
     tail: tuple[str, ...]  # its last lines
     out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
     cause: str = ""  # why we killed it, if we did
+    stacks: tuple[str, ...] = ()  # of all its threads, if it wrote them
 
     def __str__(self) -> str:
         return self.explain()
@@ -150,6 +153,16 @@ class Child(Generic[Incoming]):
             self._cause = self._cause or cause
             self._signal_group(signal.SIGKILL)
 
+    async def dump_and_kill(self, cause: str) -> None:
+        """Have it write the stacks of all its threads, also under the GIL, and kill its group."""
+        self._cause = self._cause or cause  # the signal may end it
+        found = procfs.read(self.pid)
+        if found is not None and found.state not in "TtZX" and not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGUSR2)
+            await self._output.dumped(_DUMP_S)
+        self.kill(cause)
+
     async def stop(self, ask: msgspec.Struct, grace_s: float) -> Exit:
         """Ask it to end, insist after `grace_s`, and return when it is reaped."""
         self.send(ask)
@@ -223,6 +236,7 @@ class Child(Generic[Incoming]):
             tail=tuple(self._output.tail),
             out_of_memory=killed and procfs.oom_kills() > self._oom_kills,
             cause=self._cause,
+            stacks=tuple(self._output.stacks),
         )
         if not self.exited.done():
             self.exited.set_result(exit_)

@@ -11,7 +11,14 @@ from servekit.config.schema import ServerConfig
 from servekit.supervisor import environment
 from servekit.supervisor.child import Command
 from servekit.supervisor.life import Host, Life
-from servekit.wire.messages import FromGateway, GatewayStatus, Serving, Topology, Traffic
+from servekit.wire.messages import (
+    FromGateway,
+    GatewayStatus,
+    Quarantined,
+    Serving,
+    Topology,
+    Traffic,
+)
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -27,10 +34,8 @@ class Gateway(Life[FromGateway]):
         self._listen_fd = listen_fd
         self._server = server
         self._topology = Topology(())
-        self._started_at = 0.0
 
     def command(self) -> Command:
-        self._started_at = time.monotonic()
         return Command(
             name=self.name,
             module="servekit.gateway",
@@ -64,12 +69,17 @@ class Gateway(Life[FromGateway]):
     def receive(self, message: FromGateway) -> None:
         match message:
             case Serving():
-                took_s = round(time.monotonic() - self._started_at, 2)
+                took_s = round(time.monotonic() - self._began_at, 2)
                 log.info("serving", child=self.name, after_s=took_s)
                 self.came_up()
+            case Quarantined():
+                self.host.quarantine(message)
             case Traffic():
                 self.traffic = message
                 self.host.changed()
+
+    def load(self) -> tuple[int, int]:
+        return self.traffic.requests, self.traffic.in_flight
 
     def buried(self) -> None:
         self.traffic = Traffic(0, 0, {})

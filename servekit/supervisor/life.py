@@ -1,14 +1,16 @@
 """The life of one supervised process across its deaths. One task runs it, and only it acts.
 
 starting ──▶ loading ──▶ ready ──▶ draining ──▶ stopped
-    ▲           │          │           ▲
-    └─ backoff ◀┴──────────┘           └─ `end`, from any state
-            failed   (restart.py says when)
+    ▲           │ ╲       ╱ │          ▲
+    │           │  stalled  │          └─ `end`, from any state
+    └─ backoff ◀┴─────┴─────┘
+          └▶ failed   (restart.py says when, breaker.py whether at all)
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -21,9 +23,11 @@ import structlog
 
 from servekit.supervisor import procfs
 from servekit.supervisor.child import GOODBYE_S, Child, Command, Exit
-from servekit.supervisor.restart import Decision, RestartPolicy
+from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.history import History, Known
+from servekit.supervisor.restart import RestartPolicy
 from servekit.supervisor.run_dir import RunDir
-from servekit.wire.messages import BootFailed, Stop, WorkerState
+from servekit.wire.messages import BootFailed, Quarantined, ReplicaHistory, Stop, WorkerState
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
@@ -48,6 +52,9 @@ class Host(Protocol):
     def line(self, name: str, text: str) -> None:
         """A child wrote a line."""
 
+    def quarantine(self, request: Quarantined) -> None:
+        """A request takes workers down; all gateways are to know."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
@@ -56,22 +63,36 @@ class _Ending:
 
 
 class Life(ABC, Generic[Incoming]):
-    """Starts a child, listens to it, and starts it again by policy, until told to end."""
+    """Starts a child, listens to it, and starts it again by policy, until told to end.
+
+    `circuit` is the breaker that it shares with others, if it does.
+    """
 
     incoming: ClassVar[Any]  # the union of messages it may send
 
-    def __init__(self, name: str, host: Host, policy: RestartPolicy | None = None) -> None:
+    def __init__(self, name: str, host: Host, circuit: Circuit | None = None) -> None:
         self.name = name
         self.host = host
+        self.circuit = circuit
         self.state: WorkerState = "starting"
         self.reason = ""
         self.restarts = 0
         self.rss_bytes = 0
+        self.history = History()
         self.child: Child[Incoming] | None = None
-        self._policy = policy or RestartPolicy(random.random)
+        self.policy = RestartPolicy(random.random)
+        self._died_of = ""
         self._boot_failed: BootFailed | None = None
-        self._came_up = False
-        self._ending: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
+        self._began_at = 0.0
+        self._ready_at: float | None = None
+        self._proved = False
+        self._due = 0.0  # when its back-off is over; infinity: not by itself
+        self._next_at: float | None = None  # when it may start again, the breaker's word included
+        self._loop = asyncio.get_running_loop()
+        self._ending: asyncio.Future[_Ending] = self._loop.create_future()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
+        if circuit is not None:
+            circuit.join(name, self._wake)
 
     # ---- what differs
 
@@ -87,6 +108,10 @@ class Life(ABC, Generic[Incoming]):
     def receive(self, message: Incoming) -> None:
         """Take one message from the child."""
 
+    @abstractmethod
+    def load(self) -> tuple[int, int]:
+        """Requests that this incarnation has completed, and those it runs."""
+
     def buried(self) -> None:
         """The child is reaped: forget what was known of it."""
 
@@ -94,44 +119,64 @@ class Life(ABC, Generic[Incoming]):
 
     async def run(self) -> None:
         """Live until `end` was called and the last child is reaped."""
-        while not self._ending.done():
-            exit_ = await self._live_once()
-            if self._ending.done():
-                break
-            await self._pause(self._judge(exit_))
-            if not self._ending.done():
-                self.restarts += 1
+        after_s: float | None = 0.0
+        lives = 0
+        while await self._admitted(after_s):
+            self.restarts += lives > 0
+            lives += 1
+            after_s = await self._live_once()
+        if self.circuit is not None:
+            self.circuit.leave(self.name)
         self.set("stopped", self.reason)
 
     def end(self, ask: msgspec.Struct, grace_s: float) -> None:
         """Have the child asked to end, and killed if it has not within `grace_s`."""
         if not self._ending.done():
             self._ending.set_result(_Ending(ask, grace_s))
+        elif self.child is not None:  # it drains already, and may have been given longer
+            self.child.send(ask)
+            self._loop.call_later(grace_s, self.child.kill, "did not end in time, killed")
 
     def end_now(self) -> None:
         """Do not wait for it any longer."""
         self.end(Stop(), _NOW_S)
         if self.child is not None:
             self.child.send(Stop())
-            loop = asyncio.get_running_loop()
-            loop.call_later(_NOW_S, self.child.kill, "told to stop at once, killed")
+            self._loop.call_later(_NOW_S, self.child.kill, "told to stop at once, killed")
+
+    @property
+    def ending(self) -> bool:
+        return self._ending.done()
+
+    def retry(self) -> None:
+        """Start it now if it has failed or waits for its next attempt."""
+        self._due = time.monotonic()
+        self._wake()
 
     def fail(self, message: str, *, permanent: bool) -> None:
         """Treat the running child as one that could not boot."""
         self._boot_failed = BootFailed(message, permanent)
         if self.child is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(GOODBYE_S, self.child.kill, message)
+            self._loop.call_later(GOODBYE_S, self.child.kill, message)
 
     def came_up(self) -> None:
         """The child serves."""
-        self._came_up = True
-        self._policy.came_up(time.monotonic())
+        self._ready_at = time.monotonic()
         self.set("ready", self.reason)
 
     def set(self, state: WorkerState, reason: str = "") -> None:
         self.state, self.reason = state, reason
         self.host.changed()
+
+    def look(self) -> None:
+        """Called often: see whether this life has proved fruitful."""
+        if not self._proved and self._is_fruitful():
+            self._proved = True
+            if self.circuit is not None:
+                self.circuit.fruitful()
+
+    def slept(self) -> None:
+        """The supervisor has not run for a while."""
 
     def measure(self) -> None:
         """Read its memory."""
@@ -141,20 +186,38 @@ class Life(ABC, Generic[Incoming]):
     def pid(self) -> int:
         return self.child.pid if self.child is not None else 0
 
-    async def _live_once(self) -> Exit:
-        self._boot_failed, self._came_up = None, False
-        self.set("starting", self.reason)
+    @property
+    def gpu_bytes(self) -> int:
+        return 0
+
+    def story(self) -> ReplicaHistory:
+        """What became of it so far."""
+        next_s = None
+        if self._next_at is not None:
+            next_s = max(0.0, self._next_at - time.monotonic())
+        return ReplicaHistory(
+            self.name, self.state, self.reason, self.restarts, next_s, self.history.exits()
+        )
+
+    # ---- one incarnation
+
+    async def _live_once(self) -> float | None:
+        """From spawn to reap; returns after how long to start again, None: not by itself."""
+        self._boot_failed, self._ready_at, self._proved = None, None, False
+        self._began_at = time.monotonic()
+        self.set("starting", self._died_of)
         try:
             self.child = child = await Child[Incoming].spawn(
                 self.command(), self.incoming, self.receive, self._on_line
             )
         except OSError as error:
-            return Exit(None, None, (), cause=f"cannot be started: {error.strerror}")
+            return self._judge(Exit(None, None, (), cause=f"cannot be started: {error.strerror}"))
         log.info("started", child=self.name, pid=child.pid)
         self.host.children_changed()
         self.greet()
         try:
-            return await self._until_exit(child)
+            exit_ = await self._until_exit(child)
+            return None if self.ending else self._judge(exit_)
         finally:
             self.child, self.rss_bytes = None, 0
             self.buried()
@@ -168,24 +231,90 @@ class Life(ABC, Generic[Incoming]):
         self.set("draining", self.reason)
         return await child.stop(ending.ask, ending.grace_s)
 
-    def _judge(self, exit_: Exit) -> Decision:
-        now = time.monotonic()
-        if self._came_up and self._boot_failed is None:
-            return self._tell("died", str(exit_), self._policy.crashed(now))
-        unsaid = BootFailed(exit_.explain(" before it was ready"), permanent=False)
-        said = self._boot_failed or unsaid
-        decision = self._policy.boot_failed(permanent=said.permanent)
-        return self._tell("cannot start", said.message, decision)
+    def _judge(self, exit_: Exit) -> float | None:
+        """Remember the death, tell the breaker, and say when to start again."""
+        crashed = self._ready_at is not None and self._boot_failed is None
+        said = self._boot_failed
+        fruitful, permanent = self._is_fruitful(), said is not None and said.permanent
+        if said is not None:
+            self._died_of = said.message
+        else:
+            self._died_of = exit_.explain("" if crashed else " before it was ready")
+        self.history.add(exit_, self._known(), self._died_of)
+        after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
+        again = "not" if after_s is None else f"{after_s:.2f} s"
+        event = "died" if crashed else "cannot start"
+        log.error(event, child=self.name, reason=self._died_of, again_in=again)
+        self._tell_circuit(fruitful=fruitful, permanent=permanent)
+        return after_s
 
-    def _tell(self, event: str, reason: str, decision: Decision) -> Decision:
-        self.reason = reason
-        again = "not" if decision.after_s is None else f"{decision.after_s:.2f} s"
-        log.error(event, child=self.name, reason=reason, again_in=again)
-        return decision
+    def _tell_circuit(self, *, fruitful: bool, permanent: bool) -> None:
+        if self.circuit is None:
+            return
+        if fruitful:
+            self.circuit.fruitful()
+        elif permanent:  # it would be the same again, and is not tried again
+            self.circuit.withdrawn(self.name)
+        else:
+            self.circuit.fruitless(self.name, self._died_of)
 
-    async def _pause(self, decision: Decision) -> None:
-        self.set(decision.state, self.reason)
-        await asyncio.wait((self._ending,), timeout=decision.after_s)
+    def _is_fruitful(self) -> bool:
+        if self._ready_at is None:
+            return False
+        return self.policy.is_fruitful(self.load()[0], time.monotonic() - self._ready_at)
+
+    def _known(self) -> Known:
+        served, running = self.load()
+        phase: str = self.state
+        if phase == "stalled":
+            phase = "loading" if self._ready_at is None else "ready"
+        return Known(
+            pid=self.pid,
+            lived_s=time.monotonic() - self._began_at,
+            phase=phase,
+            served=served,
+            running=running,
+            rss_bytes=self.rss_bytes,
+            gpu_bytes=self.gpu_bytes,
+        )
+
+    # ---- between two incarnations
+
+    async def _admitted(self, after_s: float | None) -> bool:
+        """Wait until the next incarnation may start; False if it was told to end instead."""
+        self._due = math.inf if after_s is None else time.monotonic() + after_s
+        while not self.ending:
+            wait_s = max(0.0, self._due - time.monotonic())
+            held_s = 0.0 if self.circuit is None else self.circuit.held_for_s()
+            if not wait_s and held_s == 0.0:
+                self._next_at = None
+                if self.circuit is not None:
+                    self.circuit.started(self.name)
+                return True
+            await self._wait(wait_s, held_s)
+        self._next_at = None
+        return False
+
+    async def _wait(self, wait_s: float, held_s: float | None) -> None:
+        """Until the back-off is over and the breaker lets it start, or something has changed."""
+        held = self.circuit is not None and held_s != 0.0 and not math.isinf(wait_s)
+        wait_s = math.inf if held_s is None else max(wait_s, held_s)
+        timeout_s = None if math.isinf(wait_s) else wait_s
+        self._next_at = None if timeout_s is None else time.monotonic() + timeout_s
+        if held and self.circuit is not None:
+            self.set("failed", self.circuit.explain())
+        else:
+            self.set("failed" if timeout_s is None else "backoff", self._died_of)
+        self._woken = self._loop.create_future()
+        await asyncio.wait(
+            (self._ending, self._woken),
+            timeout=timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     def _on_line(self, text: str) -> None:
         self.host.line(self.name, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,13 @@ from typing import IO
 OnLine = Callable[[str], None]
 
 _LONGEST_LINE_BYTES = 64 * 2**10
+#: Enough for fifty threads in deep calls.
+_MOST_STACK_LINES = 2000
+#: faulthandler's own words; source: CPython Python/traceback.c.
+_STACK_BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
+_STACK_GOES_ON = re.compile(r"  (File |<|\.\.\.|Garbage-collecting)")
+#: Once a dump has begun, this long without a line is its end.
+_DUMP_PAUSE_S = 0.05
 
 
 class RotatingFile:
@@ -70,6 +78,9 @@ class Output(asyncio.Protocol):
         self._on_line = on_line
         self._rest = bytearray()
         self.tail: deque[str] = deque(maxlen=tail)
+        self.stacks: deque[str] = deque(maxlen=_MOST_STACK_LINES)
+        self._in_stack = False
+        self._lines = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
@@ -95,5 +106,23 @@ class Output(asyncio.Protocol):
         self._file.write(shown + b"\n")
         text = shown.decode(errors="replace")
         if text.strip():
-            self.tail.append(text)
+            self._lines += 1
+            self._keep(text)
             self._on_line(text)
+
+    def _keep(self, text: str) -> None:
+        """Stacks apart: a dump of many threads must not push out what was said before it."""
+        begins = _STACK_BEGINS.match(text) is not None
+        self._in_stack = begins or (self._in_stack and _STACK_GOES_ON.match(text) is not None)
+        (self.stacks if self._in_stack else self.tail).append(text)
+
+    async def dumped(self, within_s: float) -> None:
+        """Wait for the stacks that the child was just told to write; older ones are forgotten."""
+        self.stacks.clear()
+        deadline = asyncio.get_running_loop().time() + within_s
+        seen = -1
+        while asyncio.get_running_loop().time() < deadline and not self.ended.done():
+            if self.stacks and seen == self._lines:
+                return
+            seen = self._lines
+            await asyncio.sleep(_DUMP_PAUSE_S)

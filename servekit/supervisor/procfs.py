@@ -91,14 +91,22 @@ def _environ(pid: int) -> list[bytes]:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed for memory since boot, on this host; 0 where unknown."""
-    try:
-        for line in (_PROC / "vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    except OSError:
-        pass
+    """How often the kernel has killed for memory: in our own cgroup where it counts, else on this
+    host since boot; 0 where unknown. Source: kernel cgroup-v2 memory.events, /proc/vmstat.
+    """
+    for path in (*_memory_events(), _PROC / "vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in path.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0
+
+
+def _memory_events() -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            if line.startswith("0::/"):
+                yield Path("/sys/fs/cgroup") / line[4:] / "memory.events"
 
 
 def reap_adopted(own: Collection[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ from servekit.config.schema import ModelConfig
 from servekit.supervisor import environment
 from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
 from servekit.supervisor.child import Command
+from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.stall import Pulse, Timeouts
 from servekit.wire.messages import (
     BootFailed,
     FromWorker,
@@ -32,6 +35,9 @@ from servekit.wire.messages import (
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+#: Pings go out this often, or four times within the shortest time that a stall may take.
+_PING_EVERY_S = 1.0
+
 
 class Replica(Life[FromWorker]):
     """Runs one worker at its place."""
@@ -39,22 +45,28 @@ class Replica(Life[FromWorker]):
     incoming = FromWorker
 
     def __init__(
-        self, model: ModelConfig, place: Assignment, gpus: Sequence[Gpu], host: Host
+        self,
+        model: ModelConfig,
+        place: Assignment,
+        gpus: Sequence[Gpu],
+        host: Host,
+        circuit: Circuit | None = None,
     ) -> None:
-        super().__init__(place.name, host)
-        self.model = model
+        super().__init__(place.name, host, circuit)
+        self.model = model  # a reload may change what does not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
         self._gpus = gpus
         self._socket: Path | None = None
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
-        self._pong = Pong(0, 0.0, 0, 0, 0.0)
+        self._pulse = Pulse(time.monotonic())
+        self._pings = 0
+        self._killing: asyncio.Task[None] | None = None
         self._gpu_bytes = 0
-        self._started_at = 0.0
 
     def command(self) -> Command:
-        self._started_at = time.monotonic()
+        self._pulse = Pulse(time.monotonic())
         self._socket = self.host.run_dir.new_socket()
         return Command(
             name=self.name,
@@ -72,6 +84,8 @@ class Replica(Life[FromWorker]):
 
     def receive(self, message: FromWorker) -> None:
         match message:
+            case Loading() | Ready() if self.state in ("stalled", "draining"):
+                pass  # too late
             case Loading(progress):
                 self._progress = progress
                 self.set("loading", self.reason)
@@ -80,14 +94,14 @@ class Replica(Life[FromWorker]):
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
             case Pong():
-                self._pong = message
+                self._pulse.answered(message)
                 self.host.changed()
 
     def buried(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
         self._socket, self._progress = None, None
-        self._pong = Pong(0, 0.0, 0, 0, 0.0)
+        self._pulse = Pulse(time.monotonic())
         self._gpu_bytes = 0
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
@@ -99,9 +113,11 @@ class Replica(Life[FromWorker]):
             self.child.kill(message)
             return
         self.info, self._timings_s, self._progress = info, timings_s, None
-        took_s = round(time.monotonic() - self._started_at, 2)
+        took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
+        self._pulse = Pulse(time.monotonic())  # what was said of the load is over
         self.came_up()
+        self._ping()
 
     def _stray_memory(self) -> str:
         if not self._gpus:
@@ -109,10 +125,40 @@ class Replica(Life[FromWorker]):
         own = {self.place.gpu.uuid} if self.place.gpu is not None else set[str]()
         return stray_memory(group_of(self.pid), own, gpu_memory_by_pid(), self._gpus)
 
-    def ping(self, seq: int) -> None:
-        """Ask for its load."""
-        if self.child is not None and self.state == "ready":
-            self.child.send(Ping(seq))
+    def look(self) -> None:
+        """Called often: ask how it is, and end it if it makes no progress."""
+        super().look()
+        if self.child is None or self.state == "stalled":
+            return
+        now, timeouts = time.monotonic(), self._timeouts()
+        if self._pulse.due(now, min(_PING_EVERY_S, timeouts.stall_s / 4, timeouts.load_s / 4)):
+            self._ping()
+        cause = "" if self.ending else self._pulse.verdict(self.state, timeouts, now)
+        if cause:
+            log.error("stalled", child=self.name, pid=self.pid, reason=cause)
+            self._progress = None
+            self.set("stalled", cause)
+            self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
+
+    def slept(self) -> None:
+        """The supervisor has not run for a while: nobody could answer it."""
+        self._pulse.slept(time.monotonic())
+
+    def _ping(self) -> None:
+        assert self.child is not None
+        self._pings += 1
+        self._pulse.asked(time.monotonic())
+        self.child.send(Ping(self._pings))
+
+    def _timeouts(self) -> Timeouts:
+        return Timeouts(self.model.stall_timeout_s, self.model.load_timeout_s)
+
+    def load(self) -> tuple[int, int]:
+        return self._pulse.last.served, self._pulse.last.running
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self._gpu_bytes
 
     def measure_gpus(self, holdings: Holdings) -> None:
         """Take its share of what NVML tells."""
@@ -131,8 +177,8 @@ class Replica(Life[FromWorker]):
             progress=self._progress,
             reason=self.reason,
             restarts=self.restarts,
-            running=self._pong.running,
-            waiting=self._pong.waiting,
+            running=self._pulse.last.running,
+            waiting=self._pulse.last.waiting,
             rss_bytes=self.rss_bytes,
             gpu_bytes=self._gpu_bytes,
             timings_s=self._timings_s,

@@ -30,4 +30,5 @@ def of_model(model: ModelConfig, replicas: Sequence[Replica], created: int) -> M
         aliases=model.aliases,
         timeout_s=model.timeout_s,
         max_queue=model.max_queue,
+        quarantine_s=model.quarantine_s,
     )

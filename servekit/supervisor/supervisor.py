@@ -25,6 +25,7 @@ import structlog
 from servekit import __version__
 from servekit.config.schema import Config
 from servekit.supervisor import listening, procfs, snapshot
+from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.control import Operators
 from servekit.supervisor.gateways import Gateway
 from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
@@ -32,19 +33,24 @@ from servekit.supervisor.guard import Guard
 from servekit.supervisor.leftovers import Started, end_leftovers
 from servekit.supervisor.life import Life
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.run_dir import Record, RunDir
-from servekit.wire.messages import Drain, ModelStatus, Status, Stop, Topology
+from servekit.wire.messages import Drain, ModelStatus, Quarantined, Status, Stop, Topology
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 Tasks = set[asyncio.Task[None]]
 
-_TICK_S = 1.0
+#: How often stalls are looked for, and after which gap we must have slept ourselves.
+_TICK_S = 0.2
+_SLEPT_S = 2.0
+#: Memory is read less often.
+_MEASURE_EVERY_TICKS = 5
 #: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
 Request = Literal["signal", "drain", "now"]
 #: NVML is asked less often: it takes milliseconds on a machine with eight GPUs.
-_NVML_EVERY_TICKS = 5
+_NVML_EVERY_TICKS = 25
 #: From the end of a grace to giving up on a process that SIGKILL does not end: one that is stuck
 #: in the kernel, as a broken GPU driver has it.
 _KILL_S = 15.0
@@ -108,6 +114,7 @@ class Supervisor:
         self._draining = False
         self._publishing = False
         self._topology = Topology(())
+        self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._operators = Operators(self._status_now, self._on_shutdown)
@@ -117,8 +124,10 @@ class Supervisor:
             for index in range(server.gateways)
         ]
         models = {model.name: model for model in plan.config.models}
+        circuits = {name: Circuit(name) for name in models}
         self._replicas = [
-            Replica(models[place.model], place, plan.gpus, self) for place in plan.places
+            Replica(models[place.model], place, plan.gpus, self, circuits[place.model])
+            for place in plan.places
         ]
 
     # ---- its life
@@ -231,9 +240,15 @@ class Supervisor:
         except Exception:  # whatever a line does to a display, the child's output flows on
             log.exception("the display failed", child=name)
 
+    def quarantine(self, request: Quarantined) -> None:
+        self._quarantine.add(request)
+        self.changed()
+
     def _publish(self) -> None:
         self._publishing = False
-        topology = Topology(self._models(), self._draining, len(self._gateways))
+        topology = Topology(
+            self._models(), self._draining, len(self._gateways), self._quarantine.holding()
+        )
         if topology != self._topology:
             self._topology = topology
             for gateway in self._gateways:
@@ -241,16 +256,27 @@ class Supervisor:
         self._observer.changed(self.status())
 
     async def _tick(self, guard_pid: int) -> None:
+        last = time.monotonic()
         for count in itertools.count():
+            now = time.monotonic()
             try:
-                self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
-                for replica in self._replicas:
-                    replica.ping(count)
+                self._look(slept=now - last > _SLEPT_S)
+                if count % _MEASURE_EVERY_TICKS == 0:
+                    self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
             except Exception:  # a figure that cannot be read is no reason to stop asking
                 log.exception("cannot measure")
             if os.getpid() == 1:
                 procfs.reap_adopted({guard_pid, *(life.pid for life in self._lives())})
+            last = now
             await asyncio.sleep(_TICK_S)
+
+    def _look(self, *, slept: bool) -> None:
+        for life in self._lives():
+            if slept:
+                life.slept()
+            life.look()
+        if self._quarantine.expire():
+            self.changed()
 
     def _measure(self, *, gpus: bool) -> None:
         holdings = gpu_memory_by_pid() if gpus and self._plan.gpus else None

@@ -326,7 +326,7 @@ def test_a_worker_that_exits_while_loading_is_tried_again_and_given_up(tmp_path:
         instance.until_settled()
         bad = instance.replica("bad/0")
         assert bad.state == "failed"
-        assert bad.reason == "exit code 7 before it was ready"
+        assert "(the last: exit code 7 before it was ready)" in bad.reason
         assert bad.restarts == 4
         assert complete(instance.url, "good", "x").status_code == 200
 

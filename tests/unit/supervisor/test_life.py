@@ -13,12 +13,23 @@ import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
+from servekit.supervisor.breaker import BreakerLimits
+from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.restart import Limits, RestartPolicy
 from servekit.supervisor.run_dir import RunDir
-from servekit.wire.messages import Stop
+from servekit.wire.connection import Connection, dial
+from servekit.wire.messages import (
+    PROTOCOL,
+    Generate,
+    Hello,
+    Quarantined,
+    SamplingParams,
+    Stop,
+    WorkerToGateway,
+)
 
 GPU = Gpu(0, "GPU-aa", "H200", 10, 10)
 
@@ -46,6 +57,9 @@ class Host:
     def line(self, name: str, text: str) -> None:
         pass
 
+    def quarantine(self, request: Quarantined) -> None:
+        pass
+
     async def until(self, true: Callable[[], bool], within_s: float = 15.0) -> None:
         async with asyncio.timeout(within_s):
             while not true():
@@ -59,8 +73,7 @@ class Stage:
     def __init__(self, host: Host, replica: Replica) -> None:
         self.host = host
         self.replica = host.replica = replica
-        limits = Limits(first_s=0.01, longest_s=0.02, boot_failures=3, probe_s=600)
-        replica._policy = RestartPolicy(lambda: 0.5, limits)
+        replica.policy = RestartPolicy(lambda: 0.5, Limits(first_s=0.01, longest_s=0.02))
         self.task = asyncio.get_running_loop().create_task(replica.run())
 
     async def until(self, state: str) -> None:
@@ -75,12 +88,15 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
     host = Host(tmp_path / "run")
     stages: list[Stage] = []
 
-    def start(gpus: tuple[Gpu, ...] = (), **options: object) -> Stage:
+    def start(
+        gpus: tuple[Gpu, ...] = (), settings: dict[str, object] | None = None, **options: object
+    ) -> Stage:
         model = ModelConfig.model_validate(
-            {"name": "m", "path": "p", "engine": "echo", "options": options}
+            {"name": "m", "path": "p", "engine": "echo", "options": options, **(settings or {})}
         )
         place = Assignment("m", 0, None, 1)
-        stages.append(Stage(host, Replica(model, place, gpus, host)))
+        circuit = Circuit("m", BreakerLimits(lives=3, first_s=600))
+        stages.append(Stage(host, Replica(model, place, gpus, host, circuit)))
         return stages[-1]
 
     yield start
@@ -130,7 +146,16 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
     stage = play(exit_on_load=9)
     await stage.until("failed")
     assert stage.replica.restarts == 2
-    assert stage.replica.reason == "exit code 9 before it was ready"
+    assert stage.replica.reason.startswith("crash loop: 3 lives in a row ended before")
+    assert "(the last: exit code 9 before it was ready)" in stage.replica.reason
+    story = stage.replica.story()
+    assert [record.code for record in story.exits] == [9, 9, 9]
+    assert story.next_attempt_s is not None
+    assert 290 < story.next_attempt_s <= 300, "the longest cool-down"
+    stage.replica.retry()
+    assert stage.replica.circuit is not None
+    stage.replica.circuit.reset()
+    await stage.host.until(lambda: stage.replica.restarts == 3)
 
 
 async def test_the_end_may_come_while_it_starts(play: Play) -> None:
@@ -155,8 +180,7 @@ async def test_now_means_now(play: Play) -> None:
 async def test_a_pong_brings_the_load(play: Play) -> None:
     stage = play()
     await stage.until("ready")
-    stage.replica.ping(7)
-    await stage.host.until(lambda: stage.replica._pong.seq == 7)
+    await stage.host.until(lambda: stage.replica._pulse.last.seq == 1)
     stage.replica.measure()
     assert stage.replica.status().rss_bytes > 2**20
 
@@ -179,3 +203,73 @@ async def test_memory_on_a_gpu_that_is_not_its_own_is_final(
     assert stage.replica.restarts == 0
     assert procfs.read(pids[0]) is None
     assert "ready" not in stage.host.states
+
+
+# ---------------------------------------------------------------- stalls
+
+
+async def request(stage: Stage, prompt: str) -> None:
+    """Have the worker run a request, as a gateway would; its answer is of no interest."""
+    connection = await dial(
+        stage.replica.status().socket,
+        lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None),
+    )
+    connection.send(Hello(PROTOCOL, "gateway", "test"))
+    connection.send(Generate(1, SamplingParams(max_tokens=5), prompt=prompt))
+
+
+async def watched(stage: Stage, state: str) -> None:
+    """Look as often as the supervisor does, until it is so."""
+    async with asyncio.timeout(15):
+        while stage.replica.state != state:
+            stage.replica.look()
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("holding_gil", [False, True])
+async def test_a_worker_that_hangs_is_dumped_killed_and_replaced(
+    play: Play, holding_gil: bool
+) -> None:
+    stage = play(settings={"stall_timeout_s": 0.6}, hang_on="poison", hang_holding_gil=holding_gil)
+    await watched(stage, "ready")
+    await request(stage, "poison")
+    await watched(stage, "stalled")
+    await watched(stage, "ready")
+    (record,) = stage.replica.story().exits
+    begins = "silent: no answer to a ping for" if holding_gil else "stalled: no progress for"
+    assert record.what.startswith(begins)
+    assert record.phase == "ready"
+    assert any("most recent call first" in line for line in record.stacks)
+    assert any("echo.py" in line for line in record.stacks)
+    assert not any("most recent call first" in line for line in record.tail)
+    assert "stalled" in stage.host.states
+
+
+async def test_a_stopped_worker_is_replaced_without_its_stacks(play: Play) -> None:
+    stage = play(settings={"stall_timeout_s": 0.5})
+    await watched(stage, "ready")
+    os.kill(stage.replica.pid, signal.SIGSTOP)
+    async with asyncio.timeout(15):
+        while not stage.replica.restarts:
+            stage.replica.look()
+            await asyncio.sleep(0.01)
+    assert "stalled" in stage.host.states
+    (record,) = stage.replica.story().exits
+    assert record.what.startswith("silent: no answer to a ping for 0.5")
+    assert record.stacks == ()
+    await watched(stage, "ready")
+
+
+async def test_a_load_may_take_long_while_it_makes_progress(play: Play) -> None:
+    stage = play(settings={"load_timeout_s": 1.5, "stall_timeout_s": 0.3}, load_s=4.0)
+    await watched(stage, "ready")
+    assert "stalled" not in stage.host.states
+    assert stage.replica.restarts == 0
+
+
+async def test_a_load_without_progress_is_ended(play: Play) -> None:
+    stage = play(settings={"load_timeout_s": 1.0}, load_s=600)  # reports every 30 s
+    await watched(stage, "stalled")
+    assert "while loading" in stage.replica.reason
+    await stage.host.until(lambda: stage.replica.restarts == 1)
+    assert stage.replica.story().exits[0].phase == "loading"

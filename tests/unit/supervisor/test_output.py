@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,30 @@ async def test_only_the_last_lines_are_remembered(tmp_path: Path) -> None:
     output = Output(RotatingFile(tmp_path / "x.log"), lambda line: None, tail=3)
     output.data_received(b"".join(b"%d\n" % n for n in range(10)))
     assert list(output.tail) == ["7", "8", "9"]
+
+
+async def test_stacks_are_kept_apart_from_the_last_words(tmp_path: Path) -> None:
+    output = Output(RotatingFile(tmp_path / "x.log"), lambda line: None, tail=3)
+    frames = b"".join(b'  File "x.py", line %d in f\n' % n for n in range(20))
+    dump = b"".join(
+        b"Thread 0x%016x [worker] (most recent call first):\n" % n + frames for n in range(50)
+    )
+    dump += b"Current thread 0x00007f (most recent call first):\n  <no Python frame>\n"
+    output.data_received(b"before\nFatal Python error: Aborted\n" + dump + b"after\n  File it\n")
+    assert list(output.tail) == ["Fatal Python error: Aborted", "after", "  File it"]
+    assert len(output.stacks) == 50 * 21 + 2
+    assert output.stacks[-1] == "  <no Python frame>"
+
+
+async def test_a_dump_is_waited_for_until_it_is_over(tmp_path: Path) -> None:
+    output = Output(RotatingFile(tmp_path / "x.log"), lambda line: None)
+    loop = asyncio.get_running_loop()
+    lines = [b"Thread 0x1 (most recent call first):\n", *[b"  File one\n"] * 5]
+    for number, line in enumerate(lines):
+        loop.call_later(0.03 * number, output.data_received, line)
+    await output.dumped(within_s=5.0)
+    assert len(output.stacks) == 6
+    began = loop.time()
+    await output.dumped(within_s=0.1)
+    assert list(output.stacks) == [], "those of an earlier dump do not count"
+    assert loop.time() - began < 1.0

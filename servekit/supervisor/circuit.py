@@ -1,0 +1,93 @@
+"""A model's breaker at work: it knows the time, says why, and wakes the replicas that wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from servekit.supervisor.breaker import Breaker, BreakerLimits
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+
+class Circuit:
+    """Shared by the replicas of one generation of a model. `join` registers who is to be woken."""
+
+    def __init__(self, model: str, limits: BreakerLimits | None = None) -> None:
+        self._model = model
+        self._breaker = Breaker(limits)
+        self._wake: dict[str, Callable[[], None]] = {}
+        self._last_reason = ""
+
+    def join(self, replica: str, wake: Callable[[], None]) -> None:
+        self._wake[replica] = wake
+
+    def leave(self, replica: str) -> None:
+        """It is ended on purpose."""
+        self._wake.pop(replica, None)
+        self.withdrawn(replica)
+
+    def withdrawn(self, replica: str) -> None:
+        """It is not started again by itself; if it was the probe, another one may be."""
+        self._breaker.withdrawn(replica, time.monotonic())
+        self._wake_all()
+
+    def reset(self) -> None:
+        """An operator has asked for another try."""
+        self._breaker.fruitful()
+        self._wake_all()
+
+    def held_for_s(self) -> float | None:
+        """0 if a replica may start now, else how long to wait; None: until woken."""
+        now = time.monotonic()
+        hold = self._breaker.hold(now)
+        if hold is None:
+            return 0.0
+        return None if hold.until is None else hold.until - now
+
+    def started(self, replica: str) -> None:
+        was = self._breaker.state
+        self._breaker.started(replica)
+        if self._breaker.state != was:
+            log.warning("breaker half-open", model=self._model, probe=replica)
+            self._wake_all()  # so that the others say whom they wait for
+
+    def fruitful(self) -> None:
+        was = self._breaker.state
+        self._breaker.fruitful()
+        if was != "closed":
+            log.info("breaker closed", model=self._model)
+            self._wake_all()
+
+    def fruitless(self, replica: str, reason: str) -> None:
+        was, self._last_reason = self._breaker.state, reason
+        self._breaker.fruitless_end(replica, time.monotonic())
+        if self._breaker.state == "open" != was:
+            log.error("breaker open", model=self._model, reason=self.explain())
+            self._wake_all()
+
+    def explain(self) -> str:
+        """ "closed", or a sentence that says since when it is open, why, and until when."""
+        breaker = self._breaker
+        if breaker.state == "closed":
+            return "closed"
+        text = (
+            f"crash loop: {breaker.fruitless} lives in a row ended before they had completed a "
+            f"request (the last: {self._last_reason}); nothing is started since "
+            f"{_clock(breaker.since)}"
+        )
+        if breaker.state == "half-open":
+            return f"{text}, but for {breaker.probe}, which is being tried"
+        return f"{text}, next attempt at {_clock(breaker.until)}"
+
+    def _wake_all(self) -> None:
+        for wake in list(self._wake.values()):
+            wake()
+
+
+def _clock(at: float) -> str:
+    """A monotonic time as the hour of the day."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + at))
