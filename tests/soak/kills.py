@@ -42,7 +42,7 @@ class Killer:
 
     def __init__(self, target: Target, load: Load, every_s: float, seed: int) -> None:
         self.kills: list[Kill] = []
-        self.spared = 0  # times when no worker was there to be killed
+        self.spared = 0  # turns when no worker was there to be killed
         self.ready_s: list[tuple[float, int]] = []  # workers ready, whenever looked
         self._target = target
         self._load = load
@@ -68,9 +68,15 @@ class Killer:
             self.spared += 1
             return
         victim = self._draw.choice(ready)
-        silences = Silences(self._load.active)
-        self.kills.append(Kill(victim.name, victim.pid, time.time(), time.monotonic(), silences))
-        os.kill(victim.pid, signal.SIGKILL)
+        kill = Kill(
+            victim.name, victim.pid, time.time(), time.monotonic(), Silences(self._load.active)
+        )
+        try:
+            os.kill(victim.pid, signal.SIGKILL)
+        except ProcessLookupError:  # dead already, and on a busy machine not yet known to be
+            self.spared += 1
+        else:
+            self.kills.append(kill)
 
     async def _watch(self) -> None:
         while True:
