@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.gateway.queue import FairQueue
+from servekit.gateway.queue import STEP_S, FairQueue
 
 keys = st.sampled_from("abc")
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), keys, st.integers(0, 2)),
+        st.tuples(st.just("push"), keys, st.integers(-2, 2)),
         st.tuples(st.just("pop"), keys, st.just(0)),
         st.tuples(st.just("remove"), keys, st.integers(0, 20)),
         st.tuples(st.just("back"), keys, st.just(0)),
+        st.tuples(st.just("wait"), keys, st.integers(1, 25)),
     ),
     max_size=60,
 )
+
+
+@dataclass
+class Plain:
+    """The same rules on flat lists, searched from end to end."""
+
+    returned: list[int] = field(default_factory=list)
+    waiting: list[tuple[int, str, int, float]] = field(default_factory=list)  # in order of arrival
+    turns: dict[int, list[str]] = field(default_factory=dict)  # keys by priority
+
+    def push(self, item: int, key: str, priority: int, at_s: float) -> None:
+        self.waiting.append((item, key, priority, at_s))
+        turns = self.turns.setdefault(priority, [])
+        if key not in turns:
+            turns.append(key)
+
+    def pop(self) -> int:
+        if self.returned:
+            return self.returned.pop(0)
+        firsts = []
+        for priority, turns in self.turns.items():
+            if turns:
+                item, _, _, at_s = next(w for w in self.waiting if w[1:3] == (turns[0], priority))
+                firsts.append((at_s + STEP_S * priority, priority, item))
+        _, priority, item = min(firsts)
+        self.turns[priority].append(self.turns[priority].pop(0))
+        self.remove(item)
+        return item
+
+    def remove(self, item: int) -> None:
+        self.returned = [other for other in self.returned if other != item]
+        self.waiting = [other for other in self.waiting if other[0] != item]
+        for priority, turns in self.turns.items():
+            left = {key for _, key, at, _ in self.waiting if at == priority}
+            self.turns[priority] = [key for key in turns if key in left]
+
+    def inside(self) -> set[int]:
+        return {*self.returned, *(item for item, *_ in self.waiting)}
 
 
 @given(operations)
@@ -25,26 +66,27 @@ def test_every_item_leaves_exactly_once_and_in_the_order_foretold(
     steps: list[tuple[str, str, int]],
 ) -> None:
     queue: FairQueue[int] = FairQueue(10)
-    inside: set[int] = set()
+    plain, now = Plain(), 0.0
     for number, (what, key, value) in enumerate(steps):
         if what == "push":
-            queue.push(number, key, value)
-            inside.add(number)
+            queue.push(number, key, value, now)
+            plain.push(number, key, value, now)
         elif what == "back":
             queue.give_back(number)
-            inside.add(number)
+            plain.returned.append(number)
         elif what == "remove":
-            assert queue.remove(value) == (value in inside)
-            inside.discard(value)
-        elif inside:
+            assert queue.remove(value) == (value in plain.inside())
+            plain.remove(value)
+        elif what == "wait":
+            now += value
+        elif plain.inside():
             expected = queue.order()[0]
             assert queue.position(expected) == 0
-            assert queue.pop() == expected
-            inside.discard(expected)
-        assert len(queue) == len(inside) == len(queue.order())
-        assert set(queue.order()) == inside
+            assert queue.pop() == expected == plain.pop()
+        assert len(queue) == len(plain.inside())
+        assert set(queue.order()) == plain.inside()
     foretold = queue.order()
-    assert [queue.pop() for _ in foretold] == foretold
+    assert [queue.pop() for _ in foretold] == foretold == [plain.pop() for _ in foretold]
     with pytest.raises(IndexError):
         queue.pop()
 
@@ -64,6 +106,27 @@ def test_priority_comes_before_fairness_and_the_returned_before_all() -> None:
     queue.push("sooner", "a", 0)
     queue.give_back("again")
     assert [queue.pop() for _ in range(3)] == ["again", "sooner", "later"]
+
+
+@given(steps=st.integers(1, 20), low=st.integers(-9, 10))
+def test_a_flood_of_the_prior_delays_the_others_by_a_bounded_time(steps: int, low: int) -> None:
+    high = max(-10, low - steps)
+    queue: FairQueue[str] = FairQueue(10**6)
+    queue.push("patient", "a", low, 0.0)
+    for second in range(1000):  # one leaves a second, and two of the prior come
+        queue.push("prior", "b", high, float(second))
+        queue.push("prior", "c", high, float(second))
+        if queue.pop() == "patient":
+            assert second <= 2 * STEP_S * (low - high) + 2
+            return
+    pytest.fail("it waited for ever")
+
+
+def test_what_has_waited_a_step_goes_before_what_comes_now() -> None:
+    queue: FairQueue[str] = FairQueue(10)
+    queue.push("patient", "a", 0, 0.0)
+    queue.push("now", "a", -1, STEP_S + 1)
+    assert queue.pop() == "patient"
 
 
 def test_the_limit_is_for_new_items_only() -> None:

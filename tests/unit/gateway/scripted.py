@@ -1,0 +1,126 @@
+"""Workers that do what a test tells them, over the real wire; and a clock that can jump."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from servekit.errors import RequestError
+from servekit.gateway.call import Call
+from servekit.wire.connection import Connection, listen
+from servekit.wire.messages import (
+    PROTOCOL,
+    Cancel,
+    Delta,
+    Failed,
+    GatewayToWorker,
+    Generate,
+    Hello,
+    ModelInfo,
+    ReplicaStatus,
+    Tokens,
+    WorkerState,
+)
+
+
+class WarpLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time can be put forward."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+class CountedCall(Call):
+    """A call that knows how often it has been ended, and objects to anything after that."""
+
+    ends = 0
+
+    def take(self, delta: Delta) -> None:
+        assert not self.done, "more of an answer that is over"
+        self.ends += delta.finish is not None
+        super().take(delta)
+
+    def fail(self, error: RequestError) -> None:
+        assert not self.done, "it is over already"
+        self.ends += 1
+        super().fail(error)
+
+
+def expected(request: Generate | Call) -> str:
+    """The answer: the prompt over and over, a token for each character."""
+    assert isinstance(request.prompt, str)
+    assert request.params.max_tokens is not None
+    size = len(request.prompt)
+    return "".join(request.prompt[at % size] for at in range(request.params.max_tokens))
+
+
+class ScriptedWorker:
+    """Takes requests like any worker, and checks them; what comes back is the test's choice."""
+
+    def __init__(self, path: Path, slots: int, *, resumes: bool = True) -> None:
+        self.path = path
+        self.state: WorkerState = "ready"
+        self.draining = False
+        self.alive = True
+        self.jobs: dict[int, Generate] = {}
+        self.done: dict[int, int] = {}  # tokens by job
+        self._info = ModelInfo(100, slots, True, "scripted", "none", "cpu", resumes=resumes)
+        self._peers: list[Connection[GatewayToWorker]] = []
+
+    async def start(self) -> None:
+        self._server = await listen(self.path, self._connect)
+
+    def _connect(self) -> Connection[GatewayToWorker]:
+        peer: Connection[GatewayToWorker] = Connection(
+            GatewayToWorker, lambda message: self._on_message(peer, message), lambda error: None
+        )
+        self._peers.append(peer)
+        return peer
+
+    def _on_message(self, peer: Connection[GatewayToWorker], message: GatewayToWorker) -> None:
+        if isinstance(message, Hello):
+            peer.send(Hello(PROTOCOL, "worker", self.path.stem, self._info))
+        elif isinstance(message, Cancel):
+            self.jobs.pop(message.id, None)
+        elif self.draining:
+            peer.send(Failed(message.id, "worker_lost", "the worker is draining"))
+        else:
+            self._accept(message)
+
+    def _accept(self, request: Generate) -> None:
+        text = expected(request)
+        assert "".join(map(chr, request.emitted)) == text[: len(request.emitted)]
+        assert request.sent_chars == len(request.emitted) < len(text)
+        assert request.id not in self.jobs
+        self.jobs[request.id] = request
+        self.done[request.id] = len(request.emitted)
+        assert len(self.jobs) <= self._info.slots, "more than it has slots for"
+
+    def generate(self, job: int, count: int) -> None:
+        """Send the next tokens of a job, and its end with the last."""
+        request, done = self.jobs[job], self.done[job]
+        text = expected(request)
+        new = text[done : done + count]
+        self.done[job] = done = done + len(new)
+        finish = "length" if done == len(text) else None
+        if finish:
+            del self.jobs[job]
+        delta = Delta(job, new, list(map(ord, new)), finish, 7 if finish else 0, done)  # type: ignore[arg-type]
+        self._peers[-1].send(Tokens([delta]))
+
+    def refuse(self, job: int) -> None:
+        del self.jobs[job]
+        self._peers[-1].send(Failed(job, "engine_error", "it will not"))
+
+    def kill(self) -> None:
+        """What SIGKILL looks like from a gateway; what it has sent before still arrives."""
+        self.alive = False
+        self._server.close()
+        for peer in self._peers:
+            peer.close()
+        self.jobs.clear()
+
+    def status(self) -> ReplicaStatus:
+        return ReplicaStatus(self.path.stem, self.state, str(self.path), 1, "cpu")
