@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,6 +12,9 @@ import msgspec
 from servekit.chaos.known import Known, Tally
 from servekit.chaos.load import Load
 from servekit.chaos.target import Target
+
+#: Long enough for the scheduler to give others their turns.
+_SPIN_S = 0.1
 
 Verdict = Literal["kept", "broken", "skipped"]
 
@@ -47,12 +51,24 @@ class Scene:
         return Load(self.target.client, self.known, self.streams, self.wholes)
 
 
+def slowness() -> float:
+    """How many times longer than alone a process takes here now, for others that compute; >= 1.
+
+    Promises are made for a machine that has time: their limits are stretched by this.
+    """
+    began_s, used_s = time.perf_counter(), time.process_time()
+    while time.process_time() - used_s < _SPIN_S:
+        pass
+    return max(1.0, (time.perf_counter() - began_s) / _SPIN_S)
+
+
 @dataclass(slots=True)
 class Judge:
     """Gathers broken promises, and makes the finding of them."""
 
     experiment: str
     deed: str
+    slowness: float = field(default_factory=slowness)
     broken: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -67,8 +83,9 @@ class Judge:
 
     def soon(self, what: str, took_s: float | None, limit_s: float) -> None:
         took = "never" if took_s is None else f"{took_s:.2f} s"
-        kept = took_s is not None and took_s <= limit_s
-        self.promise(kept, f"{what}: {took}, promised within {limit_s:g} s")
+        kept = took_s is not None and took_s <= limit_s * self.slowness
+        busy = f" on a machine {self.slowness:.1f} times as slow" if self.slowness > 1.1 else ""
+        self.promise(kept, f"{what}: {took}, promised within {limit_s:g} s{busy}")
 
     def skip(self, why: str) -> Finding:
         return Finding(self.experiment, self.deed, "skipped", detail=why)

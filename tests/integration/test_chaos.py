@@ -24,7 +24,7 @@ SECONDS = 1.0
 def model() -> dict[str, object]:
     options = {"step_s": 0.01, "slots": 16, "hang_on": "(hang)", "grandchildren": 1}
     settings = echo("a", replicas=3, **options)
-    return {**settings, "max_queue": 24}
+    return {**settings, "max_queue": 24, "stall_timeout_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def carry_out(name: str, scene: Scene) -> Finding:
     return asyncio.run(one())
 
 
-#: Promises that are being made true elsewhere.
-COMING = {"worker-stopped", "engine-stalled", "flood"}
+#: Not kept yet: who floods a full queue keeps clients of other keys out of it.
+COMING = {"flood"}
 
 
-@pytest.mark.parametrize("name", sorted({*run.EXPERIMENTS} - COMING - {run.LAST}))
+@pytest.mark.parametrize("name", [n for n in run.EXPERIMENTS if n not in (*COMING, run.LAST)])
 def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> None:
     finding = carry_out(name, scene)
     assert finding.verdict == "kept", f"{finding}\n{instance.log}"

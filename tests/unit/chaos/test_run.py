@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.chaos.finding import Judge
+from servekit.chaos.finding import Judge, slowness
 from servekit.chaos.known import Tally
 from servekit.chaos.report import cells, markdown, seconds
 from servekit.chaos.run import EXPERIMENTS, LAST, Wish
@@ -38,7 +38,7 @@ def test_those_that_are_named_run_in_their_order() -> None:
 
 
 def test_a_broken_promise_breaks_the_finding() -> None:
-    judge = Judge("x", "y")
+    judge = Judge("x", "y", slowness=1.0)
     judge.soon("back", 1.0, 2.0)
     assert judge.finding().verdict == "kept"
     judge.soon("back", None, 2.0)
@@ -47,15 +47,27 @@ def test_a_broken_promise_breaks_the_finding() -> None:
 
 
 def test_no_answer_at_all_is_no_kept_promise() -> None:
-    judge = Judge("x", "y")
+    judge = Judge("x", "y", slowness=1.0)
     judge.clean(Tally())
     assert judge.finding().verdict == "broken"
 
 
 def test_a_late_deed_is_broken() -> None:
-    judge = Judge("x", "y")
+    judge = Judge("x", "y", slowness=1.0)
     judge.soon("back", 2.5, 2.0)
     assert judge.broken == ["back: 2.50 s, promised within 2 s"]
+
+
+def test_a_busy_machine_gets_more_time() -> None:
+    judge = Judge("x", "y", slowness=2.0)
+    judge.soon("back", 3.9, 2.0)
+    assert not judge.broken
+    judge.soon("back", 4.1, 2.0)
+    assert judge.broken == ["back: 4.10 s, promised within 2 s on a machine 2.0 times as slow"]
+
+
+def test_how_busy_the_machine_is() -> None:
+    assert 1.0 <= slowness() < 1000
 
 
 def test_whole_means_all_ready_and_the_victim_replaced() -> None:
