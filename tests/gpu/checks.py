@@ -24,6 +24,7 @@ from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid
 from tests.integration.instance import Instance, poll
 
 MIB = 2**20
+STALL_TIMEOUT_S = 5.0
 PROMPT = "The history of the city begins"
 
 
@@ -43,6 +44,7 @@ def model(path: str, device: str, replicas: int, **options: Any) -> dict[str, An
         "path": path,
         "device": device,
         "replicas": replicas,
+        "stall_timeout_s": STALL_TIMEOUT_S,
         "options": options,
     }
 
@@ -210,9 +212,37 @@ def worker_dies(instance: Instance, tokens: int = 256) -> list[Row]:
     ]
 
 
+def worker_stalls(instance: Instance) -> list[Row]:
+    """SIGSTOP of a worker under load: it is killed and replaced, and its VRAM is free again."""
+    poll("all are ready", lambda: _all_ready(instance), 200)
+    victim = instance.model("m").replicas[0]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, instance, f"{n} {PROMPT}", max_tokens=256) for n in range(8)]
+        os.kill(victim.pid, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        texts = [future.result() for future in asked]
+
+        def replaced() -> bool:
+            now = instance.replica(victim.name)
+            return now.state == "ready" and now.pid != victim.pid and not _held([victim.pid])
+
+        poll("the stalled worker is replaced", replaced, 120)
+        took_s = time.monotonic() - stopped_at
+    shown = f"{took_s:.1f} s, loading included"
+    return [
+        Row(f"SIGSTOPped worker replaced (timeout {STALL_TIMEOUT_S:g} s)", shown, took_s < 60),
+        Row("… and all answers came", f"{sum(map(bool, texts))} of 8", all(texts)),
+    ]
+
+
+def _all_ready(instance: Instance) -> bool:
+    return all(replica.state == "ready" for replica in instance.model("m").replicas)
+
+
 def checks(device: str, clients: int) -> list[Callable[[Instance], list[Row]]]:
     """All checks in order; the last one ends the instance."""
-    common = [answers, lambda instance: speed(instance, clients), worker_dies, supervisor_cost]
+    common = [answers, lambda instance: speed(instance, clients), worker_dies]
+    common += [worker_stalls, supervisor_cost]
     if device == "cpu":
         return [pins, *common, released]
     return [pins, memory, known_failures, *common, released]
