@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -18,8 +18,10 @@ from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
     from servekit.config.schema import Config
-    from servekit.supervisor.supervisor import Plan
-    from servekit.wire.messages import Status
+    from servekit.supervisor.planning import Plan, Source
+    from servekit.wire.messages import ToSupervisor
+
+A = TypeVar("A")
 
 app = typer.Typer(
     help="Serve your own models on your own GPUs: one command, every GPU pinned, nothing lost.",
@@ -63,9 +65,8 @@ def up(
 ) -> None:
     """Serve the models of a file until told to stop."""
     with _one_sentence():
-        settings = _overridden(_load(config), host, port)
-        plan = _plan(settings, config)
-        raise typer.Exit(_run(plan, _run_dir(run_dir, settings), quiet=quiet))
+        plan = _plan(_source(config, host, port))
+        raise typer.Exit(_run(plan, _run_dir(run_dir, plan.config), quiet=quiet))
 
 
 @app.command()
@@ -76,7 +77,7 @@ def check(
     with _one_sentence():
         from servekit.tables import plan_tables, show
 
-        show(*plan_tables(_plan(_load(file), file)))
+        show(*plan_tables(_plan(_source(file))))
 
 
 @app.command()
@@ -89,7 +90,9 @@ def ps(
 ) -> None:
     """Show the processes of a running instance."""
     with _one_sentence():
-        status = _ask_status(_run_dir(run_dir))
+        from servekit.wire.messages import GetStatus, Status
+
+        status = _ask(_run_dir(run_dir), GetStatus(), Status)
         if as_json:
             import json
 
@@ -100,6 +103,39 @@ def ps(
         from servekit.tables import show, status_tables
 
         show(*status_tables(status, timings=timings))
+
+
+@app.command()
+def why(
+    name: Annotated[str, typer.Argument(help="A model, an alias, or a process such as MODEL/0.")],
+    run_dir: RunDirectory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tell what became of a model: its last deaths, their causes, the next attempt."""
+    with _one_sentence():
+        from servekit.wire.messages import GetWhy, Why
+
+        answer = _ask(_run_dir(run_dir), GetWhy(name), Why)
+        if as_json:
+            import json
+
+            from servekit.tables import as_builtins
+
+            print(json.dumps(as_builtins(answer), indent=2))
+            return
+        from servekit.stories import why_tables
+        from servekit.tables import show
+
+        show(*why_tables(answer))
+
+
+@app.command()
+def reload(run_dir: RunDirectory = None) -> None:
+    """Have a running instance read its file again; only what changed is touched."""
+    with _one_sentence():
+        from servekit.wire.messages import Accepted, Reload
+
+        print(_ask(_run_dir(run_dir), Reload(), Accepted, timeout_s=60.0).message)
 
 
 @app.command()
@@ -166,32 +202,18 @@ def _one_sentence() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _load(path: Path) -> Config:
-    from servekit.config.load import load
+def _source(path: Path, host: str | None = None, port: int | None = None) -> Source:
+    from servekit.supervisor.planning import Source
 
-    return load(path)
-
-
-def _overridden(settings: Config, host: str | None, port: int | None) -> Config:
     given = {"host": host, "port": port}
     said = {key: value for key, value in given.items() if value is not None}
-    server = settings.server.model_copy(update=said)
-    return settings.model_copy(update={"server": server})
+    return Source(path.absolute(), said)
 
 
-def _plan(settings: Config, path: Path) -> Plan:
-    from servekit.config.load import complain
-    from servekit.supervisor.environment import usable_cpus
+def _plan(source: Source) -> Plan:
     from servekit.supervisor.gpus import find_gpus
-    from servekit.supervisor.placement import Misplaced, place
-    from servekit.supervisor.supervisor import Plan
 
-    gpus = find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    try:
-        places = place(settings.models, gpus, usable_cpus())
-    except Misplaced as error:
-        raise complain(path, error.loc, error.message) from None
-    return Plan(settings, str(path.resolve()), places, gpus)
+    return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
@@ -199,7 +221,8 @@ def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
 
     from servekit import logs
     from servekit.display import Words, watch
-    from servekit.supervisor.supervisor import Ground, Supervisor
+    from servekit.supervisor.ground import Ground
+    from servekit.supervisor.supervisor import Supervisor
 
     ground = Ground.take(run_dir, plan.config.server.host, plan.config.server.port)
     logs.configure("supervisor", level="warning" if quiet else "info")
@@ -229,13 +252,13 @@ def _run_dir(given: Path | None, settings: Config | None = None) -> Path:
     return default_path(os.environ)
 
 
-def _ask_status(run_dir: Path) -> Status:
+def _ask(run_dir: Path, question: ToSupervisor, kind: type[A], timeout_s: float = 10.0) -> A:
+    """The answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 
     from servekit.supervisor.control import ask
-    from servekit.wire.messages import GetStatus, Status
 
-    answer = asyncio.run(ask(run_dir / "control.sock", GetStatus()))
-    if not isinstance(answer, Status):
+    answer = asyncio.run(ask(run_dir / "control.sock", question, timeout_s))
+    if not isinstance(answer, kind):
         raise ServekitError("the supervisor gave an answer that does not belong to the question")
     return answer

@@ -12,13 +12,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from servekit.supervisor.supervisor import Plan
+from servekit.supervisor.planning import Plan
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
 
 _COLOURS = {
     "ready": "green",
     "starting": "yellow",
     "loading": "yellow",
+    "stalled": "red",
     "draining": "yellow",
     "backoff": "red",
     "failed": "red",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from servekit.errors import ServekitError, StartError
+from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor import procfs
 from servekit.supervisor.run_dir import read_record
 from servekit.wire.connection import Connection, dial, listen
@@ -15,21 +15,40 @@ from servekit.wire.messages import (
     Accepted,
     FromSupervisor,
     GetStatus,
+    GetWhy,
     Refused,
+    Reload,
     Shutdown,
     Status,
     ToSupervisor,
+    Why,
 )
 
 _LOOK_EVERY_S = 0.05
 
 
+class Desk(Protocol):
+    """Who knows the answers: the supervisor."""
+
+    def status_now(self) -> Status:
+        """The whole state, measured this moment."""
+
+    def shutdown(self, now: bool) -> None:
+        """Begin to end; without waiting for what is in flight if `now`."""
+
+    def why(self, name: str) -> Why | Refused:
+        """What became of a model or of one process."""
+
+    async def reload(self) -> Accepted | Refused:
+        """Read the file again and act on it."""
+
+
 class Operators:
     """Answers operators until closed."""
 
-    def __init__(self, status: Callable[[], Status], shutdown: Callable[[bool], None]) -> None:
-        self._status = status
-        self._shutdown = shutdown
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._reloads: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
         self._server: asyncio.Server | None = None
 
@@ -57,16 +76,26 @@ class Operators:
     def _on_message(self, connection: Connection[ToSupervisor], message: ToSupervisor) -> None:
         match message:
             case GetStatus():
-                connection.send(self._status())
+                connection.send(self._desk.status_now())
             case Shutdown(now):
-                self._shutdown(now)
+                self._desk.shutdown(now)
                 connection.send(Accepted())
+            case GetWhy(name):
+                connection.send(self._desk.why(name))
+            case Reload():
+                task = asyncio.get_running_loop().create_task(self._reload(connection))
+                self._reloads.add(task)
+                task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self, connection: Connection[ToSupervisor]) -> None:
+        connection.send(await self._desk.reload())
 
 
-async def ask(path: Path, message: GetStatus | Shutdown, timeout_s: float = 10.0) -> FromSupervisor:
+async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> FromSupervisor:
     """Ask the supervisor behind the control socket `path`.
 
-    Raises StartError when none runs there, ServekitError when it refuses or does not answer.
+    Raises StartError when none runs there, ConfigError when what is asked for is wrong,
+    ServekitError when it refuses for another reason or does not answer.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[FromSupervisor] = loop.create_future()
@@ -91,7 +120,7 @@ async def ask(path: Path, message: GetStatus | Shutdown, timeout_s: float = 10.0
     finally:
         connection.close()
     if isinstance(reply, Refused):
-        raise ServekitError(reply.message)
+        raise (ConfigError if reply.invalid else ServekitError)(reply.message)
     return reply
 
 

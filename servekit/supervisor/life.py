@@ -27,7 +27,7 @@ from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.history import History, Known
 from servekit.supervisor.restart import RestartPolicy
 from servekit.supervisor.run_dir import RunDir
-from servekit.wire.messages import BootFailed, Quarantined, ReplicaHistory, Stop, WorkerState
+from servekit.wire.messages import BootFailed, Drain, Quarantined, ReplicaHistory, Stop, WorkerState
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
@@ -69,6 +69,7 @@ class Life(ABC, Generic[Incoming]):
     """
 
     incoming: ClassVar[Any]  # the union of messages it may send
+    notice_s: ClassVar[float] = 0.0  # from saying that it drains to having it drain
 
     def __init__(self, name: str, host: Host, circuit: Circuit | None = None) -> None:
         self.name = name
@@ -229,6 +230,8 @@ class Life(ABC, Generic[Incoming]):
             return child.exited.result()
         ending = self._ending.result()
         self.set("draining", self.reason)
+        if isinstance(ending.ask, Drain):
+            await asyncio.wait((child.exited,), timeout=self.notice_s)
         return await child.stop(ending.ask, ending.grace_s)
 
     def _judge(self, exit_: Exit) -> float | None:

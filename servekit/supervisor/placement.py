@@ -52,11 +52,21 @@ class Assignment:
         return "cpu" if self.gpu is None else str(self.gpu)
 
 
-def place(models: Sequence[ModelConfig], gpus: Sequence[Gpu], cpus: int) -> tuple[Assignment, ...]:
-    """Give every worker a place, in the file's order. Raises Misplaced if they do not fit."""
+def place(
+    models: Sequence[ModelConfig],
+    gpus: Sequence[Gpu],
+    cpus: int,
+    held: Mapping[str, Sequence[Gpu]] | None = None,
+) -> tuple[Assignment, ...]:
+    """Give every worker a place, in the file's order. Raises Misplaced if they do not fit.
+
+    `held` are the GPUs that models have already: they keep them, unless another could not be
+    placed otherwise.
+    """
     wanted = {m.name: _allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
     counts = {m.name: _least(m) for m in models}
-    matching = _Matching(wanted)
+    matching = _Matching(wanted, held or {})
+    matching.keep({name: counts[name] for name in wanted})
     _satisfy(matching, models, {name: counts[name] for name in wanted}, gpus)
     _share(matching, [m.name for m in models if m.name in wanted and m.replicas == "auto"])
     on_cpu = sum(counts[m.name] for m in models if m.name not in wanted)
@@ -118,19 +128,30 @@ def _threads(cpus: int, workers: int) -> int:
 class _Matching:
     """Who holds which GPU; grows one GPU at a time without ever taking a model's count down."""
 
-    def __init__(self, allowed: Mapping[str, Sequence[Gpu]]) -> None:
+    def __init__(
+        self, allowed: Mapping[str, Sequence[Gpu]], held: Mapping[str, Sequence[Gpu]]
+    ) -> None:
         self.allowed = allowed
+        self._held = held
         self._holder: dict[Gpu, str] = {}
 
     def gpus_of(self, name: str) -> list[Gpu]:
         return [gpu for gpu, holder in self._holder.items() if holder == name]
+
+    def keep(self, counts: Mapping[str, int]) -> None:
+        """Begin with what models hold now, up to what each must have."""
+        for name, count in counts.items():
+            own = [gpu for gpu in self._held.get(name, ()) if gpu in self.allowed[name]]
+            for gpu in own[:count]:
+                self._holder.setdefault(gpu, name)
 
     def grow(self, name: str) -> bool:
         """Give `name` one more GPU, moving others if need be; False if that cannot be."""
         return self._augment(name, set())
 
     def _augment(self, name: str, seen: set[Gpu]) -> bool:
-        for gpu in sorted(self.allowed[name], key=lambda gpu: gpu in self._holder):
+        own = self._held.get(name, ())
+        for gpu in sorted(self.allowed[name], key=lambda g: (g in self._holder, g not in own)):
             holder = self._holder.get(gpu)
             if gpu in seen or holder == name:
                 continue
@@ -148,7 +169,8 @@ def _satisfy(
     gpus: Sequence[Gpu],
 ) -> None:
     for index, model in enumerate(models):
-        for _ in range(counts.get(model.name, 0)):
+        lacking = counts.get(model.name, 0) - len(matching.gpus_of(model.name))
+        for _ in range(lacking):
             if not matching.grow(model.name):
                 message = _shortage(model.name, counts, matching.allowed[model.name], gpus)
                 key = "gpus" if model.replicas == "auto" and model.gpus else "replicas"

@@ -43,6 +43,7 @@ class Replica(Life[FromWorker]):
     """Runs one worker at its place."""
 
     incoming = FromWorker
+    notice_s = 0.1  # gateways send it nothing more before it is told to finish
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Replica(Life[FromWorker]):
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
         self._gpu_bytes = 0
+        self.pids: set[int] = set()  # of all its incarnations
 
     def command(self) -> Command:
         self._pulse = Pulse(time.monotonic())
@@ -80,6 +82,7 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
+        self.pids.add(self.child.pid)
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket))))
 
     def receive(self, message: FromWorker) -> None:

@@ -10,33 +10,41 @@ import asyncio
 import contextlib
 import itertools
 import os
-import resource
 import secrets
 import signal
-import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import structlog
 
 from servekit import __version__
-from servekit.config.schema import Config
+from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import listening, procfs, snapshot
-from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.control import Operators
+from servekit.supervisor.fleet import Fleet
+from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import Gateway
-from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
+from servekit.supervisor.gpus import gpu_memory_by_pid
+from servekit.supervisor.ground import Ground, has_terminal, raise_file_limit
 from servekit.supervisor.guard import Guard
 from servekit.supervisor.leftovers import Started, end_leftovers
 from servekit.supervisor.life import Life
-from servekit.supervisor.placement import Assignment
+from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
-from servekit.supervisor.run_dir import Record, RunDir
-from servekit.wire.messages import Drain, ModelStatus, Quarantined, Status, Stop, Topology
+from servekit.supervisor.run_dir import Record
+from servekit.wire.messages import (
+    Accepted,
+    Drain,
+    ModelStatus,
+    Quarantined,
+    Refused,
+    Status,
+    Stop,
+    Topology,
+    Why,
+)
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -48,13 +56,12 @@ _SLEPT_S = 2.0
 #: Memory is read less often.
 _MEASURE_EVERY_TICKS = 5
 #: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
-Request = Literal["signal", "drain", "now"]
+Request = Literal["signal", "drain", "now", "hangup"]
 #: NVML is asked less often: it takes milliseconds on a machine with eight GPUs.
 _NVML_EVERY_TICKS = 25
 #: From the end of a grace to giving up on a process that SIGKILL does not end: one that is stuck
 #: in the kernel, as a broken GPU driver has it.
 _KILL_S = 15.0
-_FILES = 65536
 #: From Stop to SIGTERM for a worker that has nothing in flight.
 _WORKER_GRACE_S = 5.0
 
@@ -69,34 +76,6 @@ class Observer(Protocol):
         """A line that a child wrote."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to run: the file, and where every worker goes."""
-
-    config: Config
-    config_path: str
-    places: tuple[Assignment, ...]
-    gpus: tuple[Gpu, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What an instance stands on, taken before anything is started."""
-
-    run_dir: RunDir
-    listener: socket.socket
-
-    @classmethod
-    def take(cls, run_dir: Path, host: str, port: int) -> Ground:
-        """Lock the run directory and bind the public socket. Raises StartError."""
-        taken = RunDir.take(run_dir)
-        try:
-            return cls(taken, listening.bind(host, port))
-        except BaseException:
-            taken.release()
-            raise
-
-
 class Supervisor:
     """One instance. Made on a running event loop."""
 
@@ -107,7 +86,6 @@ class Supervisor:
         self.environ = environ
         self.mark = secrets.token_hex(16)
         self.url = listening.url_of(ground.listener)
-        self._plan = plan
         self._listener = ground.listener
         self._observer = observer
         self._started_at = time.time()
@@ -115,67 +93,90 @@ class Supervisor:
         self._publishing = False
         self._topology = Topology(())
         self._quarantine = Quarantine()
-        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
+        self._tasks: dict[Life[Any], asyncio.Task[None]] = {}
+        self._reloading = asyncio.Lock()
+        self._reloads: set[asyncio.Task[Any]] = set()
+        self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
-        self._operators = Operators(self._status_now, self._on_shutdown)
+        self._operators = Operators(self)
         server = plan.config.server
         self._gateways = [
             Gateway(index, self._listener.fileno(), server, self)
             for index in range(server.gateways)
         ]
-        models = {model.name: model for model in plan.config.models}
-        circuits = {name: Circuit(name) for name in models}
-        self._replicas = [
-            Replica(models[place.model], place, plan.gpus, self, circuits[place.model])
-            for place in plan.places
-        ]
+        self._fleets = Fleets(plan, self, self._run)
 
     # ---- its life
 
     async def live(self) -> int:
         """Run until told to stop; returns the exit code. Nothing it started outlives it."""
-        lives: Tasks = set()
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
             last.callback(self._ignore_signals)
             self._catch_signals()
-            _raise_file_limit()
+            raise_file_limit()
             self._leave_record()
             guard = Guard(self.run_dir.path, self.mark, self.environ)
             last.callback(guard.dismiss)
-            last.callback(self._end_all, lives)
+            last.callback(self._end_all)
             last.callback(self._loop.create_task(self._tick(guard.pid)).cancel)
             await self._operators.listen(self.run_dir.control)
-            gateways, workers = self._start(self._gateways), self._start(self._replicas)
-            lives |= gateways | workers
-            await self._until_told(lives)
-            return await self._drain(gateways, workers)
+            for gateway in self._gateways:
+                self._run(gateway)
+            self._fleets.apply(self._fleets.plan)
+            await self._until_told()
+            return await self._drain()
 
-    def _start(self, those: Sequence[Life[Any]]) -> Tasks:
-        return {self._loop.create_task(life.run(), name=life.name) for life in those}
+    def _run(self, life: Life[Any]) -> None:
+        task = self._loop.create_task(life.run(), name=life.name)
+        self._tasks[life] = task
+        task.add_done_callback(lambda done: self._on_end(life, done))
 
-    async def _until_told(self, lives: Tasks) -> None:
+    def _on_end(self, life: Life[Any], task: asyncio.Task[None]) -> None:
+        """A life is over: by a reload, or at the end, or because of a bug of ours."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._requests.put_nowait(error)
+        if isinstance(life, Replica) and not self._draining:
+            del self._tasks[life]
+            self._fleets.ended(life)
+            self.changed()
+
+    async def _until_told(self) -> None:
         """Return when a signal or an operator says so; raise if a life breaks off."""
-        told = self._loop.create_task(self._requests.get())
-        await asyncio.wait({told, *lives}, return_when=asyncio.FIRST_COMPLETED)
-        if told.done() and told.result() == "now":
-            self._hurry()
-        told.cancel()
+        while True:
+            match await self._requests.get():
+                case BaseException() as error:
+                    raise error
+                case "hangup" if not self._has_terminal or has_terminal():
+                    self._spawn(self.reload())
+                case "now":
+                    self._hurry()
+                    return
+                case _:
+                    return
 
-    async def _drain(self, gateways: Tasks, workers: Tasks) -> int:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _drain(self) -> int:
         """Gateways first: they need the workers for what is in flight. The exit code."""
-        drain_s = self._plan.config.server.drain_timeout_s
+        drain_s = self._fleets.drain_timeout_s
         log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._listener.close()
+        self._fleets.halt()
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
-        stuck = await _ended(gateways, drain_s + _KILL_S)
-        for replica in self._replicas:
+        stuck = await _ended(self._tasks_of(self._gateways), drain_s + _KILL_S)
+        workers = self._fleets.replicas()
+        for replica in workers:
             replica.end(Stop(), _WORKER_GRACE_S)
-        stuck |= await _ended(workers, _WORKER_GRACE_S + _KILL_S)
+        stuck |= await _ended(self._tasks_of(workers), _WORKER_GRACE_S + _KILL_S)
         hurrying.cancel()
         if stuck:
             log.error("killed, but stuck in the kernel", children=sorted(stuck))
@@ -183,8 +184,12 @@ class Supervisor:
             log.info("stopped")
         return 1 if stuck else 0
 
+    def _tasks_of(self, lives: Sequence[Life[Any]]) -> Tasks:
+        return {self._tasks[life] for life in lives if life in self._tasks}
+
     async def _hurry_if_told_again(self) -> None:
-        while await self._requests.get() == "drain":  # an operator may ask twice; it is under way
+        # An operator may ask twice: it is under way. A reload has nothing to change any more.
+        while await self._requests.get() in ("drain", "hangup"):
             pass
         self._hurry()
 
@@ -193,9 +198,9 @@ class Supervisor:
         for life in self._lives():
             life.end_now()
 
-    def _end_all(self, lives: Tasks) -> None:
+    def _end_all(self) -> None:
         """The last word, also when `live` broke off: nothing of ours runs after it."""
-        for task in lives:
+        for task in (*self._tasks.values(), *self._reloads):
             task.cancel()
         end_leftovers(self._started(), self.mark)
 
@@ -210,7 +215,8 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: it is to outlive its terminal
-            self._loop.add_signal_handler(number, self._requests.put_nowait, "signal")
+            request: Request = "hangup" if number == signal.SIGHUP else "signal"
+            self._loop.add_signal_handler(number, self._requests.put_nowait, request)
 
     def _ignore_signals(self) -> None:
         """Nothing runs any more: a late signal must not turn a clean end into a killed one."""
@@ -218,8 +224,32 @@ class Supervisor:
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
-    def _on_shutdown(self, now: bool) -> None:
+    def shutdown(self, now: bool) -> None:
         self._requests.put_nowait("now" if now else "drain")
+
+    def why(self, name: str) -> Why | Refused:
+        return snapshot.why(name, self._fleets.everyone(), self._gateways)
+
+    async def reload(self) -> Accepted | Refused:
+        """Read the file again; what is wrong with it is said, and changes nothing."""
+        async with self._reloading:
+            try:
+                self._refuse_while_draining()
+                plan = await self._fleets.read()
+                self._refuse_while_draining()
+                changes = self._fleets.apply(plan)
+            except ServekitError as error:
+                log.error("reload refused", reason=error.message)
+                return Refused(error.message, isinstance(error, ConfigError))
+            except Exception as error:
+                log.exception("reload broke off")
+                return Refused(f"reload broke off: {error!r}; see the log")
+        log.info("reloaded", changes=changes)
+        return Accepted(changes)
+
+    def _refuse_while_draining(self) -> None:
+        if self._draining:
+            raise ServekitError("servekit is shutting down; there is nothing to reload")
 
     # ---- what its children tell
 
@@ -247,12 +277,16 @@ class Supervisor:
     def _publish(self) -> None:
         self._publishing = False
         topology = Topology(
-            self._models(), self._draining, len(self._gateways), self._quarantine.holding()
+            self._models(self._fleets.served),
+            self._draining,
+            len(self._gateways),
+            self._quarantine.holding(),
         )
         if topology != self._topology:
             self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
+        self._fleets.stir()
         self._observer.changed(self.status())
 
     async def _tick(self, guard_pid: int) -> None:
@@ -279,16 +313,16 @@ class Supervisor:
             self.changed()
 
     def _measure(self, *, gpus: bool) -> None:
-        holdings = gpu_memory_by_pid() if gpus and self._plan.gpus else None
+        holdings = gpu_memory_by_pid() if gpus and self._fleets.gpus else None
         for life in self._lives():
             life.measure()
         if holdings is not None:
-            for replica in self._replicas:
+            for replica in self._fleets.replicas():
                 replica.measure_gpus(holdings)
 
     # ---- what it knows
 
-    def _status_now(self) -> Status:
+    def status_now(self) -> Status:
         """For an operator, who may look before the first tick."""
         self._measure(gpus=True)
         return self.status()
@@ -298,41 +332,36 @@ class Supervisor:
             version=__version__,
             pid=os.getpid(),
             url=self.url,
-            config=self._plan.config_path,
+            config=self._fleets.plan.config_path,
             started_at=self._started_at,
             rss_bytes=procfs.rss_bytes(os.getpid()),
-            models=self._models(),
+            models=self._models(self._fleets.everyone()),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
         )
 
-    def _models(self) -> tuple[ModelStatus, ...]:
-        models = self._plan.config.models
-        return snapshot.of_models(models, self._replicas, int(self._started_at))
+    def _models(self, fleets: Sequence[Fleet]) -> tuple[ModelStatus, ...]:
+        return tuple(snapshot.of_model(fleet, int(self._started_at)) for fleet in fleets)
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())
         return [Started(c.name, c.pid, c.started) for c in children if c is not None]
 
     def _lives(self) -> list[Life[Any]]:
-        return [*self._gateways, *self._replicas]
+        return [*self._gateways, *self._fleets.replicas()]
 
     def _leave_record(self) -> None:
         self.run_dir.record(
-            Record(os.getpid(), self._started_at, self.url, self._plan.config_path, self.mark)
+            Record(
+                os.getpid(), self._started_at, self.url, self._fleets.plan.config_path, self.mark
+            )
         )
-
-
-def _raise_file_limit() -> None:
-    """Every connection is a file; the usual soft limit of 1024 is for programs that select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _ended(tasks: Tasks, within_s: float) -> set[str]:
     """Wait for lives to end; the names of those that did not. Raises what broke one off."""
+    if not tasks:
+        return set()
     done, pending = await asyncio.wait(tasks, timeout=within_s)
     for task in done:
         task.result()

@@ -271,11 +271,12 @@ class Status(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    pass
+    message: str = ""  # what will be done
 
 
 class Refused(Message, frozen=True):
     message: str
+    invalid: bool = False  # what was asked for is wrong, not the moment
 
 
 ToWorker = Load | Ping | Dump | Drain | Stop

@@ -46,8 +46,10 @@ MAY_IMPORT = {
     # like tables, on the operator's side: it asks the control socket and reads the process table
     "chaos": {"errors", "wire", "config", "supervisor"},
     "tables": {"errors", "wire", "config", "supervisor"},
+    "stories": {"wire", "tables"},
     "display": {"errors", "wire", "config", "tables"},
-    "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"},
+    "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
+    | {"stories"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -68,9 +68,9 @@ def test_a_probe_that_is_taken_away_lets_another_one_try() -> None:
     one = opened()
     one.started("a")
     one.withdrawn("b", 111.0)
-    assert one.state == "half-open"
+    assert one.probe == "a"
     one.withdrawn("a", 111.0)
-    assert one.state == "open"
+    assert one.probe == ""
     assert one.hold(111.0) is None
 
 

@@ -1,27 +1,66 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
 import pytest
 
-from servekit.errors import ServekitError, StartError
+from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor.control import Operators, ask
-from servekit.wire.messages import Accepted, GetStatus, Shutdown, Status
+from servekit.wire.messages import (
+    Accepted,
+    GetStatus,
+    GetWhy,
+    Refused,
+    Reload,
+    Shutdown,
+    Status,
+    Why,
+)
 
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
 
 
+class Desk:
+    """A supervisor's answers."""
+
+    def __init__(self) -> None:
+        self.heard: list[bool] = []
+
+    def status_now(self) -> Status:
+        return STATUS
+
+    def shutdown(self, now: bool) -> None:
+        self.heard.append(now)
+
+    def why(self, name: str) -> Why | Refused:
+        return Why(name, "closed", ()) if name == "m" else Refused("no such model", True)
+
+    async def reload(self) -> Accepted | Refused:
+        await asyncio.sleep(0)
+        return Accepted("a added")
+
+
+class BrokenDesk(Desk):
+    def status_now(self) -> Status:
+        raise RuntimeError("bug")
+
+
 async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
-    heard: list[bool] = []
-    operators = Operators(lambda: STATUS, heard.append)
+    desk = Desk()
+    operators = Operators(desk)
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert await ask(path, GetStatus()) == STATUS
     assert await ask(path, Shutdown(True)) == Accepted()
     assert await ask(path, Shutdown()) == Accepted()
-    assert heard == [True, False]
+    assert desk.heard == [True, False]
+    assert await ask(path, GetWhy("m")) == Why("m", "closed", ())
+    assert await ask(path, Reload()) == Accepted("a added")
+    with pytest.raises(ConfigError, match="no such model"):
+        await ask(path, GetWhy("n"))
     operators.close()
 
 
@@ -46,10 +85,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -
 
 
 async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
-    def broken() -> Status:
-        raise RuntimeError("bug")
-
-    operators = Operators(broken, lambda now: None)
+    operators = Operators(BrokenDesk())
     await operators.listen(tmp_path / "control.sock")
     with pytest.raises(ServekitError, match="hung up"):
         await ask(tmp_path / "control.sock", GetStatus())

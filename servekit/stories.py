@@ -1,0 +1,107 @@
+"""What `servekit why` shows: a diagnosis in a sentence, then the deaths, the newest last."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from servekit.tables import size, state
+from servekit.wire.messages import ExitRecord, ReplicaHistory, Why
+
+#: Last lines shown of each death but the newest, of which all are.
+_FEW_LINES = 3
+#: Escape sequences, and what else would move a terminal's cursor or hide text (C0, C1, bidi).
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u202a-\u202e\u2066-\u2069\u200e\u200f]"
+)
+
+
+def plain(text: str) -> str:
+    """Text that a child wrote, as a terminal may safely show it."""
+    return _CONTROL.sub("", text)
+
+
+def why_tables(why: Why) -> Sequence[RenderableType]:
+    """The whole answer, for a person."""
+    shown: list[RenderableType] = [Text(diagnosis(why), style="bold")]
+    if why.breaker != "closed":
+        shown.append(Text(f"breaker: {plain(why.breaker)}", style="red"))
+    for replica in why.replicas:
+        shown += ["", _head(replica)]
+        for exit_ in replica.exits[:-1]:
+            shown += _death(exit_, lines=_FEW_LINES)
+        if replica.exits:
+            shown += _death(replica.exits[-1], lines=len(replica.exits[-1].tail))
+            shown += [Text(f"    {plain(line)}", "dim") for line in replica.exits[-1].stacks]
+    return shown
+
+
+def diagnosis(why: Why) -> str:
+    """One sentence: what is the matter, and what to do next."""
+    last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
+    serving = sum(replica.state == "ready" for replica in why.replicas)
+    total = len(why.replicas)
+    head = f"{why.model}: {serving} of {total} ready"
+    if last is None:
+        return f"{head}; nothing of it has died since it was started."
+    return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"
+
+
+def _sentence(exit_: ExitRecord) -> str:
+    return plain(exit_.what).rstrip(".") + "."
+
+
+def _advice(why: Why, last: ExitRecord) -> str:
+    if last.out_of_memory == "host":
+        return "The machine ran out of memory: give it fewer or smaller models, or fewer replicas."
+    if last.out_of_memory == "gpu":
+        return "The GPU's memory did not suffice: lower max_context, slots or kv_cache_bytes."
+    if last.what.startswith(("stalled", "silent")):
+        return "The stacks below say where it hung" + (
+            "." if last.stacks else ", if it could still write them."
+        )
+    failed = [replica for replica in why.replicas if replica.state == "failed"]
+    if failed and all(replica.next_attempt_s is None for replica in failed):
+        return "It is not tried again: put right what it names, then run `servekit reload`."
+    if failed or why.breaker != "closed":
+        return "Look at its last lines below; `servekit reload` tries again at once."
+    if last.signal is not None and why.replicas and not last.tail:
+        return "It left no word: somebody, or the kernel, has killed it."
+    return "It was started again by itself." if not failed else ""
+
+
+def _head(replica: ReplicaHistory) -> Text:
+    line = Text(plain(replica.name), style="bold").append(" ").append_text(state(replica.state))
+    line.append(f", {replica.restarts} restarts", "")
+    if replica.next_attempt_s is not None:
+        line.append(f", next attempt in {replica.next_attempt_s:.1f} s")
+    if replica.reason:
+        line.append(f": {plain(replica.reason)}")
+    return line
+
+
+def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exit_.at))
+    yield Text(f"  {at}  pid {exit_.pid}  {plain(exit_.what)}")
+    facts = [
+        f"lived {exit_.lived_s:.1f} s, {exit_.phase}",
+        f"{exit_.served} requests served, {exit_.running} running",
+    ]
+    if exit_.rss_bytes:
+        facts.append(f"{size(exit_.rss_bytes)} of memory")
+    if exit_.gpu_bytes:
+        facts.append(f"{size(exit_.gpu_bytes)} on the GPU")
+    if exit_.out_of_memory:
+        facts.append(f"probably out of memory ({exit_.out_of_memory})")
+    yield Text(f"    {'; '.join(facts)}", style="dim")
+    for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
+        yield Text(f"    | {plain(line)}", style="dim")
+
+
+def _ago(exit_: ExitRecord) -> str:
+    return f"{max(0.0, time.time() - exit_.at):.0f} s ago"

@@ -1,0 +1,229 @@
+"""All replicas of one model, and how they become those of another version of it.
+
+Where there is room (on the CPU, or a free GPU) a new replica is ready before an old one is
+drained; else an old one makes room first, and the new one waits until its memory is really gone.
+A new version of which nothing comes up is taken back: the old one serves on, or again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.life import Host
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.reload import Slots, same_worker
+from servekit.supervisor.replicas import Replica
+from servekit.wire.messages import Drain, ReplicaHistory, Stop
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: From Stop to SIGTERM for a worker that serves nobody.
+_STOP_GRACE_S = 5.0
+
+
+class Yard(Protocol):
+    """What a fleet needs to know of the others: all fleets together."""
+
+    @property
+    def host(self) -> Host: ...
+    @property
+    def gpus(self) -> tuple[Gpu, ...]: ...
+    @property
+    def drain_timeout_s(self) -> float: ...
+    def start(self, replica: Replica) -> None: ...
+    def holders(self, gpu: Gpu) -> list[Replica]: ...
+    async def memory_gone(self, gpu: Gpu) -> None: ...
+
+
+class Fleet:
+    """The replicas of one model. Made empty; `become` fills it, also for the first time."""
+
+    def __init__(self, model: ModelConfig, yard: Yard) -> None:
+        self.model = model
+        self.replicas: list[Replica] = []
+        self.circuit = Circuit(model.name)
+        self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
+        self._yard = yard
+        self._threads: int | None = None
+        self._next_index = 0
+        self._stirred = asyncio.Event()
+        self._change: asyncio.Task[None] | None = None
+
+    def become(self, model: ModelConfig, slots: Slots, threads: int | None) -> None:
+        """Have these replicas of this version; whatever was under way is given up for it."""
+        self.halt()
+        if not same_worker(self.model, model):
+            self.circuit = Circuit(model.name)
+        self.model, self._threads, self.failed = model, threads, ()
+        for replica in self._living():
+            if same_worker(replica.model, model):
+                replica.model = model
+        task = asyncio.get_running_loop().create_task(self._converge(slots), name=model.name)
+        task.add_done_callback(_complain)
+        self._change = task
+
+    def leave(self) -> None:
+        """Drain all of it."""
+        self.halt()
+        for replica in self._living():
+            self._drain(replica)
+
+    def halt(self) -> None:
+        """Give up the change that is under way, if there is one."""
+        if self._change is not None:
+            self._change.cancel()
+
+    def retry(self) -> None:
+        """Start what has failed once more."""
+        if any(replica.state in ("failed", "backoff") for replica in self._living()):
+            self.circuit.reset()
+        for replica in self._living():
+            replica.retry()
+
+    def stir(self) -> None:
+        """Something has changed; called often."""
+        self._stirred.set()
+
+    def slots(self) -> Slots:
+        return tuple(replica.place.gpu for replica in self._living())
+
+    # ---- from one version to the next
+
+    async def _converge(self, slots: Slots) -> None:
+        kept, old = self._sorted()
+        missing, surplus = _fit(slots, kept)
+        old = _serving(old) + surplus  # one that has to move serves until it is needed elsewhere
+        roomy = [slot for slot in missing if slot is None or not self._yard.holders(slot)]
+        crowded = [slot for slot in missing if slot is not None and slot not in roomy]
+        fresh = [self._add(self.model, slot) for slot in roomy]
+        if fresh and old and not await self._replace(fresh, old):
+            return
+        for slot in crowded:
+            if not await self._make_room(slot, old, proven=bool(fresh)):
+                return
+            fresh.append(self.replicas[-1])
+        for replica in old:
+            self._drain(replica)
+
+    def _sorted(self) -> tuple[list[Replica], list[Replica]]:
+        living = self._living()
+        kept = [replica for replica in living if same_worker(replica.model, self.model)]
+        return kept, [replica for replica in living if replica not in kept]
+
+    async def _replace(self, fresh: list[Replica], old: list[Replica]) -> bool:
+        """Drain one of `old` for each of `fresh` that is ready; False if none of them comes up."""
+        for done in range(1, len(fresh) + 1):
+            await self._until(functools.partial(_enough, fresh, done))
+            if _ready(fresh) < done:
+                break
+            if old:
+                self._drain(old.pop(0))
+        if _ready(fresh) or not old:
+            return True
+        self._take_back(fresh, old)
+        return False
+
+    async def _make_room(self, slot: Gpu, old: list[Replica], *, proven: bool) -> bool:
+        """Start a replica where an old one, or another model's, still is; False if taken back."""
+        here = next((replica for replica in old if replica.place.gpu == slot), None)
+        victim = here or (old[0] if old else None)
+        if victim is not None:
+            old.remove(victim)
+            self._drain(victim)
+        await self._until(lambda: not self._yard.holders(slot))
+        await self._yard.memory_gone(slot)
+        replica = self._add(self.model, slot)
+        if victim is None or proven:
+            return True
+        await self._until(lambda: _settled([replica]))
+        if replica.state == "ready":
+            return True
+        self._take_back([replica], old)
+        self.model = victim.model
+        await self._until(lambda: not self._yard.holders(slot))
+        await self._yard.memory_gone(slot)
+        self.circuit = Circuit(self.model.name)
+        self._add(self.model, slot).reason = replica.reason
+        return False
+
+    def _take_back(self, fresh: Sequence[Replica], old: Sequence[Replica]) -> None:
+        why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
+        log.error("reload failed, the old version serves on", model=self.model.name, reason=why)
+        self.failed = tuple(replica.story() for replica in fresh)
+        for replica in fresh:
+            replica.end(Stop(), _STOP_GRACE_S)
+        at = time.strftime("%H:%M:%S")
+        for replica in old:
+            replica.set(replica.state, f"serves on: what was loaded at {at} failed: {why}")
+        if old:
+            self.model = old[0].model
+            self.circuit = old[0].circuit or self.circuit
+
+    # ---- single replicas
+
+    def _living(self) -> list[Replica]:
+        return [replica for replica in self.replicas if not replica.ending]
+
+    def _add(self, model: ModelConfig, gpu: Gpu | None) -> Replica:
+        threads = self._threads if gpu is None else None
+        place = Assignment(model.name, self._next_index, gpu, threads)
+        self._next_index += 1
+        replica = Replica(model, place, self._yard.gpus, self._yard.host, self.circuit)
+        self.replicas.append(replica)
+        self._yard.start(replica)
+        return replica
+
+    def _drain(self, replica: Replica) -> None:
+        log.info("draining", child=replica.name, at_most_s=self._yard.drain_timeout_s)
+        replica.end(Drain(), self._yard.drain_timeout_s)
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._stirred.clear()
+            await self._stirred.wait()
+
+
+def _fit(slots: Slots, kept: list[Replica]) -> tuple[list[Gpu | None], list[Replica]]:
+    """Which slots none of `kept` is in, and which of `kept` are in none."""
+    missing, surplus = list(slots), []
+    for replica in sorted(kept, key=lambda one: one.state != "ready"):
+        if replica.place.gpu in missing:
+            missing.remove(replica.place.gpu)
+        else:
+            surplus.append(replica)
+    return missing, surplus
+
+
+def _serving(old: Sequence[Replica]) -> list[Replica]:
+    """Those of another version that serve; the others are of no use any more, and ended."""
+    for replica in old:
+        if replica.state != "ready":
+            replica.end(Stop(), _STOP_GRACE_S)
+    return [replica for replica in old if replica.state == "ready"]
+
+
+def _ready(replicas: Sequence[Replica]) -> int:
+    return sum(replica.state == "ready" for replica in replicas)
+
+
+def _enough(replicas: Sequence[Replica], count: int) -> bool:
+    return _ready(replicas) >= count or _settled(replicas)
+
+
+def _settled(replicas: Sequence[Replica]) -> bool:
+    """Each has come up, or has been given up."""
+    return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a change broke off", model=task.get_name(), exc_info=task.exception())

@@ -1,0 +1,126 @@
+"""All models of an instance, and how a new file becomes what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from servekit.errors import ConfigError
+from servekit.supervisor import reload
+from servekit.supervisor.fleet import Fleet
+from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
+from servekit.supervisor.life import Host
+from servekit.supervisor.planning import Plan
+from servekit.supervisor.replicas import Replica
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: How long to wait for the memory of an ended worker to leave its GPU.
+_VRAM_S = 30.0
+_LOOK_EVERY_S = 0.1
+
+
+class Fleets:
+    """Made empty; `apply` fills it, also for the first time. `run` runs a replica's life."""
+
+    def __init__(self, plan: Plan, host: Host, run: Callable[[Replica], None]) -> None:
+        self.plan = plan
+        self.host = host
+        self._run = run
+        self.served: list[Fleet] = []
+        self._leaving: list[Fleet] = []  # of models that the file does not have any more
+        self._departed: set[int] = set()  # PIDs of workers that have ended
+
+    def start(self, replica: Replica) -> None:
+        self._run(replica)
+
+    # ---- what there is
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.plan.gpus
+
+    @property
+    def drain_timeout_s(self) -> float:
+        return self.plan.config.server.drain_timeout_s
+
+    def everyone(self) -> list[Fleet]:
+        """Those that are served, and those that drain."""
+        return [*self.served, *self._leaving]
+
+    def replicas(self) -> list[Replica]:
+        return [replica for fleet in self.everyone() for replica in fleet.replicas]
+
+    def holders(self, gpu: Gpu) -> list[Replica]:
+        """Who has a worker on that GPU, or will have one again."""
+        return [replica for replica in self.replicas() if replica.place.gpu == gpu]
+
+    async def memory_gone(self, gpu: Gpu) -> None:
+        """Return when NVML shows no memory of a worker of ours that has ended."""
+        deadline = time.monotonic() + _VRAM_S
+        while self._is_held_by_the_dead(gpu):
+            if time.monotonic() > deadline:
+                log.warning("the memory of an ended worker is not free yet", gpu=str(gpu))
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _is_held_by_the_dead(self, gpu: Gpu) -> bool:
+        holdings = gpu_memory_by_pid()
+        return any(gpu.uuid in holdings.get(pid, {}) for pid in self._departed)
+
+    # ---- what changes
+
+    async def read(self) -> Plan:
+        """The plan of the file as it is now. Raises ConfigError, and has changed nothing."""
+        source = self.plan.source
+        held = {
+            fleet.model.name: [gpu for gpu in fleet.slots() if gpu is not None]
+            for fleet in self.served
+        }
+        await asyncio.to_thread(source.await_rest)
+        plan = await asyncio.to_thread(source.plan, self.gpus, held)
+        if restart := reload.needs_restart(self.plan.config, plan.config):
+            raise ConfigError(f"{source.path}: {restart}")
+        return plan
+
+    def apply(self, plan: Plan) -> str:
+        """Begin to make it so; returns what changes, in words."""
+        self.plan = plan
+        models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
+        running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
+        changes = reload.diff(running, models, plan.places)
+        kinds = {change.name: change.kind for change in changes}
+        self.served = [before.get(model.name) or Fleet(model, self) for model in models]
+        for fleet in before.values():
+            if kinds[fleet.model.name] == "removed":
+                self._leaving.append(fleet)
+                fleet.leave()
+        for fleet, model in zip(self.served, models, strict=True):
+            if kinds[model.name] == "unchanged":
+                fleet.retry()
+            else:
+                threads = next(p.threads for p in plan.places if p.model == model.name)
+                fleet.become(model, reload.slots(model.name, plan.places), threads)
+        return reload.tell(changes)
+
+    def ended(self, replica: Replica) -> None:
+        """A replica's life is over."""
+        self._departed |= replica.pids
+        for fleet in self.everyone():
+            if replica in fleet.replicas:
+                fleet.replicas.remove(replica)
+        self._leaving = [fleet for fleet in self._leaving if fleet.replicas]
+
+    def stir(self) -> None:
+        """Something has changed."""
+        for fleet in self.everyone():
+            fleet.stir()
+
+    def halt(self) -> None:
+        """Begin nothing any more: all of it is going to end."""
+        for fleet in self.everyone():
+            fleet.halt()

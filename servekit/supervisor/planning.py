@@ -1,0 +1,71 @@
+"""From the file to what runs where: read, checked against itself and against this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from servekit.config.load import complain, load
+from servekit.config.schema import Config
+from servekit.errors import ConfigError
+from servekit.supervisor.environment import usable_cpus
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.placement import Assignment, Misplaced, place
+
+#: A file that was changed so recently may be half written; how long that may go on.
+_AT_REST_S = 0.5
+_PATIENCE_S = 10.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the configuration comes from, and what the command line says over it."""
+
+    path: Path
+    server: Mapping[str, object] = field(default_factory=dict)
+
+    def plan(self, gpus: Sequence[Gpu], held: Mapping[str, Sequence[Gpu]] | None = None) -> Plan:
+        """Read the file; `held` are the GPUs that models have now and should keep.
+
+        Raises ConfigError with everything that is wrong with it.
+        """
+        config = load(self.path)
+        server = config.server.model_copy(update=dict(self.server))
+        config = config.model_copy(update={"server": server})
+        try:
+            places = place(config.models, gpus, usable_cpus(), held or {})
+        except Misplaced as error:
+            raise complain(self.path, error.loc, error.message) from None
+        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self)
+
+    def await_rest(self) -> None:
+        """Return once nobody has written to the file for a moment; blocks, for a thread.
+
+        Half a file may well be a valid one with fewer models. Raises ConfigError.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        while (age_s := self._age_s()) < _AT_REST_S:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{self.path}: is still being written; try again when it is done")
+            time.sleep(min(_LOOK_EVERY_S, _AT_REST_S - max(0.0, age_s)))
+
+    def _age_s(self) -> float:
+        try:
+            age_s = time.time() - self.path.stat().st_mtime
+        except OSError:
+            return _AT_REST_S  # reading it will say what is wrong
+        return age_s if age_s >= 0 else _AT_REST_S  # a clock that was set back
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to run: the file, and where every worker goes."""
+
+    config: Config
+    config_path: str
+    places: tuple[Assignment, ...]
+    gpus: tuple[Gpu, ...]
+    source: Source

@@ -1,0 +1,121 @@
+"""What a reload changes: a pure function of what runs and of the new file.
+
+a model's section                          its replicas
+is the same                                are not touched
+differs in what only we or gateways read   go on, with the new values
+differs in how many, or on which GPUs      the difference is added or drained
+differs in anything that the worker loads  are replaced
+is gone                                    are drained
+is new                                     are started
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from servekit.config.schema import Config, ModelConfig
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.placement import Assignment
+
+Kind = Literal["unchanged", "updated", "scaled", "replaced", "removed", "added"]
+Slots = tuple[Gpu | None, ...]
+
+#: Keys of a model that no worker ever sees.
+_NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
+    "stall_timeout_s",
+    "load_timeout_s",
+}
+#: Keys that say where workers run, not what they are.
+_PLACEMENT = frozenset({"replicas", "gpus"})
+#: Keys of `server` that a running instance can take over.
+_LIVE_SERVER = frozenset({"drain_timeout_s"})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of one model, and how many replicas it has before and after."""
+
+    name: str
+    kind: Kind
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "replaced":
+                return f"{_replicas(self.before)} of {self.name} replaced" + (
+                    f" by {self.after}" if self.after != self.before else ""
+                )
+            case "scaled" if self.before != self.after:
+                return f"{self.name} scaled from {self.before} to {self.after}"
+            case "scaled":
+                return f"{self.name} moved"
+            case "added":
+                return f"{self.name} added with {_replicas(self.after)}"
+        return f"{self.name} {self.kind}"
+
+
+def needs_restart(old: Config, new: Config) -> str:
+    """A sentence that names the keys which only a restart can change; "" if there are none."""
+    keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - _LIVE_SERVER)]
+    if old.run_dir != new.run_dir:
+        keys.append("run_dir")
+    if not keys:
+        return ""
+    return f"{', '.join(keys)}: a change of it needs a restart; nothing was changed"
+
+
+def same_worker(old: ModelConfig, new: ModelConfig) -> bool:
+    """Whether a worker of `old` may go on as one of `new`."""
+    return _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT
+
+
+def slots(name: str, places: Sequence[Assignment]) -> Slots:
+    """The GPU of each of its replicas, None for one on the CPU."""
+    return tuple(place.gpu for place in places if place.model == name)
+
+
+def diff(
+    running: Mapping[str, tuple[ModelConfig, Slots]],
+    models: Sequence[ModelConfig],
+    places: Sequence[Assignment],
+) -> tuple[Change, ...]:
+    """What is to change, in the new file's order, what is removed last."""
+    changes: list[Change] = []
+    for model in models:
+        after = slots(model.name, places)
+        if model.name not in running:
+            changes.append(Change(model.name, "added", 0, len(after)))
+            continue
+        old, before = running[model.name]
+        changes.append(
+            Change(model.name, _kind(old, model, before, after), len(before), len(after))
+        )
+    names = {model.name for model in models}
+    gone = [(name, held) for name, (_, held) in running.items() if name not in names]
+    return (*changes, *(Change(name, "removed", len(held), 0) for name, held in gone))
+
+
+def tell(changes: Sequence[Change]) -> str:
+    """In words: "2 replicas of a replaced, b removed, c unchanged"."""
+    if all(change.kind == "unchanged" for change in changes):
+        return "nothing to change"
+    return ", ".join(str(change) for change in changes)
+
+
+def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Kind:
+    if not same_worker(old, new):
+        return "replaced"
+    if sorted(map(str, before)) != sorted(map(str, after)):
+        return "scaled"
+    return "updated" if _differ(old, new) & _NOT_THE_WORKERS else "unchanged"
+
+
+def _differ(old: object, new: object) -> set[str]:
+    return {key for key, value in vars(old).items() if value != getattr(new, key)}
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"
