@@ -145,8 +145,11 @@ class Gateway:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         path.chmod(0o600)
-        async with serving(Guard(ui.app, log), listener):
-            await asyncio.shield(self._stop)
+        try:
+            async with serving(Guard(ui.app, log), listener):
+                await asyncio.shield(self._stop)
+        finally:
+            await ui.shutdown()  # or the streams of open pages hold up the end
 
     async def _borrow_ui(self) -> None:
         from servekit.gateway.proxy import UnixProxy

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -35,7 +38,25 @@ class UnixProxy:
         except httpx.TransportError:
             await send_error(send, ModelUnavailable("the UI is starting", retry_after_s=2.0))
             return
-        await _relay(response, send)
+        await _until_gone(_relay(response, send), receive)
+
+
+async def _until_gone(relay: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Relay until done, or until the client has left: then the UI must see it leave, too."""
+    relaying, leaving = asyncio.ensure_future(relay), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([relaying, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if relaying.done():
+            relaying.result()
+    finally:
+        relaying.cancel()
+        leaving.cancel()
+        await asyncio.gather(relaying, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _target(scope: Scope) -> bytes:

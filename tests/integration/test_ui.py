@@ -526,3 +526,19 @@ def away_while(manager: contextlib.AbstractContextManager[Instance]) -> Iterator
         yield entered
     finally:
         away(lambda: manager.__exit__(None, None, None))
+
+
+def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) -> None:
+    server = {"ui": True, "gateways": 2}
+    with away_while(Instance.up(tmp_path, [echo("one", step_s=0.02)], server=server)) as two:
+        away(two.until_settled)
+        url = url_of(two)
+        poll("the UI is up", lambda: httpx.get(f"{url}/ui/").status_code == 200, within_s=60)
+        for _ in range(4):  # the kernel chooses the gateway of each connection
+            with contextlib.closing(browser.new_context()) as context:
+                tab = Tab(context, url)
+                tab.ask(LONG)
+                _grown(tab, 10)
+                tab.page.close()
+                until_running(two, "one", 0, within_s=15)
+                assert tab.problems == []
