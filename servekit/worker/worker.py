@@ -55,6 +55,8 @@ EXIT_ENGINE_DIED = 70
 REPORT_EVERY_S = 0.1
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
+#: So many tokens are worth a completed request, to the policy that restarts workers.
+TOKENS_OF_USE = 64
 
 
 def run(name: str, control: socket.socket) -> int:
@@ -86,6 +88,7 @@ class Worker:
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
         self._finished = 0  # requests the engine has completed, probes included
+        self._tokens = 0
         self._probes = 0
 
     async def live(self, control: socket.socket) -> int:
@@ -129,7 +132,8 @@ class Worker:
             log.error("the engine died", error=repr(self._engine.fatal))
             self._end(EXIT_ENGINE_DIED)
         now = self._engine.load_now()
-        served = max(0, self._finished - self._probes)
+        # A long answer counts before its end, so that a life cut short by chance was of use.
+        served = max(self._finished - self._probes, self._tokens // TOKENS_OF_USE, 0)
         return Pong(seq, now.progress_age_s, now.running, now.waiting, now.kv_used, served)
 
     def _drain(self) -> None:
@@ -182,7 +186,9 @@ class Worker:
 
     def _emit(self, outputs: Sequence[StepOutput]) -> None:
         assert self._runner is not None
-        self._finished += sum(output.finish is not None for output in outputs)
+        for output in outputs:
+            self._finished += output.finish is not None
+            self._tokens += len(output.token_ids)
         self._runner.emit(outputs)
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
