@@ -9,13 +9,14 @@ from typing import Any
 
 import structlog
 
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import reload
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
 from servekit.supervisor.life import Host
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.replicas import Replica
+from servekit.wire.messages import Accepted, Refused
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -33,6 +34,8 @@ class Fleets:
         self._run = run
         self.served: list[Fleet] = []
         self._leaving: list[Fleet] = []  # of models that the file does not have any more
+        self._reloading = asyncio.Lock()
+        self._halted = False
         self._departed: set[int] = set()  # PIDs of workers that have ended
 
     def start(self, replica: Replica) -> None:
@@ -74,7 +77,34 @@ class Fleets:
 
     # ---- what changes
 
-    async def read(self) -> Plan:
+    async def reload(self) -> Accepted | Refused:
+        """Read the file again; what is wrong with it is said, and changes nothing.
+
+        One after the other: the file that was read last is the one that holds.
+        """
+        async with self._reloading:
+            try:
+                changes = await self._reload()
+            except ServekitError as error:
+                log.error("reload refused", reason=error.message)
+                return Refused(error.message, isinstance(error, ConfigError))
+            except Exception as error:  # a bug of ours must not end what is served
+                log.exception("reload broke off")
+                return Refused(f"the reload broke off: {error!r}; the log has more")
+        log.info("reloaded", changes=changes)
+        return Accepted(changes)
+
+    async def _reload(self) -> str:
+        self._refuse_at_the_end()
+        plan = await self._read()
+        self._refuse_at_the_end()
+        return self.apply(plan)
+
+    def _refuse_at_the_end(self) -> None:
+        if self._halted:
+            raise ServekitError("servekit is shutting down; there is nothing to reload")
+
+    async def _read(self) -> Plan:
         """The plan of the file as it is now. Raises ConfigError, and has changed nothing."""
         source = self.plan.source
         held = {
@@ -122,5 +152,6 @@ class Fleets:
 
     def halt(self) -> None:
         """Begin nothing any more: all of it is going to end."""
+        self._halted = True
         for fleet in self.everyone():
             fleet.halt()

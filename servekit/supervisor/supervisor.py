@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol
 import structlog
 
 from servekit import __version__
-from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import listening, procfs, snapshot
 from servekit.supervisor.control import Operators
 from servekit.supervisor.fleet import Fleet
@@ -95,7 +94,6 @@ class Supervisor:
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
         self._tasks: dict[Life[Any], asyncio.Task[None]] = {}
-        self._reloading = asyncio.Lock()
         self._reloads: set[asyncio.Task[Any]] = set()
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
@@ -231,25 +229,7 @@ class Supervisor:
         return snapshot.why(name, self._fleets.everyone(), self._gateways)
 
     async def reload(self) -> Accepted | Refused:
-        """Read the file again; what is wrong with it is said, and changes nothing."""
-        async with self._reloading:
-            try:
-                self._refuse_while_draining()
-                plan = await self._fleets.read()
-                self._refuse_while_draining()
-                changes = self._fleets.apply(plan)
-            except ServekitError as error:
-                log.error("reload refused", reason=error.message)
-                return Refused(error.message, isinstance(error, ConfigError))
-            except Exception as error:
-                log.exception("reload broke off")
-                return Refused(f"reload broke off: {error!r}; see the log")
-        log.info("reloaded", changes=changes)
-        return Accepted(changes)
-
-    def _refuse_while_draining(self) -> None:
-        if self._draining:
-            raise ServekitError("servekit is shutting down; there is nothing to reload")
+        return await self._fleets.reload()
 
     # ---- what its children tell
 
