@@ -78,6 +78,7 @@ class Service:
         self.reports: list[Quarantined] = []
         self.router = Router("gateway/test", self.reports.append)
         self.workers: list[EchoWorker] = []
+        self.scripted = 0  # how many scripted ones there have been
         self.max_queue = 100
         self.timeout_s = 60.0
 

@@ -67,7 +67,7 @@ class ScriptedWorker:
         self.jobs: dict[int, Generate] = {}
         self.done: dict[int, int] = {}  # tokens by job
         self._info = ModelInfo(100, slots, True, "scripted", "none", "cpu", resumes=resumes)
-        self._peers: list[Connection[GatewayToWorker]] = []
+        self.peers: list[Connection[GatewayToWorker]] = []
 
     async def start(self) -> None:
         self._server = await listen(self.path, self._connect)
@@ -76,7 +76,7 @@ class ScriptedWorker:
         peer: Connection[GatewayToWorker] = Connection(
             GatewayToWorker, lambda message: self._on_message(peer, message), lambda error: None
         )
-        self._peers.append(peer)
+        self.peers.append(peer)
         return peer
 
     def _on_message(self, peer: Connection[GatewayToWorker], message: GatewayToWorker) -> None:
@@ -108,17 +108,17 @@ class ScriptedWorker:
         if finish:
             del self.jobs[job]
         delta = Delta(job, new, list(map(ord, new)), finish, 7 if finish else 0, done)  # type: ignore[arg-type]
-        self._peers[-1].send(Tokens([delta]))
+        self.peers[-1].send(Tokens([delta]))
 
     def refuse(self, job: int) -> None:
         del self.jobs[job]
-        self._peers[-1].send(Failed(job, "engine_error", "it will not"))
+        self.peers[-1].send(Failed(job, "engine_error", "it will not"))
 
     def kill(self) -> None:
         """What SIGKILL looks like from a gateway; what it has sent before still arrives."""
         self.alive = False
         self._server.close()
-        for peer in self._peers:
+        for peer in self.peers:
             peer.close()
         self.jobs.clear()
 

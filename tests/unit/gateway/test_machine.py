@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -52,6 +52,9 @@ class Service(RuleBasedStateMachine):
         self.loop.set_exception_handler(lambda _, context: self.failures.append(context))
         self.quarantined: list[Quarantined] = []
         self.do(self._make_router)
+        self.start()
+        for prompt in ("a", "bc", "def"):
+            self.open_one(prompt, 8, True, "x", 0, None)
 
     def _make_router(self) -> None:
         self.router = Router("gateway/test", self.quarantined.append)
@@ -76,8 +79,13 @@ class Service(RuleBasedStateMachine):
         key=st.sampled_from("xy"),
         priority=st.integers(-2, 2),
         timeout_s=st.none() | st.integers(1, 60),
+        times=st.integers(1, 3),
     )
-    def open(
+    def open(self, times: int, **asked: Any) -> None:
+        for _ in range(times):
+            self.open_one(**asked)
+
+    def open_one(
         self,
         prompt: str,
         tokens: int,
@@ -162,6 +170,20 @@ class Service(RuleBasedStateMachine):
 
         worker.state = "backoff"
         self.do(killing)
+
+    @precondition(lambda self: any(worker.jobs for worker in self.alive))
+    @rule(times=st.integers(1, 3), at_once=st.integers(1, 2))
+    def crash_loop(self, times: int, at_once: int) -> None:
+        """Workers that die of what they are sent, before they bring a token; then others come."""
+        for _ in range(times):
+            for worker in self.alive:
+                worker.state = "backoff"
+                self.do(worker.kill)
+            for _ in range(at_once):
+                self.start()
+            self.a_suspect_has_only_proven_calls_beside_it()
+            event(f"suspects wait: {len(self.router.routes['m'].suspects) > 0}")
+        event(f"quarantined: {len(self.quarantined) > 0}")
 
     @precondition(lambda self: self.alive)
     @rule(at=indices, how=st.sampled_from(["stalled", "draining"]))
@@ -256,7 +278,13 @@ class Service(RuleBasedStateMachine):
 
     def finish_everything(self) -> None:
         self.loop.ahead_s += 1.0  # a worker that went is dialled again after a while
-        self.do(lambda: [w.generate(job, 100) for w in self.alive for job in list(w.jobs)])
+
+        def finishing() -> None:
+            for worker in self.alive:
+                for job in list(worker.jobs):
+                    worker.generate(job, 100)
+
+        self.do(finishing)
 
     def check_ends(self) -> None:
         assert self.router.idle.is_set(), "a call never ended"

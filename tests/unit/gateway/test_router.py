@@ -16,10 +16,12 @@ from servekit.errors import (
     QueueFull,
     RequestError,
     RequestQuarantined,
+    WorkerLost,
 )
-from servekit.gateway.call import Call
+from servekit.gateway.call import Call, Deltas
 from servekit.wire.messages import ChatMessage, SamplingParams
 from tests.unit.gateway.conftest import DEADLINE_S, EchoWorker, Service, until
+from tests.unit.gateway.scripted import ScriptedWorker
 
 
 def ask(text: str = "hello ", tokens: int = 24, key: str = "", *, stream: bool = True) -> Call:
@@ -254,3 +256,186 @@ async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Se
     call = service.router.open(Call("m", params, prompt="hello "))
     assert await answer(call) == "hel"
     await until(lambda: worker.running == 0)
+
+
+# ---------------------------------------------------------------- deaths, by the letter
+
+
+async def scripted(service: Service, count: int = 1, **options: bool) -> list[ScriptedWorker]:
+    """Workers that wait to be told what to answer, connected; those before them are gone."""
+    workers = []
+    for _ in range(count):
+        service.scripted += 1
+        path = service.folder / f"s{service.scripted}.sock"
+        workers.append(ScriptedWorker(path, 4, **options))
+        await workers[-1].start()
+    service.tell(*(worker.status() for worker in workers))
+    route = service.router.routes["m"]
+    await until(lambda: sum(r.routable for r in route.replicas.values()) == count)
+    return workers
+
+
+@pytest.mark.parametrize("at", range(1, 10))
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_that_straddles_the_break(
+    service: Service, at: int, stream: bool
+) -> None:
+    """The worker dies after `at` tokens, before, amid and after the string's beginning."""
+    [first] = await service.up(step_s=0.001)
+    params = SamplingParams(max_tokens=100, stop=("efghab",))
+    call = service.router.open(Call("m", params, prompt="abcdefgh", stream=stream))
+    replica = call.replica
+    assert replica is not None
+    await until(lambda: len(call.emitted) >= at)
+    first.kill()
+    await until(lambda: call.replica is not replica)
+    if not call.done:  # this process may have been late to notice
+        await service.up(step_s=0.001)
+    deltas: Deltas = []
+    async with asyncio.timeout(DEADLINE_S):
+        while not deltas or deltas[-1].finish is None:
+            deltas += await call.deltas()
+    assert "".join(delta.text for delta in deltas) == "abcd"
+    assert (deltas[-1].finish, deltas[-1].completion_tokens) == ("stop", 10)
+    assert [delta.finish for delta in deltas].count("stop") == 1
+
+
+async def test_the_last_answers_of_a_dead_worker_are_taken(service: Service) -> None:
+    """It finished them and died; and the gateway, not having read yet, writes to it."""
+    [worker] = await scripted(service)
+    calls = [service.router.open(ask(tokens=6)) for _ in range(3)]
+    await until(lambda: len(worker.jobs) == 3)
+    cancelled, *rest = calls
+    for job in list(worker.jobs):
+        worker.generate(job, 6)
+    for peer in worker.peers:
+        peer.close()  # what it has sent is in our socket
+    cancelled.cancel()  # a write to a dead worker
+    assert await asyncio.gather(*map(answer, rest)) == ["hello "] * 2
+    assert [call.deaths_in_all for call in rest] == [0, 0]
+
+
+async def test_what_cannot_be_resumed_ends_with_an_error_or_begins_anew(service: Service) -> None:
+    [worker] = await scripted(service, resumes=False)
+    begun = service.router.open(ask(tokens=6))
+    whole = service.router.open(ask(tokens=6, stream=False))
+    fresh = service.router.open(ask(tokens=6))
+    await until(lambda: len(worker.jobs) == 3)
+    for job in list(worker.jobs)[:2]:
+        worker.generate(job, 3)
+    assert [delta.text for delta in await begun.deltas()] == ["hel"]
+    await until(lambda: len(whole.emitted) == 3)
+    worker.kill()
+    with pytest.raises(WorkerLost, match="cannot go on"):
+        await answer(begun)
+    await service.up()
+    assert await answer(whole) == await answer(fresh) == "hello "
+
+
+async def test_half_an_answer_is_an_error_not_an_answer(service: Service) -> None:
+    [worker] = await scripted(service)
+    call = service.router.open(ask(tokens=6, stream=False), timeout_s=0.2)
+    await until(lambda: worker.jobs)
+    worker.generate(1, 3)
+    with pytest.raises(DeadlineExceeded, match="running"):
+        await answer(call)
+
+
+async def test_suspects_are_tried_one_at_a_time_and_away_from_the_others(
+    service: Service,
+) -> None:
+    router = service.router
+    suspects = [ask("ab", 6), ask("cd", 6), ask("ef", 6)]
+    for deaths in range(2):
+        [worker] = await scripted(service)
+        if not deaths:
+            for call in suspects:
+                router.open(call)
+        await until(lambda: len(worker.jobs) == 3)  # noqa: B023
+        worker.kill()
+        await until(lambda: suspects[0].replica is None)
+    ward, other = await scripted(service, 2)
+    await until(lambda: ward.jobs or other.jobs)
+    if other.jobs:
+        ward, other = other, ward
+    innocents = [router.open(ask("x", 6)) for _ in range(5)]
+    await until(lambda: len(other.jobs) == 4)
+    assert (len(ward.jobs), router.routes["m"].waiting) == (1, 3), "nothing joins the suspect"
+    assert [router.position(call) for call in suspects] == [None, 0, 1]
+    ward.generate(1, 1)
+    await until(lambda: len(suspects[0].emitted) == 1)
+    assert len(ward.jobs) == 1, "a prefill alone proves nothing"
+    ward.generate(1, 1)
+    await until(lambda: len(ward.jobs) == 2)
+    ward.kill()  # the second one's third death; the first one was proven
+    await until(lambda: suspects[1].done)
+    with pytest.raises(RequestQuarantined):
+        await answer(suspects[1])
+    assert [call.deaths for call in suspects] == [1, 3, 2]
+    other.kill()
+    await service.up(2)
+    assert [await answer(call) for call in (*innocents, suspects[0], suspects[2])] == [
+        *["xxxxxx"] * 5,
+        "ababab",
+        "efefef",
+    ]
+
+
+async def test_a_stalled_worker_gets_nothing_new_and_the_model_is_not_ready(
+    service: Service,
+) -> None:
+    [worker] = await scripted(service)
+    call = service.router.open(ask(tokens=6))
+    await until(lambda: worker.jobs)
+    worker.state = "stalled"
+    service.tell(worker.status())
+    route = service.router.routes["m"]
+    assert not route.ready and not route.hopeless
+    late = service.router.open(ask(tokens=6))
+    assert (route.running, route.waiting) == (1, 1), "one waits for the end of the other's worker"
+    worker.kill()
+    await until(lambda: call.replica is None)
+    await service.up()
+    assert await answer(call) == await answer(late) == "hello "
+    assert (call.deaths_in_all, late.deaths_in_all) == (1, 0)
+
+
+async def test_an_open_breaker_is_503_with_retry_after_at_once(service: Service) -> None:
+    [worker] = await service.up()
+    worker.kill()
+    service.tell(worker.status("failed", "it died 5 times in a minute"))
+    with pytest.raises(ModelUnavailable, match="5 times") as refused:
+        service.router.open(ask())
+    assert refused.value.retry_after_s
+
+
+async def test_a_gateway_that_has_just_started_waits_for_its_connections(
+    service: Service,
+) -> None:
+    worker = await service.worker()
+    service.tell(worker.status())
+    assert not service.router.routes["m"].ready
+    assert await answer(service.router.open(ask(tokens=3))) == "hel"
+
+
+async def test_identical_requests_that_wait_are_quarantined_too(service: Service) -> None:
+    router = service.router
+    poison: Call | None = None
+    for _ in range(3):
+        [worker] = await scripted(service)
+        poison = poison or router.open(ask("poison"))
+        await until(lambda: len(worker.jobs) == 1)  # noqa: B023
+        worker.kill()
+        await until(lambda: poison.replica is None)  # noqa: B023
+        if poison.deaths == 2:
+            worker.state = "backoff"
+            service.tell(worker.status())
+            waiting = router.open(ask("poison", key="another"))
+            other = router.open(ask("other "))
+    assert poison is not None
+    for call in (poison, waiting):
+        with pytest.raises(RequestQuarantined):
+            await answer(call)
+    assert len(service.reports) == 1
+    await service.up()
+    assert await answer(other) == echo("other ", 24)

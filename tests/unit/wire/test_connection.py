@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from servekit.errors import WireError
 from servekit.wire import connection as module
@@ -169,3 +171,27 @@ async def test_a_listener_is_for_this_user_only(tmp_path: Path) -> None:
 async def test_dialling_nobody_is_an_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         await dial(tmp_path / "none.sock", lambda: End().connection)
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_a_dead_peer_has_sent_is_read_though_it_is_written_to(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], unread: bool
+) -> None:
+    """The write fails with EPIPE, or ECONNRESET where the peer left something unread."""
+
+    async def dying() -> None:
+        end, peer = await raw()
+        if unread:
+            end.connection.send(Hello(1, "gateway", "g"))
+            end.connection._flush()
+        body = msgspec.msgpack.encode(Cancel(7))
+        peer.sendall((len(body).to_bytes(4, "big") + body) * 100)
+        peer.close()
+        end.connection.send(Cancel(1))
+        end.connection._flush()  # before the loop has looked at the socket
+        assert isinstance(await end.closed(), OSError)
+        assert end.messages.qsize() == 100
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(dying())

@@ -111,3 +111,11 @@ def test_a_continuation_says_exactly_what_was_missing(
     rest = second.push(ids[:at])
     assert not second.stopped
     assert sent + rest + run(second, ids[at:]) == whole
+
+
+def test_nothing_follows_a_stop_string_that_has_been_found() -> None:
+    """As when the tokens of a request that goes on elsewhere already hold it."""
+    stream = TextStream(Letters(), ["bc"])
+    assert stream.push([*map(ord, "abca")]) == "a"
+    assert stream.push([]) == stream.push([ord("a")]) == stream.finish() == ""
+    assert stream.stopped

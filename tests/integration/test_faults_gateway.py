@@ -1,0 +1,258 @@
+"""The gateway's part in faults, as clients see it: workers and gateways that die under them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import CompletionUsage
+
+from tests.integration.instance import Instance, echo, poll
+
+pytestmark = pytest.mark.timeout(180)
+#: One for all: it takes longer to make than many a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
+TEXT = "the quick brown fox jumps over the lazy dog and goes on "
+
+
+def lap(text: str, tokens: int) -> str:
+    return (text * (tokens // len(text) + 1))[:tokens]
+
+
+def connect(url: str) -> openai.OpenAI:
+    """One for all threads: it takes longer to make than many a request."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=60)
+
+
+def ask(
+    client: openai.OpenAI, prompt: str, tokens: int, **fields: Any
+) -> tuple[str, CompletionUsage, str]:
+    """A completion: its text, usage and finish reason, streamed or not."""
+    fields |= {"model": "m", "prompt": prompt, "max_tokens": tokens}
+    if not fields.pop("stream", False):
+        answer = client.completions.create(**fields)
+        assert answer.usage is not None
+        return answer.choices[0].text, answer.usage, answer.choices[0].finish_reason
+    chunks = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **fields)
+    )
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    [usage] = [chunk.usage for chunk in chunks if chunk.usage]  # it is counted once
+    return "".join(choice.text for choice in choices), usage, choices[-1].finish_reason
+
+
+def running(url: str, model: str = "m") -> int:
+    return int(HTTP.get(f"{url}/readyz").json()["models"][model]["running"])
+
+
+def ready(url: str) -> bool:
+    return HTTP.get(f"{url}/readyz").status_code == 200
+
+
+# ---------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_killed_worker_costs_no_answer(tmp_path: Path, replicas: int) -> None:
+    laps = TEXT * 4 + "until it ends there. "
+    stop = laps[-10:] + laps[:10]  # first seen where the echo begins anew
+    with (
+        ThreadPoolExecutor(20) as pool,
+        Instance.up(tmp_path, [echo("m", replicas=replicas, step_s=0.02)]) as instance,
+    ):
+        url = instance.until_settled().url
+        client = connect(url)
+        plain = [pool.submit(ask, client, TEXT, 250, stream=n % 2 == 0) for n in range(14)]
+        stopped = [
+            pool.submit(ask, client, laps, 400, stop=[stop], stream=n % 2 == 0) for n in range(6)
+        ]
+        poll("all run", lambda: running(url) == 20, 10)
+        os.kill(instance.replica("m/0").pid, signal.SIGKILL)
+        for request in plain:
+            text, usage, reason = request.result(60)
+            assert (text, reason) == (lap(TEXT, 250), "length")
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(TEXT), 250)
+        for request in stopped:
+            text, usage, reason = request.result(60)
+            assert (text, reason) == (laps[:-10], "stop")
+            assert usage.completion_tokens == len(laps) + 10
+        assert instance.replica("m/0").restarts == 1
+
+
+def test_poison_takes_nobody_along(tmp_path: Path) -> None:
+    models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
+    with ThreadPoolExecutor(12) as pool, Instance.up(tmp_path, models) as instance:
+        url = instance.until_settled().url
+        client = connect(url)
+        innocents = [pool.submit(ask, client, TEXT, 250, stream=n % 2 == 0) for n in range(12)]
+        poll("they run", lambda: running(url) == 12, 10)
+        with pytest.raises(openai.InternalServerError) as refused:
+            ask(client, "this is poison", 5)
+        assert refused.value.code == "request_quarantined"
+        for request in innocents:
+            assert request.result(60)[0] == lap(TEXT, 250)
+        poll("it is whole again", lambda: ready(url), 20)
+        began = time.monotonic()
+        with pytest.raises(openai.InternalServerError) as again:
+            ask(client, "this is poison", 5)
+        assert again.value.code == "request_quarantined"
+        assert time.monotonic() - began < 2.0
+        assert ask(client, "another", 7)[0] == "another"
+        assert sum(instance.replica(f"m/{n}").restarts for n in range(2)) == 3
+
+
+# ---------------------------------------------------------------- gateways
+
+
+def get(connection: socket.socket) -> bytes:
+    connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    return connection.recv(1000)
+
+
+def test_a_killed_gateway_leaves_the_others_connections_alone(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("m")], server={"gateways": 2}) as instance:
+        url = instance.until_settled().url
+        host, port = url.removeprefix("http://").split(":")
+        connections = [socket.create_connection((host, int(port)), timeout=10) for _ in range(40)]
+        assert all(get(connection).startswith(b"HTTP/1.1 200") for connection in connections)
+        before = instance.gateway(0).pid
+        os.kill(before, signal.SIGKILL)
+        began = time.monotonic()
+        answers = []
+        for connection in connections:
+            try:
+                answers.append(get(connection))
+            except ConnectionError:
+                answers.append(b"")
+        lived = sum(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+        assert 0 < lived < 40, "each had some, and only one gateway's died"
+        assert ask(connect(url), "hello", 5)[0] == "hello", "the port is served on"
+        back = lambda: instance.gateway(0).state == "ready" and instance.gateway(0).pid != before  # noqa: E731
+        instance.until("it is back", back, within_s=10)
+        print(f"{lived} of 40 connections lived; back after {time.monotonic() - began:.2f} s")
+        for connection in connections:
+            connection.close()
+
+
+# ---------------------------------------------------------------- the queue
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an instance that serves one request at a time, 10 ms a token."""
+    models = [{**echo("m", step_s=0.01, slots=1), "max_queue": 200}]
+    with Instance.up(tmp_path_factory.mktemp("slow"), models) as instance:
+        yield instance.until_settled().url
+
+
+def complete(url: str, key: str = "x", **fields: Any) -> httpx.Response:
+    body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
+    headers = {"authorization": f"Bearer {key}"}
+    return HTTP.post(f"{url}/v1/completions", json=body, headers=headers)
+
+
+def waiting(url: str) -> int:
+    return int(HTTP.get(f"{url}/readyz").json()["models"]["m"]["waiting"])
+
+
+def test_a_heavy_client_does_not_starve_a_light_one(slow: str) -> None:
+    with ThreadPoolExecutor(101) as pool:
+        heavy = [pool.submit(complete, slow, "heavy", max_tokens=15) for _ in range(100)]
+        poll("most of them wait", lambda: waiting(slow) > 80, 20)
+        for _ in range(3):
+            assert pool.submit(complete, slow, "light").result(30).status_code == 200
+        left = sum(not request.done() for request in heavy)
+        assert left > 40, "the light client was among the first"
+        assert all(request.result(60).status_code == 200 for request in heavy)
+
+
+def test_priority_goes_first(slow: str) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        ended: list[int] = []
+
+        def one(priority: int) -> None:
+            assert complete(slow, priority=priority, max_tokens=20).status_code == 200
+            ended.append(priority)
+
+        blocker = pool.submit(complete, slow, max_tokens=150)
+        poll("it runs", lambda: running(slow) == 1, 10)
+        low = [pool.submit(one, 5) for _ in range(4)]
+        poll("they wait", lambda: waiting(slow) == 4, 10)
+        high = pool.submit(one, -5)
+        for request in (*low, high):
+            request.result(60)
+        assert blocker.result(60).status_code == 200
+        assert ended[0] == -5
+    assert complete(slow, priority=11).json()["error"]["param"] == "priority"
+
+
+def test_deadlines_of_the_request_itself(slow: str) -> None:
+    late = complete(slow, max_tokens=4000, timeout_s=0.3)
+    assert late.status_code == 504
+    assert late.json()["error"]["code"] == "timeout"
+    with connect(slow) as client:
+        stream = client.completions.create(
+            model="m", prompt="hello", max_tokens=4000, stream=True, extra_body={"timeout_s": 0.3}
+        )
+        with pytest.raises(openai.APIError, match=r"0\.3 s") as error:
+            list(stream)
+        assert error.value.code == "timeout"
+    for wrong in (0, -1, "1", None):
+        answer = complete(slow, timeout_s=wrong)
+        assert answer.status_code == (200 if wrong is None else 400)
+    poll("nothing runs on", lambda: running(slow) == 0, 5)
+
+
+def places(url: str) -> tuple[list[str], str]:
+    """The comments of a stream, and its text."""
+    body = {
+        "model": "m", "prompt": "hello", "max_tokens": 5, "stream": True,
+        "stream_options": {"queue_position": True},
+    }  # fmt: skip
+    comments, text = [], ""
+    with HTTP.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith(":"):
+                assert not text, "no places once it runs"
+                comments.append(line)
+            elif line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return comments, text
+
+
+def test_places_in_the_queue_are_told_as_comments(slow: str) -> None:
+    with ThreadPoolExecutor(5) as pool:
+        jobs: list[Future[Any]] = []
+        for ahead in range(3):
+            jobs.append(pool.submit(complete, slow, max_tokens=250))
+            poll("it runs or waits", lambda: running(slow) + waiting(slow) == ahead + 1, 10)  # noqa: B023
+        comments, text = pool.submit(places, slow).result(60)
+        assert text == "hello"
+        assert comments[0] in (": queue position 2", ": queue position 1")  # one may have ended
+        numbers = [int(comment.rsplit(" ", 1)[1]) for comment in comments]
+        assert numbers == sorted(set(numbers), reverse=True), "each place once, ever nearer"
+        assert numbers[-1] <= 1 and len(numbers) + 1 >= numbers[0]
+        blocker = pool.submit(complete, slow, max_tokens=100)
+        poll("it runs", lambda: running(slow) == 1, 10)
+        with connect(slow) as client:
+            stream = client.completions.create(
+                model="m",
+                prompt="hello",
+                max_tokens=5,
+                stream=True,
+                extra_body={"stream_options": {"queue_position": True}},
+            )
+            assert "".join(chunk.choices[0].text for chunk in stream) == "hello"
+        for job in (*jobs, blocker):
+            assert job.result(60).status_code == 200
+    assert places(slow)[0] == [], "what runs at once has no place"

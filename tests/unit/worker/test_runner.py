@@ -1,0 +1,60 @@
+"""A worker that drains is idle when its answers are out, not when they are made."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from servekit.engines.echo import EchoEngine
+from servekit.wire.connection import Connection, dial, listen
+from servekit.wire.messages import (
+    PROTOCOL,
+    Generate,
+    Hello,
+    SamplingParams,
+    Tokens,
+    WorkerSpec,
+    WorkerToGateway,
+)
+from servekit.worker.runner import Runner
+
+DEADLINE_S = 10.0
+#: Much more than a socket's buffer takes while nobody reads.
+TOKENS = 200_000
+
+
+async def test_the_last_answer_is_out_before_it_is_idle(tmp_path: Path) -> None:
+    options = {"max_context": 10**6}
+    spec = WorkerSpec(
+        "m/0", "m", "echo", "-", None, "cpu", "auto", None, False, {}, options, str(tmp_path / "s")
+    )
+    engine = EchoEngine(spec)
+    info = engine.load(lambda progress: None)
+    idle = asyncio.Event()
+    runner = Runner(engine, info, on_idle=idle.set)
+    engine.start(runner.emit)
+    server = await listen(spec.socket, runner.connect)
+    got: list[Any] = []
+    connection: Connection[WorkerToGateway] = await dial(
+        spec.socket, lambda: Connection(WorkerToGateway, got.append, lambda error: None)
+    )
+    connection.send(Hello(PROTOCOL, "gateway", "g"))
+    connection.send(Generate(1, SamplingParams(max_tokens=TOKENS), prompt="hello"))
+    async with asyncio.timeout(DEADLINE_S):
+        while not runner.busy:
+            await asyncio.sleep(0.001)
+        runner.draining = True
+        assert connection._transport is not None
+        connection._transport.pause_reading()
+        while runner.busy:
+            await asyncio.sleep(0.001)
+        assert not idle.is_set(), "it is made, and nobody has read it"
+        connection._transport.resume_reading()
+        await idle.wait()
+        await connection.closed
+    deltas = [delta for message in got if isinstance(message, Tokens) for delta in message.deltas]
+    assert sum(len(delta.token_ids) for delta in deltas) == TOKENS
+    assert deltas[-1].finish == "length"
+    server.close()
+    engine.close()
