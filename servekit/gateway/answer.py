@@ -6,7 +6,7 @@ is.
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from servekit.gateway.call import Deltas
 from servekit.wire.messages import Delta
 
 _encode = msgspec.json.Encoder().encode
+_random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Answer:
     __slots__ = ("_event_head", "_event_tail", "_shape", "_started", "_usage", "_whole_head", "id")
 
     def __init__(self, shape: Shape, model: str, usage: bool) -> None:
-        self.id = shape.prefix + secrets.token_hex(12)
+        self.id = f"{shape.prefix}{_random_bits(96):024x}"
         head = b'{"id":"%b","object":"%%b","created":%d,"model":%b,' % (
             self.id.encode(),
             int(time.time()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -38,7 +39,8 @@ class Application:
 
     def __init__(self, router: Router, max_body_bytes: int, *, ui: bool) -> None:
         self.router = router
-        self.hot = OpenAI(router, max_body_bytes).routes
+        openai = OpenAI(router, max_body_bytes)
+        self.hot, self.exchanges = openai.routes, openai.exchanges
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
         self.rest = build_rest(router, ui=ui)
@@ -217,10 +219,10 @@ class Guard:
             return
         started = False
 
-        async def watched(message: Any) -> None:
+        def watched(message: Any) -> Awaitable[None]:  # no coroutine of its own: the hot path
             nonlocal started
             started = True
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, watched)

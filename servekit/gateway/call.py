@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ class Call:
         "emitted",
         "key",
         "last_chance",
+        "limit_s",
         "messages",
         "model",
         "on_cancel",
@@ -48,8 +50,8 @@ class Call:
         "prompt",
         "replica",
         "route",
+        "sink",
         "stream",
-        "timer",
         "wire_id",
     )
 
@@ -82,8 +84,9 @@ class Call:
         self.route: Route | None = None
         self.replica: Replica | None = None
         self.wire_id = 0
-        self.timer: asyncio.TimerHandle | None = None
+        self.limit_s = math.inf  # from `created_s` on, waiting included; the router sets it
         self.on_cancel: Callable[[Call], None] | None = None
+        self.sink: Callable[[], None] | None = None  # called where a waiter would be woken
         self._resumed_at = 0  # tokens there were when this attempt began
         self._handed_over = False  # the consumer has seen something of it
         self._waiting: Deltas = []
@@ -98,14 +101,19 @@ class Call:
         The last delta of all has `finish` set. Raises RequestError if the request failed; call it
         again after neither.
         """
-        while self._error is None and not (self._waiting and (self.stream or self.done)):
+        while not (deltas := self.collect()):
             await self._news()
-        if self._waiting:
+        return deltas
+
+    def collect(self) -> Deltas:
+        """What `deltas` would return by now, without waiting: perhaps nothing."""
+        if self._waiting and (self.stream or self.done):
             self._handed_over = True
             deltas, self._waiting = self._waiting, []
             return deltas
-        assert self._error is not None
-        raise self._error
+        if self._error is not None:
+            raise self._error
+        return []
 
     async def place_after(self, seen: int | None) -> int | None:
         """The place in the queue once it is not `seen` any more; None once it does not wait.
@@ -202,6 +210,9 @@ class Call:
         self._wake()
 
     def _wake(self) -> None:
+        if self.sink is not None:
+            self.sink()
+            return
         waiter: Any = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

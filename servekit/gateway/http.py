@@ -29,22 +29,22 @@ class ClientGone(Exception):
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body, at most `limit` bytes; raises BodyTooLarge without reading on."""
-    declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise too_large(limit)
     message = await receive()
     body: bytes = message.get("body", b"")
     while message.get("more_body") and len(body) <= limit:
         message = await receive()
         body += message.get("body", b"")
     if len(body) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     if message["type"] == "http.disconnect":
         raise ClientGone
     return body
 
 
-def _too_large(limit: int) -> BodyTooLarge:
+def too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(
         f"the body is over the limit of {limit} bytes; send less, or raise server.max_body_bytes"
     )
@@ -55,8 +55,8 @@ async def send_json(
 ) -> None:
     """Answer with a JSON body in one go."""
     length = (b"content-length", str(len(body)).encode())
-    start = {"type": "http.response.start", "status": status}
-    await send({**start, "headers": [JSON, length, *(headers or ())]})
+    head = [JSON, length, *headers] if headers else [JSON, length]
+    await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -1,15 +1,17 @@
 """OpenAI's chat completions and completions: the hot routes, from socket to queue and back.
 
-All that waits for a stream leaves in one write, each engine step as an event of its own.
+Nearly every request goes the short way (`protocol.Exchange`): no task of its own, the answer is
+written in the turn in which it comes. What HTTP makes unusual (pipelined, HTTP/1.0, to be closed,
+100-continue) comes over ASGI, to the same answer. All that waits for a stream leaves in one write,
+each engine step as an event of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-import structlog
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
 from servekit.gateway.answer import CHAT, COMPLETION, Answer, Shape
@@ -25,6 +27,8 @@ from servekit.gateway.http import (
     send_error,
     send_json,
 )
+from servekit.gateway.protocol import Exchange, Handler
+from servekit.gateway.pump import Pump
 from servekit.gateway.router import Router
 from servekit.gateway.schema import (
     ChatRequest,
@@ -36,17 +40,17 @@ from servekit.gateway.schema import (
     sampling,
 )
 
-log: Any = structlog.get_logger("servekit.gateway")
-
 #: A client that leaves within this time of its request is noticed only then: most requests on a
 #: fast engine are over before a task that watches the connection would pay.
 WATCH_AFTER_S = 0.01
+
+Parse = Callable[[bytes, str], tuple[Shape, Common, Call]]
 
 STREAM_STARTS = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM}
 
 
 class OpenAI:
-    """The two hot endpoints, as plain ASGI."""
+    """The two hot endpoints, the short way (`exchanges`) and as plain ASGI (`routes`)."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
@@ -54,6 +58,10 @@ class OpenAI:
         self.routes: dict[str, Callable[[Scope, Receive, Send], Any]] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
+        }
+        self.exchanges: dict[bytes, Handler] = {
+            b"/v1/chat/completions": partial(self._begin, self._chat),
+            b"/v1/completions": partial(self._begin, self._completion),
         }
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,13 +94,22 @@ class OpenAI:
         )
         return COMPLETION, request, call
 
-    async def _guard(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        parse: Callable[[bytes, str], tuple[Shape, Common, Call]],
-    ) -> None:
+    def _begin(self, parse: Parse, exchange: Exchange) -> None:
+        """Take a request on the short way; raises ServekitError for what is wrong with it."""
+        key = str(exchange.header(b"authorization"), "latin-1")
+        shape, request, call = parse(bytes(exchange.body), key)
+        self._router.open(call, request.timeout_s)
+        pump = Pump(exchange, call, self._answer_to(shape, request, call))
+        if call.stream and (options := request.stream_options) and options.queue_position:
+            self._router.follow(call)
+            pump.tell_places()
+
+    def _answer_to(self, shape: Shape, request: Common, call: Call) -> Answer:
+        options = request.stream_options
+        model = self._router.find(call.model).status.name
+        return Answer(shape, model, bool(options and options.include_usage))
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send, parse: Parse) -> None:
         """Answer one request; what goes wrong before its first byte gets the envelope."""
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
@@ -109,8 +126,7 @@ class OpenAI:
         self, shape: Shape, request: Common, call: Call, receive: Receive, send: Send
     ) -> None:
         options = request.stream_options
-        model = self._router.find(call.model).status.name
-        answer = Answer(shape, model, bool(options and options.include_usage))
+        answer = self._answer_to(shape, request, call)
         watch = Watch(call, receive)
         try:
             if not call.stream:

@@ -23,6 +23,7 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.call import Call
+from servekit.gateway.deadlines import Deadlines
 from servekit.gateway.fate import Fate
 from servekit.gateway.pool import Replica
 from servekit.gateway.quarantine import Quarantine, refusal
@@ -58,6 +59,7 @@ class Router:
         self._names: dict[str, Route] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
+        self._deadlines = Deadlines(self._open, self._expire)
 
     # ---- for the doors: HTTP and Gradio
 
@@ -88,8 +90,8 @@ class Router:
         self._admit(route, call)
         self._begin(route, call)
         limit_s = route.status.timeout_s
-        limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
-        call.timer = self._loop.call_later(limit_s, self._expire, call, limit_s)
+        call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
+        self._deadlines.keep(call)
         replica = None if len(route.queue) else route.best()
         if replica is not None:
             replica.run(call)
@@ -261,10 +263,10 @@ class Router:
         self._withdraw(call)
         call.fail(ClientClosed("the request was cancelled"))
 
-    def _expire(self, call: Call, limit_s: float) -> None:
+    def _expire(self, call: Call) -> None:
         where = "waiting for a worker" if call.replica is None else "running"
         self._withdraw(call)
-        call.fail(DeadlineExceeded(f"not done within {limit_s:g} s; it was {where}"))
+        call.fail(DeadlineExceeded(f"not done within {call.limit_s:g} s; it was {where}"))
 
     def _withdraw(self, call: Call) -> None:
         """Take a call out of the queue, or off its worker."""
@@ -295,6 +297,3 @@ class Router:
             call.route.in_flight -= 1
         if self.draining and not self._open:
             self.idle.set()
-        if call.timer is not None:
-            call.timer.cancel()
-            call.timer = None

@@ -133,6 +133,10 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
 }
+_UNSERVED = {
+    kind: tuple(f.name for f in msgspec.structs.fields(kind) if f.name in _NOTHING)
+    for kind in (ChatRequest, CompletionRequest)
+}
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
@@ -146,15 +150,15 @@ def decode(kind: type[Request], body: bytes) -> Request:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    for name in kind.__struct_fields__:
-        allowed = _NOTHING.get(name)
-        # not `in`: 1 == True, and `False` is no number of choices
-        if allowed is not None and not _asks_nothing(getattr(request, name), allowed):
+    for name in _UNSERVED[kind]:
+        value = getattr(request, name)
+        if value is not None and not _asks_nothing(value, _NOTHING[name]):
             raise Unsupported(f"{name} is not supported yet; leave it out", param=name)
     return request
 
 
 def _asks_nothing(value: Any, allowed: tuple[Any, ...]) -> bool:
+    # not `in`: 1 == True, and `False` is no number of choices
     return any(value == other and type(value) is type(other) for other in allowed)
 
 

@@ -1,0 +1,72 @@
+"""From a call to its answer on the short way, in the very turn in which something comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.gateway.answer import Answer
+from servekit.gateway.call import Call, Deltas
+from servekit.gateway.protocol import Exchange
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+
+class Pump:
+    """Moves what comes for a call into its answer, as `openai.whole` and `openai.stream` do.
+
+    While the client does not read nothing is taken out of the call; what has come meanwhile
+    leaves in one write when the client reads again.
+    """
+
+    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places")
+
+    def __init__(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+        self._exchange = exchange
+        self._call = call
+        self._answer = answer
+        self._places = False
+        self._place: int | None = None  # the one told last
+        call.sink = exchange.on_writable = self.run
+        exchange.on_gone = call.cancel
+
+    def tell_places(self) -> None:
+        """Begin the stream now, with a comment for each new place in the queue."""
+        self._exchange.begin_stream()
+        self._places = True
+        self.run()
+
+    def run(self) -> None:
+        """Something has come, or the client reads again. Never raises: others wait behind it."""
+        exchange = self._exchange
+        try:
+            if self._places and exchange.open:
+                self._tell_place()
+            while exchange.open and (deltas := self._call.collect()):
+                self._pass_on(deltas)
+        except ClientClosed:
+            return
+        except RequestError as error:
+            exchange.fail(error)
+        except Exception:
+            log.exception("unexpected error", request=self._answer.id)
+            exchange.fail(ServekitError("an internal error; see the logs"))
+            self._call.cancel()
+
+    def _tell_place(self) -> None:
+        place = self._call.place
+        if place is None or self._call.done:
+            self._places = False
+        elif place != self._place:
+            self._place = place
+            self._exchange.stream(b": queue position %d\n\n" % place, last=False)
+
+    def _pass_on(self, deltas: Deltas) -> None:
+        last = deltas[-1]
+        if self._call.stream:
+            self._exchange.stream(self._answer.events(deltas), last=last.finish is not None)
+            return
+        text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
+        self._exchange.answer(self._answer.whole(text, last))
