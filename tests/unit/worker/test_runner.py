@@ -18,8 +18,8 @@ from servekit.wire.messages import (
     WorkerToGateway,
 )
 from servekit.worker.runner import Runner
+from tests.unit.gateway.conftest import DEADLINE_S, until
 
-DEADLINE_S = 10.0
 #: Much more than a socket's buffer takes while nobody reads.
 TOKENS = 200_000
 
@@ -41,16 +41,14 @@ async def test_the_last_answer_is_out_before_it_is_idle(tmp_path: Path) -> None:
     )
     connection.send(Hello(PROTOCOL, "gateway", "g"))
     connection.send(Generate(1, SamplingParams(max_tokens=TOKENS), prompt="hello"))
+    await until(lambda: runner.busy)
+    runner.draining = True
+    assert connection._transport is not None
+    connection._transport.pause_reading()
+    await until(lambda: not runner.busy)
+    assert not idle.is_set(), "it is made, and nobody has read it"
+    connection._transport.resume_reading()
     async with asyncio.timeout(DEADLINE_S):
-        while not runner.busy:
-            await asyncio.sleep(0.001)
-        runner.draining = True
-        assert connection._transport is not None
-        connection._transport.pause_reading()
-        while runner.busy:
-            await asyncio.sleep(0.001)
-        assert not idle.is_set(), "it is made, and nobody has read it"
-        connection._transport.resume_reading()
         await idle.wait()
         await connection.closed
     deltas = [delta for message in got if isinstance(message, Tokens) for delta in message.deltas]
