@@ -76,7 +76,7 @@ class Decoder(Protocol):
         """Return the text that has become certain; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """Return what is left at the end; an incomplete character becomes U+FFFD."""
+        """Return what is left at the end; an incomplete character is left out."""
 
 
 class Codec(Protocol):

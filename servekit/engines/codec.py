@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import jinja2
-
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage
 
@@ -55,7 +53,7 @@ class TokenizerCodec:
                     messages, tokenize=False, add_generation_prompt=True
                 )
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # the template is the model's code, and may raise anything
             raise RequestError(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -124,7 +122,8 @@ class ByteDecoder:
         return self._utf8.decode(b"".join(map(self._pieces.of, token_ids)))
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        self._utf8.reset()  # what waits is the beginning of a character that will never come
+        return ""
 
 
 # ---------------------------------------------------------------- all others
@@ -155,7 +154,7 @@ class WindowDecoder:
         return self._settle(text)
 
     def flush(self) -> str:
-        return self._settle(self._decode(self._window))
+        return self._settle(self._decode(self._window)).rstrip(REPLACEMENT)
 
     def _settle(self, text: str) -> str:
         new = text[len(self._settled_text) :]

@@ -127,6 +127,7 @@ class Runner:
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
         self._next_job = 0
+        self._encoding: set[asyncio.Task[None]] = set()
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
 
@@ -151,7 +152,9 @@ class Runner:
         self._next_job += 1
         peer.jobs[request.id] = self._next_job
         if _length(request) > LONG_PROMPT_CHARS:
-            self.loop.create_task(self._accept_long(peer, request, self._next_job))
+            task = self.loop.create_task(self._accept_long(peer, request, self._next_job))
+            self._encoding.add(task)  # the loop itself keeps no reference
+            task.add_done_callback(self._encoding.discard)
         else:
             self._guard(peer, request, self._next_job, self._encode)
 
@@ -160,6 +163,10 @@ class Runner:
             ids = await asyncio.to_thread(self._encode, request)
         except RequestError as error:
             peer.fail(request.id, error)
+            return
+        except Exception:
+            log.exception("request refused", request=request.id)
+            peer.fail(request.id, EngineFailed("the engine failed to take this request"))
             return
         if peer.jobs.get(request.id) == job_id:  # not cancelled meanwhile
             self._guard(peer, request, job_id, lambda _: ids)

@@ -94,15 +94,19 @@ def test_any_text_comes_back_byte_level(text: str, seed: int) -> None:
 @settings(deadline=None, max_examples=200)
 def test_any_text_comes_back_sentencepiece(text: str, seed: int) -> None:
     ids = SENTENCEPIECE(text)["input_ids"]
-    pieces = in_pieces(SENTENCEPIECE, ids, random.Random(seed))
-    assert "".join(pieces) == whole(SENTENCEPIECE, ids)
+    said = "".join(in_pieces(SENTENCEPIECE, ids, random.Random(seed)))
+    assert said.rstrip(REPLACEMENT) == whole(SENTENCEPIECE, ids).rstrip(REPLACEMENT)
 
 
 @given(ids=st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=60), seed=st.integers(0, 1000))
 @settings(deadline=None, max_examples=300)
 def test_any_token_ids_decode_as_the_tokenizer_does(ids: list[int], seed: int) -> None:
-    """Invalid UTF-8 and special tokens included."""
-    assert "".join(in_pieces(BYTE_LEVEL, ids, random.Random(seed))) == whole(BYTE_LEVEL, ids)
+    """Invalid UTF-8 and special tokens included; all but half a character at the very end."""
+    said, expected = (
+        "".join(in_pieces(BYTE_LEVEL, ids, random.Random(seed))),
+        whole(BYTE_LEVEL, ids),
+    )
+    assert said.rstrip(REPLACEMENT) == expected.rstrip(REPLACEMENT)
 
 
 @given(
@@ -111,8 +115,8 @@ def test_any_token_ids_decode_as_the_tokenizer_does(ids: list[int], seed: int) -
 )
 @settings(deadline=None, max_examples=300)
 def test_any_pieces_decode_as_the_tokenizer_does(ids: list[int], seed: int) -> None:
-    pieces = in_pieces(SENTENCEPIECE, ids, random.Random(seed))
-    assert "".join(pieces) == whole(SENTENCEPIECE, ids)
+    said = "".join(in_pieces(SENTENCEPIECE, ids, random.Random(seed)))
+    assert said.rstrip(REPLACEMENT) == whole(SENTENCEPIECE, ids).rstrip(REPLACEMENT)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
@@ -124,11 +128,10 @@ def test_a_character_is_held_back_until_it_is_whole(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
-def test_flush_marks_an_incomplete_character(tokenizer: Any) -> None:
+def test_an_incomplete_character_never_leaves(tokenizer: Any) -> None:
     ids = single_bytes(tokenizer, "🎉")[:2]
     decoder = TokenizerCodec(tokenizer).decoder()
     assert decoder.push(ids) == ""
-    assert set(decoder.flush()) == {REPLACEMENT}
     assert decoder.flush() == ""
 
 
@@ -211,4 +214,12 @@ def test_smollm2_decodes_random_ids_as_its_tokenizer(smol: Harness) -> None:
     for _ in range(200):
         ids = [source.randrange(smol.engine.vocab_size) for _ in range(source.randrange(40))]
         pieces = in_pieces(codec._tokenizer, ids, source)
-        assert "".join(pieces) == whole(codec._tokenizer, ids)
+        said, expected = "".join(pieces), whole(codec._tokenizer, ids)
+        assert said.rstrip(REPLACEMENT) == expected.rstrip(REPLACEMENT)
+
+
+def test_whatever_a_template_raises_is_about_the_messages() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ 1 // 0 }}"
+    with pytest.raises(RequestError, match="chat template refuses"):
+        TokenizerCodec(tokenizer).render_chat([ChatMessage("user", "x")])
