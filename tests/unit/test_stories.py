@@ -1,0 +1,65 @@
+"""What `servekit why` shows of an answer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from servekit.stories import diagnosis, plain, why_tables
+from servekit.wire.messages import ExitRecord, ReplicaHistory, Why
+
+EXIT = ExitRecord(
+    time.time() - 5, 7, 1.5, "killed by SIGKILL", None, 9, "ready", "", 3, 2, 2**20, 0, ("one",), ()
+)
+
+
+def of(*exits: ExitRecord, state: str = "ready", next_s: float | None = None) -> Why:
+    return Why("m", "closed", (ReplicaHistory("m/0", state, "", 1, next_s, exits),))
+
+
+def shown(why: Why) -> str:
+    console = Console(width=300, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        for renderable in why_tables(why):
+            console.print(renderable)
+    return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        (of(), "nothing of it has died"),
+        (of(EXIT), "1 of 1 ready; last death 5 s ago: killed by SIGKILL. It was started again"),
+        (of(replace(EXIT, tail=())), "somebody, or the kernel, has killed it"),
+        (of(replace(EXIT, out_of_memory="host")), "ran out of memory"),
+        (of(replace(EXIT, out_of_memory="gpu")), "lower max_context"),
+        (of(replace(EXIT, what="stalled: no progress", stacks=("x",))), "say where it hung"),
+        (of(EXIT, state="failed"), "put right what it names, then run `servekit reload`"),
+        (of(EXIT, state="failed", next_s=3.0), "`servekit reload` tries again at once"),
+    ],
+)
+def test_the_diagnosis_is_a_sentence_with_the_next_step(why: Why, words: str) -> None:
+    assert words in diagnosis(why)
+
+
+def test_the_newest_death_is_last_and_told_in_full() -> None:
+    lines = tuple(f"line {n}" for n in range(9))
+    old = replace(EXIT, what="first", tail=lines)
+    new = replace(EXIT, what="second", at=time.time(), tail=lines, stacks=("  File x",))
+    text = shown(of(old, new, next_s=2.0))
+    first, second = text.split("second", 2)[-2:]
+    assert "first" in first
+    assert first.count("| line") == 3
+    assert second.count("| line") == 9
+    assert "File x" in second
+    assert "next attempt in 2.0 s" in text
+    assert "3 requests served, 2 running; 1 MB of memory" in text
+
+
+def test_what_would_move_the_cursor_is_left_out() -> None:
+    evil = "a\x1b[2Jb\x1b]0;title\x07c\x9b31md\u202ee\rf\tg"
+    assert plain(evil) == "abc31mdef\tg"
+    assert "\x1b" not in shown(of(replace(EXIT, tail=(evil,), what=evil, stacks=(evil,))))
