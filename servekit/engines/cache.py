@@ -118,10 +118,9 @@ class Cache:
 
     def full(self, error: BaseException) -> LoadError:
         """The error for a disk that filled up while it was written."""
-        free = self.free_bytes(self.root) if self.root.exists() else 0
         return LoadError(
-            f"The disk of {self.root} filled up ({error}); {free} bytes are free now. "
-            "Free some, or point XDG_CACHE_HOME at a larger disk."
+            f"The disk of {self.root} filled up ({error}); what was written is removed again. "
+            "Free some space, or point XDG_CACHE_HOME at a larger disk."
         )
 
     def _lock_of(self, name: str) -> Path:

@@ -38,8 +38,11 @@ def held(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
             log.info("waiting for another worker that prepares the same model (%s)", path.stem)
             _wait(descriptor, shared, report, phase)
         shared.unlink(missing_ok=True)  # a dead owner's
-        yield _Shared(report, shared)
-        shared.unlink(missing_ok=True)
+        try:
+            yield _Shared(report, shared)
+        finally:
+            shared.unlink(missing_ok=True)
+            _fresh(shared).unlink(missing_ok=True)
     finally:
         os.close(descriptor)  # which frees the lock
 
@@ -77,6 +80,10 @@ def _wait(descriptor: int, shared: Path, report: Report, phase: str) -> None:
         time.sleep(_POLL_S)
 
 
+def _fresh(shared: Path) -> Path:
+    return shared.with_suffix(".progress.new")
+
+
 def _read(shared: Path) -> Progress | None:
     try:
         return msgspec.json.decode(shared.read_bytes(), type=Progress)
@@ -99,7 +106,7 @@ class _Shared:
         if progress.phase == self._phase and now < self._due:
             return
         self._phase, self._due = progress.phase, now + _SHARE_EVERY_S
-        fresh = self._path.with_suffix(".progress.new")
+        fresh = _fresh(self._path)
         with contextlib.suppress(OSError):  # it is only shown; a full disk is noticed elsewhere
             fresh.write_bytes(msgspec.json.encode(progress))
             fresh.replace(self._path)

@@ -81,6 +81,26 @@ class FairQueue(Generic[Item]):
         items = next(iter(self._lanes[priority].values()))
         return items[0].rank, priority
 
+    def crowd_out(self, key: str) -> Item | None:
+        """Make room for an item of `key`: the newest item of the key that has most leaves.
+
+        None, and nothing happens, where that would not leave the two keys closer together. So a
+        full queue keeps out those who filled it, and nobody else. O(number of keys).
+        """
+        waiting: dict[str, int] = {}
+        for lane in self._lanes.values():
+            for name, items in lane.items():
+                waiting[name] = waiting.get(name, 0) + len(items)
+        most = max(waiting, key=waiting.__getitem__, default=key)
+        if waiting.get(most, 0) < waiting.get(key, 0) + 2:
+            return None
+        # of the lane that comes last, where several have items of that key
+        priority = max(p for p, lane in self._lanes.items() if most in lane)
+        item = self._lanes[priority][most].pop().item
+        self._forget_empty(priority, most)
+        self._size -= 1
+        return item
+
     def remove(self, item: Item) -> bool:
         """Take an item out wherever it is; False if it is not there. O(n)."""
         found = self._take_returned(item) or self._take_waiting(item)

@@ -106,10 +106,18 @@ class Router:
         if (error := self.quarantine.error(route.status.name, call, time.time())) is not None:
             raise error
         if route.queue.full:
-            raise QueueFull(
-                f"{len(route.queue)} requests wait for {route.status.name!r} already; try later",
-                retry_after_s=route.pace.wait_s(len(route.queue), self._loop.time()),
-            )
+            self._make_room(route, call)
+
+    def _make_room(self, route: Route, call: Call) -> None:
+        """Raise QueueFull; to the key that waits most where that is not the caller's."""
+        error = QueueFull(
+            f"{len(route.queue)} requests wait for {route.status.name!r} already; try later",
+            retry_after_s=route.pace.wait_s(len(route.queue), self._loop.time()),
+        )
+        crowded = route.queue.crowd_out(call.key)
+        if crowded is None:
+            raise error
+        self._fail(crowded, error)
 
     def drain(self) -> None:
         """Take nothing new; `idle` is set when what is in flight is done."""

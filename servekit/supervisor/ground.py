@@ -23,12 +23,15 @@ class Ground:
 
     @classmethod
     def take(cls, run_dir: Path, host: str, port: int) -> Ground:
-        """Lock the run directory and bind the public socket. Raises StartError."""
-        taken = RunDir.take(run_dir)
+        """Bind the public socket and lock the run directory. Raises StartError.
+
+        The socket first: where the port is busy no directory has been made in vain.
+        """
+        listener = listening.bind(host, port)
         try:
-            return cls(taken, listening.bind(host, port))
+            return cls(RunDir.take(run_dir), listener)
         except BaseException:
-            taken.release()
+            listener.close()
             raise
 
 

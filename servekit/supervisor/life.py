@@ -188,6 +188,11 @@ class Life(ABC, Generic[Incoming]):
         return self.child.pid if self.child is not None else 0
 
     @property
+    def gave_up(self) -> bool:
+        """It cannot start, and no time will change that."""
+        return self.state == "failed" and math.isinf(self._due)
+
+    @property
     def gpu_bytes(self) -> int:
         return 0
 

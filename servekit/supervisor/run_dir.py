@@ -174,8 +174,8 @@ def _lock(path: Path) -> int:
         os.close(fd)
         who = f"pid {holder}" if holder else "another process"
         raise StartError(
-            f"the run directory {path} is in use by {who}; stop it with `servekit down`, "
-            "or choose another with --run-dir"
+            f"the run directory {path} is in use by {who}; stop it with "
+            f"`servekit down --run-dir {path}`, or choose another with --run-dir"
         ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import structlog
 
 from servekit import __version__
+from servekit.errors import StartError
 from servekit.supervisor import listening, procfs, snapshot
 from servekit.supervisor.control import Operators
 from servekit.supervisor.fleet import Fleet
@@ -89,6 +90,7 @@ class Supervisor:
         self._observer = observer
         self._started_at = time.time()
         self._draining = False
+        self._has_served = False
         self._publishing = False
         self._topology = Topology(())
         self._quarantine = Quarantine()
@@ -268,6 +270,17 @@ class Supervisor:
                 gateway.publish(topology)
         self._fleets.stir()
         self._observer.changed(self.status())
+        self._end_if_in_vain()
+
+    def _end_if_in_vain(self) -> None:
+        """Where no model has served yet and none ever will, the start has failed."""
+        replicas = self._fleets.replicas()
+        self._has_served |= any(replica.state == "ready" for replica in replicas)
+        if self._has_served or not replicas or not all(r.gave_up for r in replicas):
+            return
+        self._has_served = True  # once is enough to say so
+        reasons = dict.fromkeys(f"{r.model.name}: {r.reason}" for r in replicas)
+        self._requests.put_nowait(StartError("no model can be served. " + " ".join(reasons)))
 
     async def _tick(self, guard_pid: int) -> None:
         last = time.monotonic()

@@ -135,3 +135,22 @@ def test_the_limit_is_for_new_items_only() -> None:
     assert queue.full
     queue.give_back(0)
     assert len(queue) == 2
+
+
+@given(st.lists(st.tuples(keys, st.integers(-1, 1)), max_size=40), keys)
+def test_only_those_who_filled_the_queue_are_crowded_out(
+    pushed: list[tuple[str, int]], newcomer: str
+) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue(10)
+    for number, (key, priority) in enumerate(pushed):
+        queue.push((key, number), key, priority)
+    before = [key for key, _ in queue.order()]
+    gone = queue.crowd_out(newcomer)
+    most = max(map(before.count, before), default=0)
+    if gone is None:
+        assert most < before.count(newcomer) + 2
+        assert len(queue) == len(pushed)
+    else:
+        assert before.count(gone[0]) == most >= before.count(newcomer) + 2
+        assert len(queue) == len(queue.order()) == len(pushed) - 1
+        assert gone not in queue.order()

@@ -439,3 +439,16 @@ async def test_identical_requests_that_wait_are_quarantined_too(service: Service
     assert len(service.reports) == 1
     await service.up()
     assert await answer(other) == echo("other ", 24)
+
+
+async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service) -> None:
+    service.max_queue = 4
+    await service.up(step_s=0.002, slots=1)
+    crowd = [service.router.open(ask(key="crowd")) for _ in range(5)]
+    light = service.router.open(ask("light ", key="light"))
+    with pytest.raises(QueueFull):
+        service.router.open(ask(key="crowd"))
+    with pytest.raises(QueueFull):
+        await answer(crowd[-1])
+    assert await answer(light) == echo("light ", 24)
+    assert [await answer(call) for call in crowd[:-1]] == [echo("hello ", 24)] * 4
