@@ -12,9 +12,10 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from servekit import __version__
-from servekit.errors import ModelNotFound, RequestError, ServekitError
+from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.http import (
     ASGIApp,
+    MethodNotAllowed,
     Receive,
     Scope,
     Send,
@@ -27,11 +28,6 @@ from servekit.gateway.http import (
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
 from servekit.gateway.router import Route, Router
-
-
-class MethodNotAllowed(RequestError):
-    status = 405
-    code = "method_not_allowed"
 
 
 class Application:
@@ -60,9 +56,11 @@ class Application:
             if scope["method"] == "POST":
                 await hot(scope, receive, send)
             else:
-                await send_error(send, MethodNotAllowed(f"{path} takes POST"))
+                await send_error(send, MethodNotAllowed(path, "POST"))
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
             await self._ui(scope, receive, send)
+        elif scope["method"] == "HEAD":  # uvicorn leaves the body out
+            await self.rest({**scope, "method": "GET"}, receive, send)
         else:
             await self.rest(scope, receive, send)
 
@@ -203,7 +201,10 @@ def _add_errors(app: FastAPI) -> None:
             "param": None,
             "code": {404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
         }
-        return JSONResponse({"error": body}, error.status_code, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # `Application` sees to it
+        return JSONResponse({"error": body}, error.status_code, headers)
 
 
 class Guard:

@@ -65,7 +65,20 @@ async def send_error(send: Send, error: ServekitError) -> None:
     await send_json(send, envelope(error), error.status, error_headers(error))
 
 
+class MethodNotAllowed(RequestError):
+    """The path is right, the method is not; `allow` is the one that is."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, path: str, allow: str) -> None:
+        super().__init__(f"{path} takes {allow}")
+        self.allow = allow
+
+
 def error_headers(error: ServekitError) -> list[tuple[bytes, bytes]]:
+    if isinstance(error, MethodNotAllowed):
+        return [(b"allow", error.allow.encode())]
     wait_s = getattr(error, "retry_after_s", None)
     return [] if wait_s is None else [(b"retry-after", str(max(1, round(wait_s))).encode())]
 

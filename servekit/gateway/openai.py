@@ -35,6 +35,7 @@ from servekit.gateway.schema import (
     Common,
     CompletionRequest,
     chat_messages,
+    completion_prompt,
     completion_sampling,
     decode,
     sampling,
@@ -87,7 +88,7 @@ class OpenAI:
         call = Call(
             request.model,
             completion_sampling(request),
-            prompt=request.prompt,
+            prompt=completion_prompt(request),
             stream=bool(request.stream),
             key=key,
             priority=request.priority or 0,

@@ -8,7 +8,7 @@ rather than ignored; what OpenAI does not know is ignored, as there.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from servekit.wire.messages import ChatMessage, SamplingParams
 
 INT64 = 2**63
 MAX_STOPS = 32
+PLAIN_MAX_TOKENS = 16
 
 Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy")]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -103,7 +104,7 @@ class ChatRequest(Common, kw_only=True):
 class CompletionRequest(Common, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | Annotated[list[TokenId], Meta(min_length=1)]
+    prompt: str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)]
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
@@ -147,7 +148,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        raise _not_json(body, error) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     for name in _UNSERVED[kind]:
@@ -155,6 +156,14 @@ def decode(kind: type[Request], body: bytes) -> Request:
         if value is not None and not _asks_nothing(value, _NOTHING[name]):
             raise Unsupported(f"{name} is not supported yet; leave it out", param=name)
     return request
+
+
+def _not_json(body: bytes, error: Exception) -> RequestError:
+    try:
+        body.decode()
+    except UnicodeDecodeError:  # its position would be within some string, not within the body
+        return RequestError("the body is not valid UTF-8")
+    return RequestError(f"the body is not valid JSON: {error}")
 
 
 def _asks_nothing(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -165,7 +174,7 @@ def _asks_nothing(value: Any, allowed: tuple[Any, ...]) -> bool:
 def _explain(text: str) -> RequestError:
     found = _PATH.search(text)
     path = found.group(1) if found else ""
-    said = text[: found.start()] if found else text
+    said = (text[: found.start()] if found else text).replace(" | null`", "`")
     if missing := re.search(r"missing required field `(\w+)`", said):
         name = f"{path}.{missing.group(1)}".lstrip(".")
         return RequestError(f"{name} is required", param=name)
@@ -182,6 +191,8 @@ def sampling(request: Common) -> SamplingParams:
     limit = request.max_tokens
     if isinstance(request, ChatRequest):
         limit = request.max_completion_tokens or limit
+    if request.min_tokens and limit is not None:
+        _check_min_tokens(request.min_tokens, limit)
     return SamplingParams(
         max_tokens=limit,
         temperature=request.temperature,
@@ -201,7 +212,36 @@ def sampling(request: Common) -> SamplingParams:
 def completion_sampling(request: CompletionRequest) -> SamplingParams:
     """As `sampling`; OpenAI's default of 16 tokens applies to plain completions."""
     params = sampling(request)
-    return params if params.max_tokens else msgspec.structs.replace(params, max_tokens=16)
+    if params.max_tokens:
+        return params
+    _check_min_tokens(params.min_tokens, PLAIN_MAX_TOKENS)
+    return msgspec.structs.replace(params, max_tokens=PLAIN_MAX_TOKENS)
+
+
+def _check_min_tokens(least: int, most: int) -> None:
+    if least > most:
+        raise RequestError(
+            f"min_tokens is {least}, over the limit of {most} tokens; raise max_tokens, too",
+            param="min_tokens",
+        )
+
+
+def completion_prompt(request: CompletionRequest) -> str | list[int]:
+    """The one prompt: text or token ids. OpenAI takes a list of several, which are refused."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return prompt
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return cast(list[int], prompt)
+    if len(kinds) > 1:
+        raise RequestError("prompt: text and token ids are mixed in one list", param="prompt")
+    if len(prompt) > 1:
+        raise Unsupported("several prompts in one request are not supported yet", param="prompt")
+    only = cast(str | list[int], prompt[0])
+    if only == []:
+        raise RequestError("prompt[0]: expected at least one token id", param="prompt")
+    return only
 
 
 def chat_messages(request: ChatRequest) -> list[ChatMessage]:

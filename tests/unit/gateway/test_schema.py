@@ -17,6 +17,7 @@ from servekit.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     chat_messages,
+    completion_prompt,
     completion_sampling,
     decode,
     sampling,
@@ -34,7 +35,10 @@ def refused(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Requ
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(RequestError) as error:
         request = decode(kind, data)
-        chat_messages(request) if kind is ChatRequest else None
+        if kind is ChatRequest:
+            chat_messages(request), sampling(request)
+        else:
+            completion_prompt(request), completion_sampling(request)
     assert error.value.status == 400
     return error.value
 
@@ -59,6 +63,15 @@ def test_a_plain_completion_has_openais_default_length() -> None:
     assert completion_sampling(decode(CompletionRequest, body)).max_tokens == 16
 
 
+@pytest.mark.parametrize(
+    ("prompt", "taken"),
+    [("a", "a"), (["a"], "a"), ([""], ""), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
+)
+def test_one_prompt_may_be_in_a_list(prompt: Any, taken: Any) -> None:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    assert completion_prompt(decode(CompletionRequest, body)) == taken
+
+
 def test_message_parts_and_roles() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "developer", "content": "d"}, {**USER, "content": parts}])
@@ -70,8 +83,8 @@ def test_message_parts_and_roles() -> None:
     [
         (b"", None, "not valid JSON"),
         (b"{", None, "not valid JSON"),
-        (b"\xff\xfe", None, "not valid JSON"),
-        (b'{"model":"m","prompt":"\xff"}', None, "not valid JSON"),
+        (b"\xff\xfe", None, "the body is not valid UTF-8"),
+        (b'{"model":"m","prompt":"\xff"}', None, "the body is not valid UTF-8"),
         (b'"text"', None, "the body: expected `object`"),
         (b'{"x":' + b"[" * 100_000, None, "nested too deeply"),
         (b'{"model":"m","prompt":"a","seed":NaN}', None, "not valid JSON"),
@@ -79,7 +92,7 @@ def test_message_parts_and_roles() -> None:
         (b'{"model":"m","prompt":"a","seed":99999999999999999999}', "seed", "seed"),
         ({"model": "m"}, "prompt", "prompt is required"),
         ({"model": 3, "prompt": "a"}, "model", "expected `str`"),
-        ({"model": "m", "prompt": "a", "max_tokens": "9"}, "max_tokens", "expected `int"),
+        ({"model": "m", "prompt": "a", "max_tokens": "9"}, "max_tokens", "expected `int`, got"),
         ({"model": "m", "prompt": "a", "max_tokens": 0}, "max_tokens", ">= 1"),
         ({"model": "m", "prompt": "a", "max_tokens": -1}, "max_tokens", ">= 1"),
         ({"model": "m", "prompt": "a", "max_tokens": True}, "max_tokens", "expected `int"),
@@ -89,7 +102,13 @@ def test_message_parts_and_roles() -> None:
         ({"model": "m", "prompt": "a", "stop": ""}, "stop", ">= 1"),
         ({"model": "m", "prompt": "a", "stop": ["x"] * 100}, "stop", "<= 32"),
         ({"model": "m", "prompt": [], "stop": None}, "prompt", "length >= 1"),
-        ({"model": "m", "prompt": [1, "a"]}, "prompt", "expected"),
+        ({"model": "m", "prompt": [1, "a"]}, "prompt", "mixed"),
+        ({"model": "m", "prompt": ["a", "b"]}, "prompt", "several prompts"),
+        ({"model": "m", "prompt": [[1], [2]]}, "prompt", "several prompts"),
+        ({"model": "m", "prompt": [[]]}, "prompt", "at least one"),
+        ({"model": "m", "prompt": [1.5]}, "prompt", "expected"),
+        ({"model": "m", "prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens", "over"),
+        ({"model": "m", "prompt": "a", "min_tokens": 17}, "min_tokens", "over the limit of 16"),
         ({"model": "m", "prompt": "a", "n": 2}, "n", "not supported"),
         ({"model": "m", "prompt": "a", "n": True}, "n", "not supported"),
         ({"model": "m", "prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
@@ -115,6 +134,7 @@ def test_refusals_name_the_field(
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [USER], "logprobs": True}, "logprobs"),
+        ({"messages": [USER], "max_completion_tokens": 1, "min_tokens": 2}, "min_tokens"),
     ],
 )
 def test_chat_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
