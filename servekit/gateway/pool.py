@@ -7,6 +7,7 @@ there go back to the router in that very moment.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Protocol
 
 import structlog
@@ -191,7 +192,7 @@ class Replica:
 
     def _on_close(self, error: Exception | None) -> None:
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s = time.perf_counter()  # uvloop's own time is in whole milliseconds
         was, self.info, self._connection = self.info, None, None
         calls, self.calls = list(self.calls.values()), {}
         self._renew()
@@ -202,7 +203,7 @@ class Replica:
         self.owner.on_lost(self, calls)
         if was is not None and (self.wanted or calls):
             sent = sum(call.replica is not None for call in calls)
-            took_ms = round(1000 * (loop.time() - began_s), 2)
+            took_ms = round(1000 * (time.perf_counter() - began_s), 2)
             log.warning(
                 "worker lost", worker=self.name, error=str(error or "EOF"),
                 in_flight=len(calls), sent_elsewhere=sent, took_ms=took_ms,
