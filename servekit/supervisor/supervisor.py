@@ -14,7 +14,7 @@ import secrets
 import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import structlog
 
@@ -30,10 +30,12 @@ from servekit.supervisor.ground import Ground, has_terminal, raise_file_limit
 from servekit.supervisor.guard import Guard
 from servekit.supervisor.leftovers import Started, end_leftovers
 from servekit.supervisor.life import Life
+from servekit.supervisor.observer import Observer
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.run_dir import Record
+from servekit.supervisor.tasks import Tasks, ended
 from servekit.wire.messages import (
     Accepted,
     Drain,
@@ -48,7 +50,7 @@ from servekit.wire.messages import (
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-Tasks = set[asyncio.Task[None]]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 #: How often stalls are looked for, and after which gap we must have slept ourselves.
 _TICK_S = 0.2
@@ -64,16 +66,6 @@ _NVML_EVERY_TICKS = 25
 _KILL_S = 15.0
 #: From Stop to SIGTERM for a worker that has nothing in flight.
 _WORKER_GRACE_S = 5.0
-
-
-class Observer(Protocol):
-    """Who watches an instance: the command line's display."""
-
-    def changed(self, status: Status) -> None:
-        """The whole state, at most once per turn of the event loop."""
-
-    def line(self, name: str, text: str) -> None:
-        """A line that a child wrote."""
 
 
 class Supervisor:
@@ -172,11 +164,11 @@ class Supervisor:
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
-        stuck = await _ended(self._tasks_of(self._gateways), drain_s + _KILL_S)
+        stuck = await ended(self._tasks_of(self._gateways), drain_s + _KILL_S)
         workers = self._fleets.replicas()
         for replica in workers:
             replica.end(Stop(), _WORKER_GRACE_S)
-        stuck |= await _ended(self._tasks_of(workers), _WORKER_GRACE_S + _KILL_S)
+        stuck |= await ended(self._tasks_of(workers), _WORKER_GRACE_S + _KILL_S)
         hurrying.cancel()
         if stuck:
             log.error("killed, but stuck in the kernel", children=sorted(stuck))
@@ -195,6 +187,8 @@ class Supervisor:
 
     def _hurry(self) -> None:
         log.warning("stopping now; what is in flight is cut off")
+        for number in _SIGNALS:  # they can ask for no more, and a storm of them takes time
+            signal.signal(number, signal.SIG_IGN)
         for life in self._lives():
             life.end_now()
 
@@ -212,7 +206,7 @@ class Supervisor:
     # ---- requests to it
 
     def _catch_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: it is to outlive its terminal
             request: Request = "hangup" if number == signal.SIGHUP else "signal"
@@ -220,7 +214,10 @@ class Supervisor:
 
     def _ignore_signals(self) -> None:
         """Nothing runs any more: a late signal must not turn a clean end into a killed one."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, _SIGNALS
+        )  # removing makes them deadly for a moment
+        for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
@@ -349,13 +346,3 @@ class Supervisor:
                 os.getpid(), self._started_at, self.url, self._fleets.plan.config_path, self.mark
             )
         )
-
-
-async def _ended(tasks: Tasks, within_s: float) -> set[str]:
-    """Wait for lives to end; the names of those that did not. Raises what broke one off."""
-    if not tasks:
-        return set()
-    done, pending = await asyncio.wait(tasks, timeout=within_s)
-    for task in done:
-        task.result()
-    return {task.get_name() for task in pending}
