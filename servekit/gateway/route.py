@@ -9,6 +9,7 @@ one at a time on one replica, the ward, where no other call is started meanwhile
 - The next suspect follows as soon as the one before is proven or done, so that a suspect holds
   the others up for as long as its first tokens take, not for all of its answer. If the ward dies
   then, all but the newest have shown that it wasn't they.
+- Of several gateways each has a ward of its own, as far as there are replicas.
 - When no suspect is left the ward is a replica like the others.
 """
 
@@ -30,8 +31,10 @@ COMING = ("starting", "loading", "backoff", "stalled")
 class Route:
     """One model: its status, its queue and its replicas."""
 
-    def __init__(self, status: ModelStatus) -> None:
+    def __init__(self, status: ModelStatus, index: int = 0) -> None:
         self.status = status
+        self.gateways = 1  # that serve this model
+        self._index = index  # of this one among them
         self.queue: FairQueue[Call] = FairQueue(status.max_queue)
         self.suspects: deque[Call] = deque()
         self.ward: Replica | None = None
@@ -42,8 +45,9 @@ class Route:
         self.was_ready = False
         self.removed = False  # from the configuration
 
-    def set_status(self, status: ModelStatus) -> None:
+    def set_status(self, status: ModelStatus, gateways: int) -> None:
         self.status = status
+        self.gateways = gateways
         self.queue.limit = status.max_queue
 
     # ---- how it stands
@@ -143,9 +147,19 @@ class Route:
             self.ward = None
 
     def _choose_ward(self) -> Replica | None:
+        if self.gateways > 1 and (place := self._own_place()) is not None:
+            return next((r for r in self.replicas.values() if r.routable and r.name == place), None)
         routable = [replica for replica in self.replicas.values() if replica.routable]
         best = min(routable, key=lambda replica: len(replica.calls), default=None)
         return None if best is None or (best.calls and self._recovering) else best
+
+    def _own_place(self) -> str | None:
+        """The replica on which this gateway tries its suspects, where others try theirs, too.
+
+        Two gateways that chose the same one would take each other's innocents for the guilty.
+        """
+        names = sorted(r.name for r in self.status.replicas if r.state in ("ready", *COMING))
+        return names[self._index % len(names)] if names else None
 
     @property
     def _recovering(self) -> bool:

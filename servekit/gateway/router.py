@@ -56,6 +56,8 @@ class Router:
         self.requests = 0
         self.quarantine = Quarantine()
         self._report = report
+        index = name.rpartition("/")[2]
+        self._index = int(index) if index.isdecimal() else 0
         self._names: dict[str, Route] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
@@ -151,8 +153,8 @@ class Router:
             self.drain()
         self.quarantine.add(topology.quarantined, time.time())
         for status in topology.models:
-            route = self.routes.setdefault(status.name, Route(status))
-            route.set_status(status)
+            route = self.routes.setdefault(status.name, Route(status, self._index))
+            route.set_status(status, topology.gateways)
             self._apply_replicas(route, status, topology.gateways)
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
