@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.run_dir import Record
+from servekit.supervisor.signals import Signals
 from servekit.supervisor.tasks import Tasks, ended
 from servekit.wire.messages import (
     Accepted,
@@ -50,7 +50,6 @@ from servekit.wire.messages import (
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 #: How often stalls are looked for, and after which gap we must have slept ourselves.
 _TICK_S = 0.2
@@ -92,6 +91,7 @@ class Supervisor:
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
         self._operators = Operators(self)
+        self._signals = Signals(self._requests.put_nowait)
         server = plan.config.server
         self._gateways = [
             Gateway(index, self._listener.fileno(), server, self)
@@ -105,8 +105,8 @@ class Supervisor:
         """Run until told to stop; returns the exit code. Nothing it started outlives it."""
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
-            last.callback(self._ignore_signals)
-            self._catch_signals()
+            last.callback(self._signals.ignore)
+            self._signals.catch()
             raise_file_limit()
             self._leave_record()
             guard = Guard(self.run_dir.path, self.mark, self.environ)
@@ -187,8 +187,7 @@ class Supervisor:
 
     def _hurry(self) -> None:
         log.warning("stopping now; what is in flight is cut off")
-        for number in _SIGNALS:  # they can ask for no more, and a storm of them takes time
-            signal.signal(number, signal.SIG_IGN)
+        self._signals.ignore()  # they can ask for no more, and a storm of them takes time
         for life in self._lives():
             life.end_now()
 
@@ -204,22 +203,6 @@ class Supervisor:
         self.run_dir.release()
 
     # ---- requests to it
-
-    def _catch_signals(self) -> None:
-        for number in _SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: it is to outlive its terminal
-            request: Request = "hangup" if number == signal.SIGHUP else "signal"
-            self._loop.add_signal_handler(number, self._requests.put_nowait, request)
-
-    def _ignore_signals(self) -> None:
-        """Nothing runs any more: a late signal must not turn a clean end into a killed one."""
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, _SIGNALS
-        )  # removing makes them deadly for a moment
-        for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
 
     def shutdown(self, now: bool) -> None:
         self._requests.put_nowait("now" if now else "drain")
