@@ -22,6 +22,7 @@ import structlog
 import uvicorn
 
 from servekit.gateway.app import Application, Guard
+from servekit.gateway.limits import LIMITS, Limits, Sweep
 from servekit.gateway.protocol import Handler, Http
 from servekit.gateway.router import Router
 from servekit.wire.connection import Connection, adopt
@@ -181,12 +182,13 @@ async def serving(
     sock: socket.socket,
     hot: Mapping[bytes, Handler] | None = None,
     max_body_bytes: int = 0,
+    limits: Limits = LIMITS,
 ) -> AsyncIterator[None]:
     """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
 
     Signals stay the gateway's: uvicorn's own `serve` would take them over.
     """
-    http: Any = partial(Http, hot=hot or {}, max_body_bytes=max_body_bytes)
+    http: Any = partial(Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits)
     config = uvicorn.Config(
         app,
         loop="none",
@@ -203,8 +205,10 @@ async def serving(
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # we say ourselves what we do
+    # we say ourselves what we do, and nobody shall fill the log with what is no HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     await server.startup(sockets=[sock])
+    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
     try:
         yield
@@ -212,3 +216,4 @@ async def serving(
         server.should_exit = True
         await ticking
         await server.shutdown(sockets=[sock])
+        sweep.end()

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import structlog
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from servekit.errors import ServekitError
 from servekit.gateway.http import EVENT_STREAM, JSON, envelope, error_headers, too_large
+from servekit.gateway.limits import LimitedProtocol
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -59,6 +60,22 @@ class Joined:
         self._flush()
         self._transport.close()
 
+    def write_eof(self) -> None:
+        """Send what is left and say that it was all; the client may still send."""
+        self._flush()
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+
+    # a client may be gone before its requests are done: uvloop raises, asyncio does not
+
+    def pause_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
@@ -87,7 +104,7 @@ class Exchange:
         "on_writable",
         "protocol",
         "response_complete",
-        "started",
+        "response_started",
     )
     message_event = _Nobody()
 
@@ -96,7 +113,7 @@ class Exchange:
         self.handler = handler
         self.headers = protocol.headers
         self.body: bytes | bytearray = b""
-        self.started = False
+        self.response_started = False
         self.keep_alive = True
         self.response_complete = False
         self.disconnected = False
@@ -147,7 +164,7 @@ class Exchange:
 
     def fail(self, error: ServekitError) -> None:
         """OpenAI's error envelope; an event of its own once a stream has begun."""
-        if self.started:
+        if self.response_started:
             self.stream(b"data: " + envelope(error) + b"\n\n", last=True)
         else:
             self.answer(envelope(error), error.status, tuple(error_headers(error)))
@@ -156,7 +173,7 @@ class Exchange:
         """Some server-sent events, as one chunk; none at all is no chunk, for that would end it."""
         if self.response_complete:
             return
-        if not self.started:
+        if not self.response_started:
             self.begin_stream()
         if events:
             self.protocol.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
@@ -166,7 +183,7 @@ class Exchange:
 
     def begin_stream(self) -> None:
         """Send the head of a stream, before there is anything else to send."""
-        self.started = True
+        self.response_started = True
         head = self._head(200, _EVENT_STREAM)
         self.protocol.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % head)
 
@@ -181,7 +198,7 @@ class Exchange:
         self.protocol.on_response_complete()
 
 
-class Http(HttpToolsProtocol):
+class Http(LimitedProtocol):
     """uvicorn's protocol; a plain POST to a path in `hot` becomes an Exchange instead."""
 
     def __init__(
@@ -231,6 +248,7 @@ class Http(HttpToolsProtocol):
         if handler is None or not self._is_plain():
             super().on_headers_complete()
             return
+        self.header_ends()
         self._exchange = exchange = Exchange(self, handler)
         self.cycle = cast(Any, exchange)
         declared = exchange.header(b"content-length")
@@ -250,6 +268,7 @@ class Http(HttpToolsProtocol):
         )
 
     def on_body(self, body: bytes) -> None:
+        self.body_goes_on()
         exchange: Any = self.cycle
         if not isinstance(exchange, Exchange):
             super().on_body(body)
@@ -257,6 +276,7 @@ class Http(HttpToolsProtocol):
             exchange.receive(body)
 
     def on_message_complete(self) -> None:
+        self.message_ends()
         exchange: Any = self.cycle
         if not isinstance(exchange, Exchange):
             super().on_message_complete()

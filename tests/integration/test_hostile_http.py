@@ -1,0 +1,156 @@
+"""Clients that mean harm, or are broken, against a real instance."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.instance import Instance, echo
+from tests.integration.test_hot_route import ONE, Service, post, read
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = echo("echo", step_s=0.002, slots=2, max_context=2_000_000)
+    with Instance.up(tmp_path_factory.mktemp("hostile"), [model]) as instance:
+        yield Service(instance)
+        for said in ("Traceback", "unexpected error", "ASGI", "Invalid HTTP", "WebSocket"):
+            assert said not in instance.log
+
+
+def to_the_end(connection: socket.socket) -> bytes:
+    """All that comes until the server closes; a reset is an end, too."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            got += piece
+    return got
+
+
+def code_of(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return int(head.split(b" ")[1]), json.loads(body)["error"]["code"]
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def flood(connection: socket.socket, line: bytes) -> None:
+    """Send the line until the server has had enough; fails if it takes 64 MiB of it."""
+    block = line * (MIB // len(line))
+    with contextlib.suppress(ConnectionError):
+        for _ in range(64):
+            connection.sendall(block)
+        pytest.fail("it took 64 MiB of header")
+
+
+@pytest.mark.parametrize("line", [b"y" * 1024, b"a: b\r\n"], ids=["one-line", "many"])
+def test_an_endless_header_harms_nobody(service: Service, line: bytes) -> None:
+    gateway = service.instance.gateway().pid
+    assert gateway
+    before_bytes = resident_bytes(gateway)
+    with service.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nx: ")
+        flooding = threading.Thread(target=flood, args=(connection, line))
+        flooding.start()
+        while flooding.is_alive():
+            start_s = time.monotonic()
+            assert httpx.get(f"{service.url}/livez").status_code == 200
+            assert time.monotonic() - start_s < 1.0
+        flooding.join()
+    assert resident_bytes(gateway) - before_bytes < 8 * MIB
+
+
+def test_a_header_over_the_limit_is_told_so(service: Service) -> None:
+    with service.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
+        assert code_of(to_the_end(connection)) == (431, "header_too_large")
+
+
+def test_those_who_never_finish_are_sent_away(service: Service) -> None:
+    """Hundreds at once; who asks properly meanwhile is answered."""
+    begun = [b"", b"GET /liv", b"GET / HTTP/1.1\r\nhost: x\r\n"] * 100
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(service.connect()) for _ in begun]
+        for connection, piece in zip(waiting, begun, strict=True):
+            connection.sendall(piece)
+        service.talk(post(ONE))
+        for connection, piece in zip(waiting, begun, strict=True):
+            got = to_the_end(connection)
+            assert code_of(got) == (408, "request_timeout") if piece else got == b""
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"hello\r\n\r\n"])
+def test_what_is_no_http_is_told_so(service: Service, sent: bytes) -> None:
+    with service.connect() as connection:
+        connection.sendall(sent)
+        assert code_of(to_the_end(connection)) == (400, "invalid_http")
+
+
+def test_an_upgrade_to_a_websocket_is_answered_as_if_not_asked(service: Service) -> None:
+    upgrade = "GET /livez HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    key = "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    assert b" 200 OK" in service.talk((upgrade + key).encode(), until=b'"ok"}')
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_client_that_leaves_between_pipelined_requests(service: Service, before: int) -> None:
+    """By a reset, with some behind; its slot is free again and the log is quiet."""
+    long = post({**ONE, "max_tokens": 1_000_000, "stream": True})
+    with service.connect() as connection:
+        connection.sendall(post(ONE) * before + long + post(ONE) * 3)
+        read(connection, b"data: ")
+        reset(connection)
+    service.until("running", 0)
+    with service.connect() as connection:
+        connection.sendall((post(ONE) + b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n") * 20)
+        reset(connection)
+    service.until("running", 0)
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/version", "/v1/models", "/", "/docs"])
+def test_head_is_get_without_the_body(service: Service, path: str) -> None:
+    with httpx.Client(base_url=service.url) as client:
+        head, get = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        kept = ("content-type", "content-length", "location")
+        assert [head.headers.get(name) for name in kept] == [get.headers.get(n) for n in kept]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("HEAD", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_one(
+    service: Service, method: str, path: str, allow: str
+) -> None:
+    answer = httpx.request(method, f"{service.url}{path}")
+    assert (answer.status_code, answer.headers["allow"]) == (405, allow)
+
+
+def test_one_prompt_may_come_in_a_list(service: Service) -> None:
+    service.talk(post({**ONE, "prompt": ["hello"]}))
+    refused = service.talk(post({**ONE, "prompt": ["hello", "world"]}), until=b"}}")
+    assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["param"] == "prompt"
