@@ -9,6 +9,7 @@ ServekitError                     500 internal_error
    ├─ ContextLengthExceeded       400 context_length_exceeded
    ├─ Unsupported                 400 unsupported_parameter
    ├─ ModelNotFound               404 model_not_found
+   ├─ …                           405, 408, 431 of HTTP itself: servekit.gateway.http and .limits
    ├─ BodyTooLarge                413 body_too_large
    ├─ ClientClosed                499 client_closed          nobody is left to read it
    ├─ QueueFull                   429 queue_full             (Retry-After)
