@@ -249,18 +249,18 @@ class Supervisor:
             for gateway in self._gateways:
                 gateway.publish(topology)
         self._fleets.stir()
-        self._observer.changed(self.status())
-        self._end_if_in_vain()
+        if not self._is_in_vain():
+            self._observer.changed(self.status())
 
-    def _end_if_in_vain(self) -> None:
-        """Where no model has served yet and none ever will, the start has failed."""
+    def _is_in_vain(self) -> bool:
+        """Where no model has served yet and none ever will, the start has failed: end it."""
         replicas = self._fleets.replicas()
         self._has_served |= any(replica.state == "ready" for replica in replicas)
         if self._has_served or not replicas or not all(r.gave_up for r in replicas):
-            return
-        self._has_served = True  # once is enough to say so
+            return False
         reasons = dict.fromkeys(f"{r.model.name}: {r.reason}" for r in replicas)
         self._requests.put_nowait(StartError("no model can be served. " + " ".join(reasons)))
+        return True
 
     async def _tick(self, guard_pid: int) -> None:
         last = time.monotonic()

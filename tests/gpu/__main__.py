@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.gpu.checks import Row, checks, gpu_count, model, serving
+from tests.gpu import checks
+from tests.gpu.checks import Row, gpu_count, model, serving
 
 
 def main() -> int:
@@ -21,7 +22,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--replicas", type=int)
     parser.add_argument("--clients", type=int, default=128)
+    parser.add_argument("--dtype", default=checks.DTYPE)
     args = parser.parse_args()
+    checks.DTYPE = args.dtype
     replicas = args.replicas or max(1, gpu_count())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as folder:
@@ -30,7 +33,7 @@ def main() -> int:
             info = instance.model("m").info
             timings = instance.model("m").replicas[0].timings_s
             print(f"{replicas} × {info}\n{timings}", flush=True)
-            for check in checks(args.device, args.clients):
+            for check in checks.checks(args.device, args.clients):
                 rows += show(check(instance))
     return 0 if all(row.ok is not False for row in rows) else 1
 

