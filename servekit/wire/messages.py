@@ -16,22 +16,28 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from servekit.wire.values import (
+    Capability,
     ChatMessage,
     Delta,
+    Dialect,
     ExitRecord,
     FinishReason,
     GatewayStatus,
+    Grammar,
     ModelInfo,
     ModelStatus,
     Progress,
     ReplicaHistory,
     ReplicaStatus,
     SamplingParams,
+    Task,
+    TokenLogprob,
+    ToolCall,
     WorkerSpec,
     WorkerState,
 )
@@ -41,8 +47,10 @@ __all__ = [
     "Accepted",
     "BootFailed",
     "Cancel",
+    "Capability",
     "ChatMessage",
     "Delta",
+    "Dialect",
     "Drain",
     "Dump",
     "ExitRecord",
@@ -56,6 +64,7 @@ __all__ = [
     "Generate",
     "GetStatus",
     "GetWhy",
+    "Grammar",
     "Hello",
     "Load",
     "Loading",
@@ -76,10 +85,13 @@ __all__ = [
     "Shutdown",
     "Status",
     "Stop",
+    "Task",
     "ToGateway",
     "ToSupervisor",
     "ToWorker",
+    "TokenLogprob",
     "Tokens",
+    "ToolCall",
     "Topology",
     "Traffic",
     "Why",
@@ -206,6 +218,11 @@ class Generate(Message, frozen=True):
     messages: list[ChatMessage] | None = None
     emitted: list[int] = []
     sent_chars: int = 0
+    task: Task = "generate"  # "embed" takes `inputs`, "detokenize" a `prompt` of token ids
+    inputs: list[str | list[int]] = []
+    tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them
+    template: dict[str, Any] = {}  # further arguments of the chat template
+    continues: bool = False  # the last message is the assistant's own beginning, to be gone on with
 
 
 class Cancel(Message, frozen=True):

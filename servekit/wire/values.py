@@ -21,8 +21,34 @@ WorkerState = Literal[
 ]
 
 
+#: What a request asks a worker to do.
+Task = Literal["generate", "embed", "tokenize", "detokenize"]
+#: Tasks, and parameters that not every engine can serve.
+Capability = Literal[
+    "generate",
+    "embed",
+    "tokenize",
+    "detokenize",
+    "logprobs",
+    "logit_bias",
+    "grammar",
+    "tools",
+]
+
+
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what messages carry: no tag."""
+
+
+class Grammar(Value, frozen=True):
+    """What the text has to be, token by token.
+
+    `text` is a JSON schema ("json_schema"; `true` lets any JSON pass), a regular expression in
+    the Rust dialect ("regex"), or a grammar in llguidance's Lark dialect ("lark").
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 class SamplingParams(Value, frozen=True):
@@ -43,6 +69,17 @@ class SamplingParams(Value, frozen=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, [-100, 100] added to its logit
+    logprobs: int | None = None  # report log probabilities, and those of so many best, 0 to 20
+    grammar: Grammar | None = None
+
+
+class ToolCall(Value, frozen=True):
+    """A call that a model has made in an earlier turn. `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 class ChatMessage(Value, frozen=True):
@@ -51,6 +88,9 @@ class ChatMessage(Value, frozen=True):
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str | None = None  # which call a tool's message answers
+    reasoning: str | None = None  # what an assistant thought before it said this
 
 
 class Progress(Value, frozen=True):
@@ -60,6 +100,17 @@ class Progress(Value, frozen=True):
     done: int = 0
     total: int = 0
     unit: Literal["bytes", "tensors", "steps", ""] = ""
+
+
+class Dialect(Value, frozen=True):
+    """How a model writes tool calls and thoughts, as its worker has found out."""
+
+    tools: str = ""  # the family of its tool calls, a key of `gateway.parsing`; "": none known
+    tool_begin: str = ""  # what stands around one call, where the family leaves that open
+    tool_end: str = ""
+    think_begin: str = ""  # "" for a model that does not think aloud
+    think_end: str = ""
+    thinks_at_once: bool = False  # the template has already written `think_begin`
 
 
 class ModelInfo(Value, frozen=True):
@@ -75,6 +126,10 @@ class ModelInfo(Value, frozen=True):
     kv_cache_bytes: int = 0
     detail: str = ""  # one line for people: attention, batching mode
     resumes: bool = True  # it can go on after token ids that another worker has produced
+    #: Tasks and optional parameters that the engine serves: see `Capability`.
+    serves: tuple[Capability, ...] = ("generate",)
+    dialect: Dialect = Dialect()
+    embedding_size: int = 0  # of its vectors, where it serves "embed"
 
 
 class WorkerSpec(Value, frozen=True):
@@ -128,12 +183,24 @@ class ModelStatus(Value, frozen=True):
     quarantine_s: float = 600.0
 
 
+class TokenLogprob(Value, frozen=True):
+    """A token that was chosen, its log probability before any sampling filter, and the best.
+
+    Tokens are bytes because a token may be a part of a character.
+    """
+
+    token: bytes
+    logprob: float
+    best: tuple[tuple[bytes, float], ...] = ()  # the most probable first
+
+
 class Delta(Value, frozen=True):
     """What one engine step brought to one request.
 
     `finish` is set on the last one, and with it the counts. `token_ids` are those sampled since
     the last Delta (the end-of-sequence token not among them); `text` may lag behind them while a
-    character or a possible stop string is incomplete.
+    character or a possible stop string is incomplete. The answer to "tokenize" is one Delta with
+    the ids, to "detokenize" one with the text.
     """
 
     id: int
@@ -142,6 +209,8 @@ class Delta(Value, frozen=True):
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
+    vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
 
 
 class ExitRecord(Value, frozen=True):
