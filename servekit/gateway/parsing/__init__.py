@@ -1,0 +1,30 @@
+"""From a model's text to neutral events: thoughts, tool calls and the answer, as they come.
+
+    parse = parser(dialect, tools=True, reasoning=True)
+    for piece in pieces:
+        events = parse.feed(piece)
+    events = parse.end()
+
+No character is lost: what is neither a call nor a thought, nor the markers around one, is text.
+"""
+
+from servekit.gateway.parsing.events import (
+    CallArguments,
+    CallBegins,
+    Event,
+    Parser,
+    Reasoning,
+    Text,
+)
+from servekit.gateway.parsing.families import FAMILIES, parser
+
+__all__ = [
+    "FAMILIES",
+    "CallArguments",
+    "CallBegins",
+    "Event",
+    "Parser",
+    "Reasoning",
+    "Text",
+    "parser",
+]

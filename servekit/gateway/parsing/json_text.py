@@ -1,0 +1,144 @@
+"""Where a JSON value ends, found while it is being written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_IN_STRING = re.compile(r'[^"\\]*')
+_IN_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+
+
+class JsonReader:
+    """Follows one JSON value, piece by piece.
+
+    What a strict reader would mind inside a string (a raw line break, an unknown escape) is let
+    pass: the end of the value is certain all the same, and the client sees what the model wrote.
+    """
+
+    __slots__ = ("_in_key", "_open", "_state", "_word", "broken", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.broken = False
+        self._open: list[str] = []  # the brackets that are to come
+        self._state: Callable[[str, int], int] = self._value
+        self._in_key = False
+        self._word = ""
+
+    def scan(self, text: str, at: int) -> int:
+        """Go on at `text[at]`; return where the value, or what can be part of it, ends."""
+        while at < len(text) and not self.done and not self.broken:
+            at = self._state(text, at)
+        return at
+
+    def _value(self, text: str, at: int) -> int:
+        return self._begin(text, at, "")
+
+    def _first_item(self, text: str, at: int) -> int:
+        return self._begin(text, at, "]")
+
+    def _begin(self, text: str, at: int, close: str) -> int:
+        at = _skip(text, at)
+        if at == len(text):
+            return at
+        first = text[at]
+        if first == close:
+            return self._close(at)
+        if first == '"':
+            self._state, self._in_key = self._string, False
+        elif first == "{":
+            self._open.append("}")
+            self._state = self._first_key
+        elif first == "[":
+            self._open.append("]")
+            self._state = self._first_item
+        elif first in "-0123456789tfn":
+            self._state, self._word = self._in_word, ""
+            return at
+        else:
+            return self._break(at)
+        return at + 1
+
+    def _first_key(self, text: str, at: int) -> int:
+        at = _skip(text, at)
+        if at < len(text) and text[at] == "}":
+            return self._close(at)
+        return self._key(text, at)
+
+    def _key(self, text: str, at: int) -> int:
+        self._in_key = True
+        return self._sign(text, at, '"', self._string)
+
+    def _colon(self, text: str, at: int) -> int:
+        return self._sign(text, at, ":", self._value)
+
+    def _sign(self, text: str, at: int, sign: str, state: Callable[[str, int], int]) -> int:
+        at = _skip(text, at)
+        if at == len(text):
+            return at
+        if text[at] != sign:
+            return self._break(at)
+        self._state = state
+        return at + 1
+
+    def _string(self, text: str, at: int) -> int:
+        at = _end(_IN_STRING, text, at)
+        if at == len(text):
+            return at
+        if text[at] == "\\":
+            self._state = self._escape
+        elif self._in_key:
+            self._state = self._colon
+        else:
+            self._complete()
+        return at + 1
+
+    def _escape(self, text: str, at: int) -> int:
+        self._state = self._string
+        return at + 1
+
+    def _in_word(self, text: str, at: int) -> int:
+        stop = _end(_IN_WORD, text, at)
+        self._word += text[at:stop]
+        if stop < len(text):
+            if _WORD.fullmatch(self._word) is None:
+                return self._break(stop)
+            self._complete()
+        return stop
+
+    def _after(self, text: str, at: int) -> int:
+        at = _skip(text, at)
+        if at == len(text):
+            return at
+        if text[at] == self._open[-1]:
+            return self._close(at)
+        if text[at] != ",":
+            return self._break(at)
+        self._state = self._key if self._open[-1] == "}" else self._value
+        return at + 1
+
+    def _close(self, at: int) -> int:
+        self._open.pop()
+        self._complete()
+        return at + 1
+
+    def _complete(self) -> None:
+        self.done = not self._open
+        self._state = self._after
+
+    def _break(self, at: int) -> int:
+        self.broken = True
+        return at
+
+
+def _skip(text: str, at: int) -> int:
+    return _end(_SPACE, text, at)
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where the match of a pattern that matches everywhere ends."""
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
