@@ -9,7 +9,11 @@ import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import Any
+
+import structlog
+
+log: Any = structlog.get_logger("servekit.supervisor")
 
 OnLine = Callable[[str], None]
 
@@ -26,48 +30,83 @@ _DUMP_PAUSE_S = 0.05
 class RotatingFile:
     """An append-only log with a bounded size: NAME.log, then NAME.log.1 (older) and so on.
 
-    It never raises: a full disk must not touch the service.
+    It never raises: a full disk must not touch the service. A line is written whole or lost whole;
+    what is lost is said in our own log when it begins, and in the file once there is room again.
     """
 
     def __init__(self, path: Path, max_bytes: int = 10 * 2**20, keep: int = 3) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._keep = keep
-        self._file: IO[bytes] | None = None
-        self._size_bytes = 0
+        self._fd: int | None = None
+        self._lost = 0  # lines in a row
+        self._reason = ""  # why the last of them was
 
     def write(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):
-            if self._file is None:
-                self._open()
-            elif self._size_bytes + len(line) > self._max_bytes:
-                self._rotate()
-            if self._file is not None:
-                self._file.write(line)
-                self._size_bytes += len(line)
+        """Append a line, its newline included."""
+        try:
+            self._append(self._gap() + line)
+        except OSError as error:
+            self._lose(error.strerror or repr(error))
+        else:
+            self._go_on()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-        self._file = None
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # NFS and quotas complain as late as here
+                os.close(self._fd)
+        self._fd = None
 
-    def _open(self) -> None:
-        # Unbuffered: what was written before a crash of ours is on file.
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(fd, "ab", buffering=0)
-        self._size_bytes = os.fstat(fd).st_size
+    def _append(self, data: bytes) -> None:
+        fd = self._with_room(len(data))
+        rest = data
+        try:
+            while rest:  # unbuffered: what was written before a crash of ours is on file
+                rest = rest[os.write(fd, rest) :]
+        except OSError:
+            if len(rest) < len(data):
+                os.ftruncate(fd, os.fstat(fd).st_size - (len(data) - len(rest)))
+            raise
 
-    def _rotate(self) -> None:
+    def _with_room(self, size_bytes: int) -> int:
+        """The file to write to: another one if this is full, or was removed to make room."""
+        found = os.fstat(self._fd) if self._fd is not None else None
+        if found is None or not found.st_nlink:
+            self.close()
+            return self._open()
+        return self._rotate() if found.st_size + size_bytes > self._max_bytes else self._open()
+
+    def _open(self) -> int:
+        if self._fd is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o600)
+        return self._fd
+
+    def _rotate(self) -> int:
         self.close()
         for number in range(self._keep, 0, -1):
             older = self._numbered(number - 1)
             if older.exists():
                 older.replace(self._numbered(number))
-        self._open()
+        return self._open()
 
     def _numbered(self, number: int) -> Path:
         return self._path if number == 0 else self._path.with_name(f"{self._path.name}.{number}")
+
+    # ---- lines that are lost
+
+    def _gap(self) -> bytes:
+        return f"[{self._lost} lines lost: {self._reason}]\n".encode() if self._lost else b""
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost:
+            log.warning("cannot log: lines are lost", file=str(self._path), reason=reason)
+        self._lost, self._reason = self._lost + 1, reason
+
+    def _go_on(self) -> None:
+        if self._lost:
+            log.info("logging again", file=str(self._path), lost_lines=self._lost)
+        self._lost = 0
 
 
 class Output(asyncio.Protocol):

@@ -3,25 +3,29 @@
     lock               flock, held while the instance lives; its text is the holder's PID
     supervisor.json    who runs here: pid, start time, URL, configuration, mark
     children.json      what it started: name, pid, birthmark
+    shared_memory.json what its children have in /dev/shm
     control.sock       the operator's socket
     w1.sock …          one socket per worker incarnation
     logs/NAME.log      what each child wrote
 
-It belongs to this user alone (0700). What a dead instance left is swept by the next one.
+It belongs to this user alone (0700). What a dead instance left is swept by the next one. Without
+room for its records there is no instance: nobody could stop it or ask it anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from servekit.errors import StartError
+from servekit.supervisor import shared_memory
 from servekit.supervisor.leftovers import CHILDREN, Started, end_leftovers, read_children
 
 #: sockaddr_un.sun_path holds 108 bytes with its NUL (unix(7)).
@@ -66,9 +70,11 @@ def read_record(path: Path) -> Record | None:
 class RunDir:
     """A run directory that this process holds."""
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, made: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock_fd = lock_fd
+        self._made = made  # folders that were not there before
+        self._in_vain = True
         self._sockets = 0
         self.control = path / "control.sock"
         self.logs = path / "logs"
@@ -78,14 +84,17 @@ class RunDir:
         """Make it ours and clear what a dead instance left. Raises StartError."""
         path = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow a symlink)
         _check_length(path)
-        try:
+        with contextlib.ExitStack() as undo, _told(path):
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
+            undo.callback(_remove_empty, made)
             _make_private(path)
-            lock_fd = _lock(path)
-        except OSError as error:
-            raise StartError(f"cannot use the run directory {path}: {error.strerror}") from error
-        taken = cls(path, lock_fd)
-        taken._sweep()
-        taken.logs.mkdir(mode=0o700, exist_ok=True)
+            taken = cls(path, _lock(path), made)
+            undo.callback(taken.release)
+            taken._sign()
+            taken._sweep()
+            taken.logs.mkdir(mode=0o700, exist_ok=True)
+            taken._in_vain = False
+            undo.pop_all()
         return taken
 
     def new_socket(self) -> Path:
@@ -99,32 +108,40 @@ class RunDir:
 
     def record(self, record: Record) -> None:
         """Say who runs here. Raises StartError when the disk is full or refuses."""
-        try:
+        self._in_vain = True
+        with _told(self.path):
             _write(self.path / "supervisor.json", json.dumps(asdict(record)))
-        except OSError as error:
-            raise StartError(f"cannot write to {self.path}: {error.strerror}") from error
+        self._in_vain = False
 
     def record_children(self, children: Iterable[Started]) -> None:
         """Say what runs here. Raises OSError."""
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
 
     def release(self) -> None:
-        """Leave nothing but the lock file, and the logs if there are any."""
+        """Leave nothing but the lock file and the logs; nothing that a start in vain has made."""
         self._clear()
         with contextlib.suppress(OSError):
             self.logs.rmdir()
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
+            if self._in_vain and self._made:
+                (self.path / "lock").unlink()
+                _remove_empty(self._made)
         os.close(self._lock_fd)
+
+    def _sign(self) -> None:
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _sweep(self) -> None:
         """End what a dead instance left running, then remove its files."""
         record = read_record(self.path)
         end_leftovers(read_children(self.path), record.mark if record else "")
+        shared_memory.remove(shared_memory.read(self.path))
         self._clear()
 
     def _clear(self) -> None:
-        for pattern in ("*.sock", "supervisor.json", CHILDREN):
+        for pattern in ("*.sock", "*.new", "supervisor.json", CHILDREN, shared_memory.SEGMENTS):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 
@@ -177,13 +194,47 @@ def _lock(path: Path) -> int:
             f"the run directory {path} is in use by {who}; stop it with "
             f"`servekit down --run-dir {path}`, or choose another with --run-dir"
         ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    if not _is_still_there(fd, path / "lock"):
+        os.close(fd)
+        return _lock(path)
     return fd
+
+
+def _is_still_there(fd: int, path: Path) -> bool:
+    """Whether `path` is what was opened: a start in vain removes its lock as it gives it up."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """The innermost first; what holds something stays."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into StartError."""
+    try:
+        yield
+    except OSError as error:
+        room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space there, or choose" if room else "choose"
+        raise StartError(
+            f"cannot use the run directory {path}: {error.strerror}; {advice} another with "
+            "--run-dir"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
     """Replace a file in one step: a reader sees the old text or the new, never half of it."""
     fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.replace(path)
+    try:
+        fresh.write_text(text)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

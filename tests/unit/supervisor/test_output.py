@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from servekit.supervisor.output import Output, RotatingFile
 
@@ -33,6 +35,40 @@ def test_a_disk_that_refuses_does_not_raise(tmp_path: Path) -> None:
     file = RotatingFile(Path("/dev/full"))
     file.write(b"lost\n")
     file.write(b"lost\n")
+    file.close()
+
+
+def test_a_line_is_written_whole_or_lost_whole_and_the_gap_is_told_of(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "x.log"
+    file = RotatingFile(path)
+    file.write(b"first\n")
+    with capture_logs() as told:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+            file.write(b"second\n")  # of which four bytes fit
+            assert path.stat().st_size == len(b"first\n")
+            file.write(b"third\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for line in (b"fourth\n", b"fifth\n"):
+            file.write(line)
+    gap = b"[2 lines lost: File too large]\n"
+    assert path.read_bytes() == b"first\n" + gap + b"fourth\nfifth\n"
+    assert [event["event"] for event in told] == ["cannot log: lines are lost", "logging again"]
+    file.close()
+
+
+def test_a_log_that_was_removed_to_make_room_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    file = RotatingFile(path)
+    file.write(b"first\n")
+    path.unlink()
+    file.write(b"second\n")
+    assert path.read_bytes() == b"second\n"
+    path.write_bytes(b"")  # emptied, as `: > x.log` does
+    file.write(b"third\n")
+    assert path.read_bytes() == b"third\n"
     file.close()
 
 

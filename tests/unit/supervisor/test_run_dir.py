@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -14,8 +16,14 @@ import pytest
 
 from servekit.errors import StartError
 from servekit.supervisor import procfs
-from servekit.supervisor.leftovers import MARK, Started, end_leftovers
-from servekit.supervisor.run_dir import Record, RunDir, default_path, read_record
+from servekit.supervisor.leftovers import MARK, Started, end_leftovers, read_children
+from servekit.supervisor.run_dir import (
+    Record,
+    RunDir,
+    _is_still_there,
+    default_path,
+    read_record,
+)
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
@@ -168,3 +176,51 @@ def test_sweeping_nothing_is_quick() -> None:
     began = time.monotonic()
     assert end_leftovers([], "nobody-carries-this") == 0
     assert time.monotonic() - began < 1.0
+
+
+@contextlib.contextmanager
+def no_room(size_bytes: int = 0) -> Iterator[None]:
+    """No file can be made longer than this, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_room_there_is_no_instance_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    with no_room(), pytest.raises(StartError, match=r"too large; choose another with --run-dir"):
+        RunDir.take(path)
+    assert list(tmp_path.iterdir()) == []
+    taken = RunDir.take(path)
+    with no_room(16), pytest.raises(StartError, match="choose another"):  # the lock's PID fits
+        taken.record(Record(1, 2.0, "u", "c", "m"))
+    taken.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
+    taken = RunDir.take(tmp_path / "r")
+    taken.record_children([Started("w", 1, 2)])
+    with no_room(16), pytest.raises(OSError, match="too large"):
+        taken.record_children([Started("w", 3, 4)])
+    assert read_children(taken.path) == [Started("w", 1, 2)]
+    assert not list(taken.path.glob("*.new"))
+    taken.release()
+
+
+def test_the_lock_of_a_start_in_vain_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """Removed between our opening it and our locking it: what is locked would be no file at all."""
+    path = tmp_path / "r"
+    path.mkdir()
+    in_vain = os.open(path / "lock", os.O_CREAT | os.O_RDWR)
+    (path / "lock").unlink()
+    assert not _is_still_there(in_vain, path / "lock")
+    taken = RunDir.take(path)
+    assert not _is_still_there(in_vain, path / "lock")
+    with pytest.raises(StartError, match="in use"):
+        RunDir.take(path)
+    taken.release()
+    os.close(in_vain)
