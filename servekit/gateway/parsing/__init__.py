@@ -16,7 +16,7 @@ from servekit.gateway.parsing.events import (
     Reasoning,
     Text,
 )
-from servekit.gateway.parsing.families import FAMILIES, parser
+from servekit.gateway.parsing.families import FAMILIES, begins_thinking, parser
 
 __all__ = [
     "FAMILIES",
@@ -26,5 +26,6 @@ __all__ = [
     "Parser",
     "Reasoning",
     "Text",
+    "begins_thinking",
     "parser",
 ]

@@ -1,6 +1,6 @@
 """Calls in the midst of text: where they begin, and what becomes of those that are none.
 
-Each family has a body: a script that reads calls from behind an opening marker. It raises
+Each family has a body: a script that reads calls, their opening marker included. It raises
 Malformed where it finds something else. Then all that has not been said of a call comes out as
 text: up to the name and the beginning of the arguments the whole of it, marker included; from
 there on a call can't be taken back, its arguments end where they err, and what follows is text.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 from servekit.gateway.parsing.events import CallArguments, CallBegins
 from servekit.gateway.parsing.tape import MAX_SPACE, Malformed, Script, Tape
@@ -55,25 +56,30 @@ class Calls:
 Body = Callable[[Tape, Calls], Script[None]]
 
 
-def calls_in_text(
-    tape: Tape, calls: Calls, openings: Sequence[str], body: Body, bare: Sequence[str] = ()
-) -> Script[None]:
+class Family(NamedTuple):
+    """How calls are written: what opens them, what reads them, and how a bare one begins."""
+
+    openings: tuple[str, ...]
+    body: Body
+    bare: str = ""  # a character that opens calls without a marker, at the very beginning
+    short_ids: bool = False
+
+
+def calls_in_text(tape: Tape, family: Family) -> Script[None]:
     """Text with calls in it, up to the end.
 
-    `openings` begin calls anywhere and are consumed before `body` is asked; one of `bare`, at the
-    very beginning of the text, is left for it to read. White space before, between and after
-    calls, MAX_SPACE characters at most, belongs to them.
+    White space before, between and after calls, MAX_SPACE characters at most, belongs to them.
     """
-    if bare:
-        yield from _bare(tape, calls, body, bare)
-    while openings:
-        opening = yield from tape.find(openings, tape.say)
+    calls = Calls(tape, short_ids=family.short_ids)
+    if family.bare:
+        yield from _bare(tape, calls, family)
+    while family.openings:
+        opening = yield from tape.find(family.openings, tape.say)
         if not opening:
             return
         tape.mark()
         yield from tape.skip_space(MAX_SPACE)
-        yield from tape.expect(opening)
-        yield from _attempt(tape, calls, body)
+        yield from _attempt(tape, calls, family.body, tape.marked() + opening)
     yield from rest(tape)
 
 
@@ -87,18 +93,17 @@ def rest(tape: Tape) -> Script[None]:
         yield
 
 
-def _bare(tape: Tape, calls: Calls, body: Body, bare: Sequence[str]) -> Script[None]:
+def _bare(tape: Tape, calls: Calls, family: Family) -> Script[None]:
     tape.mark()
-    following = yield from tape.skip_space(MAX_SPACE)
-    if following and following in bare:
-        yield from _attempt(tape, calls, body)
+    if (yield from tape.skip_space(MAX_SPACE)) == family.bare:
+        yield from _attempt(tape, calls, family.body, tape.marked() + family.bare)
     else:
         tape.rewind()
 
 
-def _attempt(tape: Tape, calls: Calls, body: Body) -> Script[None]:
-    """Read calls behind a marked opening; what is none comes out as text."""
-    opening, known = tape.marked(), calls.count
+def _attempt(tape: Tape, calls: Calls, body: Body, opening: str) -> Script[None]:
+    """Read calls from their opening on; what is none comes out as text."""
+    known = calls.count
     try:
         yield from body(tape, calls)
     except Malformed:

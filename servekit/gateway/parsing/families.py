@@ -2,58 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from servekit.gateway.parsing.calls import Body, Calls, calls_in_text, rest
+from servekit.gateway.parsing import named_calls
+from servekit.gateway.parsing.calls import Family, calls_in_text, rest
 from servekit.gateway.parsing.events import Parser
+from servekit.gateway.parsing.harmony import harmony
 from servekit.gateway.parsing.json_calls import json_calls
+from servekit.gateway.parsing.pythonic import pythonic
+from servekit.gateway.parsing.tagged_calls import (
+    GLM,
+    INVOKE,
+    QWEN,
+    Tags,
+    TextArguments,
+    tagged,
+    text_arguments,
+)
 from servekit.gateway.parsing.tape import Script, ScriptParser, Tape
 from servekit.gateway.parsing.thoughts import thoughts
 from servekit.wire.messages import Dialect
 
-
-class Family(NamedTuple):
-    """How calls are written: what opens them, what reads them, and what opens a bare one."""
-
-    openings: tuple[str, ...]
-    body: Body
-    bare: tuple[str, ...] = ()
-    short_ids: bool = False
+Tools = Sequence[Mapping[str, Any]]
+Make = Callable[[Dialect, TextArguments], Family]
 
 
-def _hermes(_: Dialect) -> Family:
-    return Family(("<tool_call>",), json_calls("</tool_call>"))
+def _json(begin: str, end: str) -> Make:
+    return lambda dialect, texts: Family((begin,), json_calls(begin, end))
 
 
-def _template(dialect: Dialect) -> Family:
-    return Family((dialect.tool_begin,), json_calls(dialect.tool_end))
+def _llama(dialect: Dialect, texts: TextArguments) -> Family:
+    return Family(("<|python_tag|>",), json_calls("<|python_tag|>"), bare="{")
 
 
-#: By `Dialect.tools`.
-FAMILIES: dict[str, Callable[[Dialect], Family]] = {
-    "hermes": _hermes,
+def _template(dialect: Dialect, texts: TextArguments) -> Family:
+    begin, end = dialect.tool_begin, dialect.tool_end
+    return Family((begin,), json_calls(begin, end))
+
+
+def _tagged(tags: Tags) -> Make:
+    return lambda dialect, texts: tagged(tags, dialect.tool_begin, dialect.tool_end, texts)
+
+
+#: By `Dialect.tools`, all of `wire.dialects.MARKERS` but "harmony", whose messages are all marked.
+FAMILIES: dict[str, Make] = {
+    "hermes": _json("<tool_call>", "</tool_call>"),
+    "qwen3_coder": _tagged(QWEN),
+    "llama3_json": _llama,
+    "pythonic": lambda dialect, texts: pythonic(dialect.tool_begin, dialect.tool_end),
+    "mistral": lambda dialect, texts: named_calls.mistral(),
+    "deepseek": lambda dialect, texts: named_calls.deepseek(),
+    "kimi_k2": lambda dialect, texts: named_calls.kimi(),
+    "glm": _tagged(GLM),
+    "invoke": _tagged(INVOKE),
+    "function": lambda dialect, texts: named_calls.function(),
     "template": _template,
 }
 
 
-def parser(dialect: Dialect, *, tools: bool, reasoning: bool) -> Parser:
+def parser(
+    dialect: Dialect,
+    *,
+    tools: bool | Tools,
+    reasoning: bool,
+    thinking: bool | None = None,
+) -> Parser:
     """A parser for one answer of a model with this dialect.
 
-    `tools` says whether calls are looked for, `reasoning` whether thoughts are; what is not looked
-    for comes out as text. A dialect without either is served, too: all is text.
+    `tools` says whether calls are looked for; given the definitions, families that write values
+    without quotes know which are text. `reasoning` says whether thoughts are looked for. What is
+    not looked for comes out as text. `thinking` says whether the prompt has begun the thoughts
+    already; None leaves it to the dialect (see `begins_thinking`).
     """
+    if dialect.tools == "harmony":
+        return ScriptParser(lambda tape: harmony(tape, tools=bool(tools)))
     make = FAMILIES.get(dialect.tools) if tools else None
-    family = make(dialect) if make is not None else None
+    texts = {} if isinstance(tools, bool) else text_arguments(tools)
+    family = make(dialect, texts) if make is not None else None
+    at_once = dialect.thinks_at_once if thinking is None else thinking
     thinks = dialect if reasoning and dialect.think_end else None
-    return ScriptParser(lambda tape: _answer(tape, family, thinks))
+    return ScriptParser(lambda tape: _answer(tape, family, thinks, at_once))
 
 
-def _answer(tape: Tape, family: Family | None, thinks: Dialect | None) -> Script[None]:
+def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
+    """Whether the prompt has begun the thoughts, given the request's arguments of the template.
+
+    Templates call the switch `enable_thinking` or `thinking`. One that is on is as good as
+    thoughts begun: such a model thinks, and its own opening marker is understood.
+    """
+    if continues or not dialect.think_end:
+        return False
+    for switch in ("enable_thinking", "thinking"):
+        if isinstance(wish := template.get(switch), bool):
+            return wish
+    return dialect.thinks_at_once
+
+
+def _answer(
+    tape: Tape, family: Family | None, thinks: Dialect | None, at_once: bool
+) -> Script[None]:
     if thinks is not None:
-        yield from thoughts(tape, thinks.think_begin, thinks.think_end, thinks.thinks_at_once)
+        yield from thoughts(tape, thinks.think_begin, thinks.think_end, at_once)
     if family is None:
         yield from rest(tape)
-        return
-    calls = Calls(tape, short_ids=family.short_ids)
-    yield from calls_in_text(tape, calls, family.openings, family.body, family.bare)
+    else:
+        yield from calls_in_text(tape, family)

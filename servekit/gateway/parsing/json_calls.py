@@ -9,7 +9,7 @@ import json
 from functools import partial
 
 from servekit.gateway.parsing.calls import Body, Calls
-from servekit.gateway.parsing.json_text import JsonReader
+from servekit.gateway.parsing.json_text import is_json
 from servekit.gateway.parsing.tape import Malformed, Script, Tape
 
 #: What models call the two members; the first of each that comes counts.
@@ -17,29 +17,30 @@ _NAMES = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def json_calls(end: str = "", *, strict: bool = False) -> Body:
-    """A body of JSON objects up to `end`; "" where nothing ends it.
+def json_calls(begin: str = "", end: str = "") -> Body:
+    """A body of JSON objects between `begin` and `end`; "" where nothing ends them.
 
-    `strict` takes only objects with a name and arguments: for families without a marker, where
-    any other object is the answer itself.
+    Without a marker before them only objects with a name and arguments are calls: any other
+    object is the answer itself.
     """
-    return partial(_read, end=end, strict=strict)
+    return partial(_read, begin=begin, end=end)
 
 
-def _read(tape: Tape, calls: Calls, *, end: str, strict: bool) -> Script[None]:
+def _read(tape: Tape, calls: Calls, *, begin: str, end: str) -> Script[None]:
+    marked = bool(begin and (yield from tape.take(begin)))
     yield from tape.skip_space()
     listed = yield from tape.take("[")
     while True:
         yield from tape.skip_space()
-        yield from _call(tape, calls, strict)
+        yield from _call(tape, calls, strict=not marked)
         tape.mark()
         if not (yield from _another(tape)):
             break
     tape.rewind()
     if listed:
-        yield from _close(tape, "]")
-    if end:
-        yield from _close(tape, end)
+        yield from close(tape, "]")
+    if end and marked:
+        yield from close(tape, end)
 
 
 def _another(tape: Tape) -> Script[bool]:
@@ -49,7 +50,8 @@ def _another(tape: Tape) -> Script[bool]:
     return (yield from tape.skip_space()) == "{"
 
 
-def _close(tape: Tape, marker: str) -> Script[None]:
+def close(tape: Tape, marker: str) -> Script[None]:
+    """Consume a closing marker; where something else stands, that is left, and Malformed raised."""
     tape.mark()
     yield from tape.skip_space()
     if not (yield from tape.take_end(marker)):
@@ -57,7 +59,7 @@ def _close(tape: Tape, marker: str) -> Script[None]:
     tape.release()
 
 
-def _call(tape: Tape, calls: Calls, strict: bool) -> Script[None]:
+def _call(tape: Tape, calls: Calls, *, strict: bool) -> Script[None]:
     """One object. Its members may come in any order; arguments before the name wait for it."""
     name, waiting, known = "", "", calls.count
     yield from tape.expect("{")
@@ -109,8 +111,7 @@ def _as_object(written: str) -> str:
         written = json.loads(written, strict=False).strip() or "{}"
     if written == "null":
         return "{}"
-    reader = JsonReader()
-    if not written.startswith("{") or reader.scan(written, 0) != len(written) or not reader.done:
+    if not written.startswith("{") or not is_json(written):
         raise Malformed
     return written
 

@@ -134,6 +134,12 @@ class JsonReader:
         return at
 
 
+def is_json(text: str) -> bool:
+    """Whether this is one JSON value and nothing else."""
+    reader = JsonReader()
+    return reader.scan(text + " ", 0) >= len(text) and reader.done
+
+
 def _skip(text: str, at: int) -> int:
     return _end(_SPACE, text, at)
 

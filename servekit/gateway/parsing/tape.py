@@ -7,6 +7,7 @@ depend on how the text was cut. Where it has set a mark it may go back.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,8 @@ Script = Generator[None, None, T]
 MAX_SPACE = 32
 #: What is held back without being known for a call may be so long, in characters.
 MAX_HELD = 65_536
+MAX_NAME = 256
+_IN_NAME = frozenset(f"{string.ascii_letters}{string.digits}_.:/-")
 
 
 class Malformed(Exception):
@@ -69,9 +72,9 @@ class Tape:
         """What has been read since the mark."""
         return "" if self._mark is None else self.text[self._mark : self.at]
 
-    def hold(self) -> None:
+    def hold(self, more: int = 0) -> None:
         """Raise Malformed where too much is held back since the mark."""
-        if self._mark is not None and self.at - self._mark > MAX_HELD:
+        if self._mark is not None and self.at + more - self._mark > MAX_HELD:
             raise Malformed
 
     # ---- output
@@ -126,6 +129,23 @@ class Tape:
             self.at += 1
             limit -= 1
 
+    def name(self) -> Script[str]:
+        """Consume the name of a tool or of one of its arguments, and white space around it.
+
+        Raises Malformed where there is none.
+        """
+        yield from self.skip_space()
+        name = ""
+        while (following := (yield from self.peek())) and following in _IN_NAME:
+            self.at += 1
+            name += following
+            if len(name) > MAX_NAME:
+                raise Malformed
+        if not name:
+            raise Malformed
+        yield from self.skip_space()
+        return name
+
     def take_end(self, marker: str) -> Script[bool]:
         """Consume a closing marker, or so much of it as the text's end has left."""
         while True:
@@ -161,6 +181,20 @@ class Tape:
             if self.ended:
                 return ""
             yield
+
+    def until(self, *markers: str) -> Script[tuple[str, str]]:
+        """Consume all before the first of `markers` and return both; Malformed if none comes."""
+        pieces: list[str] = []
+
+        def tell(text: str) -> None:
+            pieces.append(text)
+            self.hold(len(text))
+
+        found = yield from self.find(markers, tell, strip=False)
+        if not found:
+            raise Malformed
+        self.at += len(found)
+        return "".join(pieces), found
 
     def json(self, tell: Callable[[str], None]) -> Script[None]:
         """Consume a JSON value, handing it to `tell` as it comes; raises Malformed where it errs.

@@ -1,0 +1,64 @@
+"""gpt-oss' channels: each message has a header that says whether it is thought, call or answer.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+
+Thoughts are told from the answer whether they are asked for or not: they are no part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from servekit.gateway.parsing.calls import Calls, rest
+from servekit.gateway.parsing.events import Reasoning
+from servekit.gateway.parsing.tape import Malformed, Script, Tape
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+#: How a header may begin: the prompt ends in `<|start|>assistant`.
+_HEADERS = ("<|channel|>", " to=", "<|start|>", "<|message|>")
+
+
+def harmony(tape: Tape, *, tools: bool) -> Script[None]:
+    """Messages up to the end. What is none, and all after it, is text."""
+    calls = Calls(tape)
+    while True:
+        tape.mark()
+        try:
+            header = yield from _header(tape)
+        except Malformed:
+            tape.rewind()
+            yield from rest(tape)
+            return
+        tape.release()
+        yield from _message(tape, calls, header, tools)
+        if not (yield from tape.peek()):
+            return
+
+
+def _header(tape: Tape) -> Script[str]:
+    yield from tape.expect(*_HEADERS)
+    tape.rewind()
+    tape.mark()
+    header, _ = yield from tape.until("<|message|>")
+    return header
+
+
+def _message(tape: Tape, calls: Calls, header: str, tools: bool) -> Script[None]:
+    channel = _CHANNEL.search(header)
+    recipient = _RECIPIENT.search(header)
+    tell: Callable[[str], None] = tape.say
+    if recipient is not None and tools:
+        yield from tape.skip_space()
+        calls.begin(recipient.group(1))
+        tell = calls.argue
+    elif channel is not None and channel.group(1) == "analysis":
+        tell = partial(tape.say, kind=Reasoning)
+    found = yield from tape.find(_ENDS, tell, strip=recipient is not None)
+    if found and found != "<|start|>":
+        yield from tape.skip_space()
+        yield from tape.expect(found)
