@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import secrets
 import signal
@@ -87,11 +88,17 @@ class EchoEngine(Engine):
         self._tokens = 0
         self._leaked: list[bytes] = []
         self._grandchildren: list[subprocess.Popen[bytes]] = []
+        self._segment: mmap.mmap | None = None
 
     def load(self, report: Report) -> ModelInfo:
         options = self._options
         for _ in range(options.get("grandchildren", 0)):
             self._grandchildren.append(subprocess.Popen(["sleep", "1000"]))
+        for _ in range(options.get("escaped_grandchildren", 0)):
+            escaped = subprocess.Popen(["/bin/sleep", "1000"], env={}, start_new_session=True)
+            self._grandchildren.append(escaped)
+        if size_bytes := options.get("shared_memory_bytes", 0):
+            self._segment = _map_segment(size_bytes)
         _load_slowly(options.get("load_s", 0.0), report)
         if (code := options.get("exit_on_load")) is not None:
             os._exit(code)
@@ -194,6 +201,14 @@ class EchoEngine(Engine):
         if limit is not None and self._tokens >= limit:
             os.kill(os.getpid(), signal.SIGKILL)
         return output
+
+
+def _map_segment(size_bytes: int) -> mmap.mmap:
+    """As engines share tensors with their own processes, which a SIGKILL leaves no time to undo."""
+    path = f"/dev/shm/servekit-echo-{os.getpid()}-{secrets.token_hex(4)}"
+    with open(path, "w+b") as file:  # noqa: PTH123  (no path of the user's)
+        file.truncate(size_bytes)
+        return mmap.mmap(file.fileno(), size_bytes)
 
 
 def _load_slowly(load_s: float, report: Report, steps: int = 20) -> None:

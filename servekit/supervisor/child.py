@@ -24,12 +24,16 @@ from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 import msgspec
+import structlog
 
-from servekit.supervisor import interpreter, procfs
+from servekit.supervisor import interpreter, offspring, procfs, shared_memory
+from servekit.supervisor.attestation import group_of
 from servekit.supervisor.leftovers import CHILD_MARK, kill_marked
 from servekit.supervisor.output import OnLine, Output, RotatingFile
+from servekit.supervisor.shared_memory import Segment
 from servekit.wire.connection import Connection, adopt
 
+log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
 
 #: From SIGTERM to SIGKILL.
@@ -102,6 +106,7 @@ class Child(Generic[Incoming]):
         self._output = output
         self._connection: Connection[Incoming] | None = None
         self._cause = ""
+        self._segments: set[Segment] = set()
         self._oom_kills = procfs.oom_kills()
         self._watch()
 
@@ -151,7 +156,13 @@ class Child(Generic[Incoming]):
         """SIGKILL its whole group now; `cause` becomes the reason of its exit."""
         if not self.exited.done():
             self._cause = self._cause or cause
+            self.note_segments()
             self._signal_group(signal.SIGKILL)
+
+    def note_segments(self) -> set[Segment]:
+        """The shared memory that it and its group have mapped so far, to be removed after them."""
+        self._segments |= shared_memory.mapped(group_of(self.pid))
+        return self._segments
 
     async def dump_and_kill(self, cause: str) -> None:
         """Have it write the stacks of all its threads, also under the GIL, and kill its group."""
@@ -213,18 +224,26 @@ class Child(Generic[Incoming]):
 
     def _on_exit(self) -> None:
         self._signal_group(signal.SIGKILL)
+        offspring.kill_strays(CHILD_MARK)
         code = self._process.wait()
+        offspring.reaped(self._process)
         self._loop.create_task(self._conclude(code))
 
     async def _end_escaped(self) -> None:
         """What it had started in groups of their own must not keep a GPU's memory."""
         for _ in range(_ESCAPED_LOOKS):
-            if not kill_marked(CHILD_MARK, self._mark):
+            if not kill_marked(CHILD_MARK, self._mark) + offspring.kill_strays(CHILD_MARK):
                 return
             await asyncio.sleep(0.01)
 
+    async def _clear_shared_memory(self) -> None:
+        segments = self._segments | shared_memory.named_after({self.pid})
+        if segments and (removed := await asyncio.to_thread(shared_memory.remove, segments)):
+            log.info("removed the shared memory it left", child=self.name, segments=removed)
+
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()
+        await self._clear_shared_memory()
         # Someone may have passed the pipe on, so its end is not waited for forever.
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
         if self._connection is not None:
@@ -245,7 +264,7 @@ class Child(Generic[Incoming]):
 def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
     # No preexec_fn: it would run Python between fork and exec. The child sets its own
     # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
-    return subprocess.Popen(
+    return offspring.start(
         [
             *interpreter.module(command.module),
             *command.args,
@@ -263,6 +282,7 @@ def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subp
 def _abandon(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
+    offspring.reaped(process)
 
 
 def _signal_name(number: int) -> str:

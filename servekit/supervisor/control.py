@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import structlog
 
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor import procfs
@@ -24,13 +27,15 @@ from servekit.wire.messages import (
     Why,
 )
 
+log: Any = structlog.get_logger("servekit.supervisor")
+
 _LOOK_EVERY_S = 0.05
 
 
 class Desk(Protocol):
     """Who knows the answers: the supervisor."""
 
-    def status_now(self) -> Status:
+    async def status_now(self) -> Status:
         """The whole state, measured this moment."""
 
     def shutdown(self, now: bool) -> None:
@@ -48,7 +53,7 @@ class Operators:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._reloads: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
         self._server: asyncio.Server | None = None
 
@@ -76,19 +81,31 @@ class Operators:
     def _on_message(self, connection: Connection[ToSupervisor], message: ToSupervisor) -> None:
         match message:
             case GetStatus():
-                connection.send(self._desk.status_now())
+                self._answer(connection, self._desk.status_now())
             case Shutdown(now):
                 self._desk.shutdown(now)
                 connection.send(Accepted())
             case GetWhy(name):
                 connection.send(self._desk.why(name))
             case Reload():
-                task = asyncio.get_running_loop().create_task(self._reload(connection))
-                self._reloads.add(task)
-                task.add_done_callback(self._reloads.discard)
+                self._answer(connection, self._desk.reload())
 
-    async def _reload(self, connection: Connection[ToSupervisor]) -> None:
-        connection.send(await self._desk.reload())
+    def _answer(
+        self, connection: Connection[ToSupervisor], answer: Coroutine[Any, Any, FromSupervisor]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(_send(connection, answer))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+
+async def _send(
+    connection: Connection[ToSupervisor], answer: Coroutine[Any, Any, FromSupervisor]
+) -> None:
+    try:
+        connection.send(await answer)
+    except Exception:  # who asks is not kept waiting for what will not come
+        log.exception("cannot answer")
+        connection.close()
 
 
 async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> FromSupervisor:

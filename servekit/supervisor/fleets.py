@@ -65,7 +65,7 @@ class Fleets:
     async def memory_gone(self, gpu: Gpu) -> None:
         """Return when NVML shows no memory of a worker of ours that has ended."""
         deadline = time.monotonic() + _VRAM_S
-        while self._is_held_by_the_dead(gpu):
+        while await asyncio.to_thread(self._is_held_by_the_dead, gpu):
             if time.monotonic() > deadline:
                 log.warning("the memory of an ended worker is not free yet", gpu=str(gpu))
                 return
@@ -73,7 +73,7 @@ class Fleets:
 
     def _is_held_by_the_dead(self, gpu: Gpu) -> bool:
         holdings = gpu_memory_by_pid()
-        return any(gpu.uuid in holdings.get(pid, {}) for pid in self._departed)
+        return any(gpu.uuid in holdings.get(pid, {}) for pid in tuple(self._departed))
 
     # ---- what changes
 
@@ -119,6 +119,7 @@ class Fleets:
 
     def apply(self, plan: Plan) -> str:
         """Begin to make it so; returns what changes, in words."""
+        new_access = plan.access != self.plan.access
         self.plan = plan
         models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
         running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
@@ -135,7 +136,8 @@ class Fleets:
             else:
                 threads = next(p.threads for p in plan.places if p.model == model.name)
                 fleet.become(model, reload.slots(model.name, plan.places), threads)
-        return reload.tell(changes)
+        self.host.changed()
+        return reload.tell(changes, access=new_access)
 
     def ended(self, replica: Replica) -> None:
         """A replica's life is over."""

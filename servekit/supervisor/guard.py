@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from servekit.supervisor import interpreter
+from servekit.supervisor import interpreter, offspring, shared_memory
 from servekit.supervisor.leftovers import MARK, end_leftovers, read_children
 
 #: A child that was between fork and exec when its parent died carries its mark a moment later.
@@ -28,7 +28,7 @@ class Guard:
     """The supervisor's side of it."""
 
     def __init__(self, run_dir: Path, mark: str, environ: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
+        self._process = offspring.start(
             [*interpreter.module("servekit.supervisor.guard"), str(run_dir), mark],
             env={name: value for name, value in environ.items() if name != MARK},
             stdin=subprocess.PIPE,
@@ -36,7 +36,6 @@ class Guard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.pid = self._process.pid
 
     def dismiss(self) -> None:
         """There is nothing left to guard; returns when it is gone."""
@@ -48,6 +47,7 @@ class Guard:
         except BrokenPipeError:  # it was killed before us
             pass
         self._process.wait()
+        offspring.reaped(self._process)
 
 
 def main() -> None:
@@ -59,6 +59,7 @@ def main() -> None:
     deadline = time.monotonic() + _WATCH_S
     while end_leftovers(read_children(run_dir), mark) or time.monotonic() < deadline:
         time.sleep(0.02)
+    shared_memory.remove(shared_memory.read(run_dir))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from servekit.supervisor import procfs
 MARK = "SERVEKIT_INSTANCE"
 #: In the environment of one child and of all that it starts, whatever group they move to.
 CHILD_MARK = "SERVEKIT_CHILD"
-#: In the run directory: what the supervisor has started.
+#: In the run directory: what the supervisor has started, and what was seen of what they have.
 CHILDREN = "children.json"
 
 
@@ -39,7 +39,7 @@ def end_leftovers(children: Iterable[Started], mark: str, within_s: float = 5.0)
     deadline = time.monotonic() + within_s
     for child in children:
         if procfs.is_alive(child.pid, child.started):
-            _kill_group(child.pid)
+            _kill(child.pid)
     while left := kill_marked(MARK, mark):
         if time.monotonic() > deadline:
             return left
@@ -59,9 +59,11 @@ def kill_marked(name: str, mark: str) -> int:
     return len(found)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _kill(pid: int) -> None:
+    """It, and its group if it leads one."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def read_children(run_dir: Path) -> list[Started]:

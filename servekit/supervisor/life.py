@@ -14,7 +14,7 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.history import History, Known
 from servekit.supervisor.restart import RestartPolicy
 from servekit.supervisor.run_dir import RunDir
+from servekit.supervisor.shared_memory import Segment
 from servekit.wire.messages import BootFailed, Drain, Quarantined, ReplicaHistory, Stop, WorkerState
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -41,7 +42,11 @@ class Host(Protocol):
 
     run_dir: RunDir
     mark: str
-    environ: Mapping[str, str]
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """What a child's environment is made from."""
+
 
     def changed(self) -> None:
         """Something that others may see is different now."""
@@ -164,6 +169,7 @@ class Life(ABC, Generic[Incoming]):
         """The child serves."""
         self._ready_at = time.monotonic()
         self.set("ready", self.reason)
+        self.note_segments()
 
     def set(self, state: WorkerState, reason: str = "") -> None:
         self.state, self.reason = state, reason
@@ -182,6 +188,10 @@ class Life(ABC, Generic[Incoming]):
     def measure(self) -> None:
         """Read its memory."""
         self.rss_bytes = procfs.rss_bytes(self.pid) if self.child is not None else 0
+
+    def note_segments(self) -> Collection[Segment]:
+        """The shared memory that its child has made, as far as it has been seen."""
+        return () if self.child is None else self.child.note_segments()
 
     @property
     def pid(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,26 @@ def read(pid: int) -> Process | None:
 
 def everyone() -> Iterator[Process]:
     """All processes but zombies."""
-    for process in map(read, _pids()):
+    for process in map(read, all_pids()):
         if process is not None and process.state not in "ZX":
             yield process
 
 
-def _pids() -> list[int]:
+def descendants(pid: int) -> list[Process]:
+    """All living processes that it has started, or that they have."""
+    of: dict[int, list[Process]] = {}
+    for process in everyone():
+        of.setdefault(process.parent, []).append(process)
+    found, parents = list[Process](), [pid]
+    while parents:
+        children = of.pop(parents.pop(), [])
+        found += children
+        parents += [child.pid for child in children]
+    return found
+
+
+def all_pids() -> list[int]:
+    """Of every process, zombies included."""
     return [int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdecimal()]
 
 
@@ -83,6 +97,12 @@ def marked(mark: str) -> Iterator[Process]:
             yield process
 
 
+def has(pid: int, name: str) -> bool:
+    """Whether it started with a variable of that name in its environment."""
+    start = f"{name}=".encode()
+    return any(entry.startswith(start) for entry in _environ(pid))
+
+
 def _environ(pid: int) -> list[bytes]:
     try:
         return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
@@ -107,15 +127,3 @@ def _memory_events() -> Iterator[Path]:
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             if line.startswith("0::/"):
                 yield Path("/sys/fs/cgroup") / line[4:] / "memory.events"
-
-
-def reap_adopted(own: Collection[int]) -> None:
-    """As PID 1 of a container we are the parent of every orphan: collect those that have ended.
-
-    `own` are the children whose end someone else waits for.
-    """
-    zombies = (p for p in map(read, _pids()) if p is not None and p.state == "Z")
-    for process in zombies:
-        if process.parent == os.getpid() and process.pid not in own:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)

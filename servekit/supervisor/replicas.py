@@ -64,6 +64,7 @@ class Replica(Life[FromWorker]):
         self._pulse = Pulse(time.monotonic())
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
+        self._attesting: asyncio.Task[None] | None = None
         self._gpu_bytes = 0
         self.pids: set[int] = set()  # of all its incarnations
 
@@ -108,13 +109,26 @@ class Replica(Life[FromWorker]):
         self._gpu_bytes = 0
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
-        assert self.child is not None
-        stray = self._stray_memory()
+        if not self._gpus:
+            self._is_ready(info, timings_s)
+        else:
+            self._attesting = self._loop.create_task(self._attest(info, timings_s))
+
+    async def _attest(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
+        """Let it serve only if it holds memory where it may."""
+        child = self.child
+        holdings = await asyncio.to_thread(gpu_memory_by_pid)
+        stray = stray_memory(group_of(self.pid), self._own_gpus, holdings, self._gpus)
+        if child is None or child is not self.child or self.ending:
+            return  # it has died meanwhile, or is told to end
         if stray:
             message = f"worker {self.name} {stray}"
             self.fail(message, permanent=True)
-            self.child.kill(message)
+            child.kill(message)
             return
+        self._is_ready(info, timings_s)
+
+    def _is_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self.info, self._timings_s, self._progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
@@ -122,11 +136,9 @@ class Replica(Life[FromWorker]):
         self.came_up()
         self._ping()
 
-    def _stray_memory(self) -> str:
-        if not self._gpus:
-            return ""
-        own = {self.place.gpu.uuid} if self.place.gpu is not None else set[str]()
-        return stray_memory(group_of(self.pid), own, gpu_memory_by_pid(), self._gpus)
+    @property
+    def _own_gpus(self) -> set[str]:
+        return {self.place.gpu.uuid} if self.place.gpu is not None else set()
 
     def look(self) -> None:
         """Called often: ask how it is, and end it if it makes no progress."""

@@ -19,16 +19,18 @@ import structlog
 
 from servekit import __version__
 from servekit.errors import StartError
-from servekit.supervisor import listening, procfs, snapshot
+from servekit.supervisor import listening, offspring, procfs, snapshot
+from servekit.supervisor.access import secret_variables
 from servekit.supervisor.control import Operators
+from servekit.supervisor.driver import driver
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import Gateway
-from servekit.supervisor.gpus import gpu_memory_by_pid
 from servekit.supervisor.ground import Ground, has_terminal, raise_file_limit
 from servekit.supervisor.guard import Guard
 from servekit.supervisor.leftovers import Started, end_leftovers
 from servekit.supervisor.life import Life
+from servekit.supervisor.measures import Measures
 from servekit.supervisor.observer import Observer
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
@@ -54,12 +56,8 @@ log: Any = structlog.get_logger("servekit.supervisor")
 #: How often stalls are looked for, and after which gap we must have slept ourselves.
 _TICK_S = 0.2
 _SLEPT_S = 2.0
-#: Memory is read less often.
-_MEASURE_EVERY_TICKS = 5
 #: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
 Request = Literal["signal", "drain", "now", "hangup"]
-#: NVML is asked less often: it takes milliseconds on a machine with eight GPUs.
-_NVML_EVERY_TICKS = 25
 #: From the end of a grace to giving up on a process that SIGKILL does not end: one that is stuck
 #: in the kernel, as a broken GPU driver has it.
 _KILL_S = 15.0
@@ -74,9 +72,9 @@ class Supervisor:
         self, plan: Plan, ground: Ground, environ: Mapping[str, str], observer: Observer
     ) -> None:
         self.run_dir = ground.run_dir
-        self.environ = environ
+        self._environ = environ
         self.mark = secrets.token_hex(16)
-        self.url = listening.url_of(ground.listener)
+        self.url = listening.url_of(ground.listener, tls=plan.config.server.tls is not None)
         self._listener = ground.listener
         self._observer = observer
         self._started_at = time.time()
@@ -98,6 +96,7 @@ class Supervisor:
             for index in range(server.gateways)
         ]
         self._fleets = Fleets(plan, self, self._run)
+        self._measures = Measures(self._lives, self.run_dir, self.children_changed)
 
     # ---- its life
 
@@ -108,11 +107,13 @@ class Supervisor:
             last.callback(self._signals.ignore)
             self._signals.catch()
             raise_file_limit()
+            offspring.become_subreaper()
+            last.callback(driver.close)
             self._leave_record()
             guard = Guard(self.run_dir.path, self.mark, self.environ)
             last.callback(guard.dismiss)
             last.callback(self._end_all)
-            last.callback(self._loop.create_task(self._tick(guard.pid)).cancel)
+            last.callback(self._loop.create_task(self._tick()).cancel)
             await self._operators.listen(self.run_dir.control)
             for gateway in self._gateways:
                 self._run(gateway)
@@ -196,6 +197,7 @@ class Supervisor:
         for task in (*self._tasks.values(), *self._reloads):
             task.cancel()
         end_leftovers(self._started(), self.mark)
+        offspring.end_adopted()
 
     def _leave(self) -> None:
         self._operators.close()
@@ -213,7 +215,13 @@ class Supervisor:
     async def reload(self) -> Accepted | Refused:
         return await self._fleets.reload()
 
-    # ---- what its children tell
+    # ---- what its children get, and tell
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """Ours, less the API keys in it."""
+        hidden = secret_variables(self._fleets.plan.config)
+        return {name: value for name, value in self._environ.items() if name not in hidden}
 
     def changed(self) -> None:
         if not self._publishing:
@@ -243,6 +251,7 @@ class Supervisor:
             self._draining,
             len(self._gateways),
             self._quarantine.holding(),
+            self._fleets.plan.access,
         )
         if topology != self._topology:
             self._topology = topology
@@ -262,18 +271,16 @@ class Supervisor:
         self._requests.put_nowait(StartError("no model can be served. " + " ".join(reasons)))
         return True
 
-    async def _tick(self, guard_pid: int) -> None:
+    async def _tick(self) -> None:
         last = time.monotonic()
         for count in itertools.count():
             now = time.monotonic()
             try:
                 self._look(slept=now - last > _SLEPT_S)
-                if count % _MEASURE_EVERY_TICKS == 0:
-                    self._measure(gpus=count % _NVML_EVERY_TICKS == 0)
+                self._measures.tick(count, self._fleets)
             except Exception:  # a figure that cannot be read is no reason to stop asking
                 log.exception("cannot measure")
-            if os.getpid() == 1:
-                procfs.reap_adopted({guard_pid, *(life.pid for life in self._lives())})
+            offspring.look()
             last = now
             await asyncio.sleep(_TICK_S)
 
@@ -285,19 +292,12 @@ class Supervisor:
         if self._quarantine.expire():
             self.changed()
 
-    def _measure(self, *, gpus: bool) -> None:
-        holdings = gpu_memory_by_pid() if gpus and self._fleets.gpus else None
-        for life in self._lives():
-            life.measure()
-        if holdings is not None:
-            for replica in self._fleets.replicas():
-                replica.measure_gpus(holdings)
-
     # ---- what it knows
 
-    def status_now(self) -> Status:
+    async def status_now(self) -> Status:
         """For an operator, who may look before the first tick."""
-        self._measure(gpus=True)
+        self._measures.memory()
+        await self._measures.gpus(self._fleets)
         return self.status()
 
     def status(self) -> Status:
@@ -318,7 +318,8 @@ class Supervisor:
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())
-        return [Started(c.name, c.pid, c.started) for c in children if c is not None]
+        started = [Started(c.name, c.pid, c.started) for c in children if c is not None]
+        return [*started, *self._measures.descendants]
 
     def _lives(self) -> list[Life[Any]]:
         return [*self._gateways, *self._fleets.replicas()]

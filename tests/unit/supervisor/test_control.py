@@ -28,7 +28,7 @@ class Desk:
     def __init__(self) -> None:
         self.heard: list[bool] = []
 
-    def status_now(self) -> Status:
+    async def status_now(self) -> Status:
         return STATUS
 
     def shutdown(self, now: bool) -> None:
@@ -43,7 +43,7 @@ class Desk:
 
 
 class BrokenDesk(Desk):
-    def status_now(self) -> Status:
+    async def status_now(self) -> Status:
         raise RuntimeError("bug")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -65,14 +66,17 @@ def test_long_commands_are_cut() -> None:
     assert len(procfs.command(os.getpid(), 10)) <= 10
 
 
-def test_orphans_that_were_adopted_are_collected_and_our_own_left() -> None:
-    adopted, own = (subprocess.Popen(["true"]) for _ in range(2))
-    for process in (adopted, own):
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    procfs.reap_adopted({own.pid})
-    assert procfs.read(adopted.pid) is None
-    found = procfs.read(own.pid)
-    assert found is not None
-    assert found.state == "Z"
-    own.wait()
-    adopted.wait()
+def test_descendants_are_children_and_theirs() -> None:
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE
+    ) as shell:
+        assert shell.stdout is not None
+        sleeper = int(shell.stdout.readline())
+        try:
+            found = [process.pid for process in procfs.descendants(os.getpid())]
+            assert {shell.pid, sleeper} <= set(found)
+            assert [p.pid for p in procfs.descendants(shell.pid)] == [sleeper]
+            assert procfs.has(sleeper, "PATH")
+            assert not procfs.has(sleeper, "PAT")
+        finally:
+            os.kill(sleeper, signal.SIGKILL)

@@ -1,0 +1,87 @@
+"""What is measured of the processes, and how often: memory, GPU memory, shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from servekit.supervisor import offspring, procfs, shared_memory
+from servekit.supervisor.fleets import Fleets
+from servekit.supervisor.gpus import gpu_memory_by_pid
+from servekit.supervisor.leftovers import MARK, Started
+from servekit.supervisor.life import Life
+from servekit.supervisor.run_dir import RunDir
+from servekit.supervisor.shared_memory import Segment
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: Memory is read once in so many ticks.
+MEMORY_EVERY_TICKS = 5
+#: What takes milliseconds is read less often: NVML with eight GPUs, the maps of all processes.
+REST_EVERY_TICKS = 25
+
+
+class Measures:
+    """Reads the figures of `lives`, whoever that is at the time."""
+
+    def __init__(
+        self,
+        lives: Callable[[], Sequence[Life[Any]]],
+        run_dir: RunDir,
+        on_descendants: Callable[[], None],
+    ) -> None:
+        self._lives = lives
+        self._on_descendants = on_descendants
+        self._run_dir = run_dir
+        self._segments: set[Segment] = set()
+        self.descendants: tuple[Started, ...] = ()
+        self._reading: asyncio.Task[None] | None = None
+
+    def tick(self, count: int, fleets: Fleets) -> None:
+        """Called often, with how often before."""
+        if count % MEMORY_EVERY_TICKS == 0:
+            self.memory()
+        if count % REST_EVERY_TICKS == 0:
+            self._note_segments()
+            self._note_descendants()
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.get_running_loop().create_task(self.gpus(fleets))
+
+    def memory(self) -> None:
+        """What each process has resident."""
+        for life in self._lives():
+            life.measure()
+
+    async def gpus(self, fleets: Fleets) -> None:
+        """What each worker holds on GPUs."""
+        if fleets.gpus:
+            holdings = await asyncio.to_thread(gpu_memory_by_pid)
+            for replica in fleets.replicas():
+                replica.measure_gpus(holdings)
+
+    def _note_descendants(self) -> None:
+        """Those of them that carry no mark could not be found any more after kill -9."""
+        found = tuple(
+            Started("a descendant", process.pid, process.started)
+            for process in procfs.descendants(os.getpid())
+            if not offspring.is_own(process.pid) and not procfs.has(process.pid, MARK)
+        )
+        if found != self.descendants:
+            self.descendants = found
+            self._on_descendants()
+
+    def _note_segments(self) -> None:
+        """Write down which shared memory there is: after kill -9 nobody could find out."""
+        segments = {segment for life in self._lives() for segment in life.note_segments()}
+        if segments == self._segments:
+            return
+        try:
+            shared_memory.note(self._run_dir.path, segments)
+        except OSError as error:
+            log.warning("cannot record the shared memory", reason=error.strerror)
+        else:
+            self._segments = segments

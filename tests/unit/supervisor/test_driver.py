@@ -1,0 +1,107 @@
+"""The process that reads NVML: with a stand-in for the driver's library, which no machine without
+a GPU has, and with drivers that hang and break. Real GPUs are seen by `python -m tests.gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from servekit.supervisor import procfs
+from servekit.supervisor.driver import Driver
+
+#: NVML as it answers on a machine with two GPUs, of which the second has fallen off the bus.
+PYNVML = """
+class NVMLError(Exception): pass
+class Thing:
+    def __init__(self, **values): self.__dict__.update(values)
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index):
+    if index == 1: raise NVMLError("GPU is lost")
+    return index
+def nvmlDeviceGetMemoryInfo(handle): return Thing(total=100, free=60)
+def nvmlDeviceGetUUID(handle): return b"GPU-aa"
+def nvmlDeviceGetName(handle): return "H200"
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    return [Thing(pid=7, usedGpuMemory=30), Thing(pid=8, usedGpuMemory=None)]
+def nvmlDeviceGetGraphicsRunningProcesses(handle):
+    return [Thing(pid=7, usedGpuMemory=10)]
+"""
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    made: list[Driver] = []
+    yield made
+    for driver in made:
+        driver.close()
+
+
+def scripted(drivers: list[Driver], code: str, **times: float) -> Driver:
+    driver = Driver([sys.executable, "-c", code], **times)
+    drivers.append(driver)
+    return driver
+
+
+def test_what_nvml_says_is_passed_on(
+    drivers: list[Driver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    driver = Driver()
+    drivers.append(driver)
+    gpu = {"index": 0, "uuid": "GPU-aa", "name": "H200", "total_bytes": 100, "free_bytes": 60}
+    assert driver.ask("gpus") == [gpu]
+    assert driver.ask("memory") == {"7": {"GPU-aa": 30}, "8": {"GPU-aa": 0}}
+
+
+def test_without_a_library_there_is_no_gpu(
+    drivers: list[Driver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pynvml.py").write_text("raise OSError('no libnvidia-ml.so.1')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    driver = Driver()
+    drivers.append(driver)
+    assert driver.ask("gpus") == []
+    assert driver.ask("memory") == {}
+
+
+def test_one_process_answers_many_questions(drivers: list[Driver]) -> None:
+    driver = scripted(drivers, "import os\nwhile input(): print(os.getpid(), flush=True)")
+    pid = driver.ask("gpus")
+    assert pid == driver.ask("memory")
+    driver.close()
+    assert procfs.read(pid) is None
+    assert driver.ask("gpus") != pid
+
+
+def test_one_that_died_is_started_again(drivers: list[Driver]) -> None:
+    driver = scripted(drivers, "import os\ninput(); print(os.getpid(), flush=True)")
+    first = driver.ask("gpus")
+    procfs_gone = time.monotonic() + 10
+    while (found := procfs.read(first)) is not None and found.state != "Z":
+        assert time.monotonic() < procfs_gone
+    assert driver.ask("gpus") not in (None, first)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time; time.sleep(600)",
+        "print('no json', flush=True); input(); input()",
+        "raise SystemExit(1)",
+        "print('[', end='', flush=True); import time; time.sleep(600)",
+    ],
+)
+def test_a_driver_that_hangs_or_breaks_holds_nobody_up(drivers: list[Driver], code: str) -> None:
+    driver = scripted(drivers, code, first_s=0.3, answer_s=0.3, rest_s=600)
+    before = time.monotonic()
+    assert driver.ask("gpus") is None
+    assert driver.ask("gpus") is None, "and it is not asked again at once"
+    assert time.monotonic() - before < 10
