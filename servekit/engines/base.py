@@ -10,7 +10,8 @@ A worker drives exactly one engine:
 
 `emit` takes all that one step brought, as one list; it may be called from any thread. The worker
 turns text into token ids and token ids into text with `engine.codec`, applies stop strings, and
-checks prompt length and token range against `ModelInfo` before `submit`.
+checks prompt length and token range against `ModelInfo` before `submit`. It submits nothing that
+`ModelInfo.serves` does not name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from servekit.wire.messages import ChatMessage, ModelInfo, Progress, SamplingParams, WorkerSpec
+from servekit.errors import Unsupported
+from servekit.wire.messages import (
+    ChatMessage,
+    Grammar,
+    ModelInfo,
+    Progress,
+    SamplingParams,
+    TokenLogprob,
+    WorkerSpec,
+)
 
 Report = Callable[[Progress], None]
 
@@ -39,21 +49,34 @@ class Job:
     prompt_ids: list[int]
     params: SamplingParams
     emitted: list[int] = field(default_factory=list)
+    constraint: object | None = None  # what `Engine.constrain` made of `params.grammar`
+
+
+@dataclass(slots=True)
+class EmbedJob:
+    """Texts to embed, as token ids; each fits the context."""
+
+    id: int
+    inputs: list[list[int]]
 
 
 @dataclass(slots=True)
 class StepOutput:
     """What one step brought to one job.
 
-    `finish` is "stop" for an end-of-sequence token (which is not among `token_ids`), "length" for
-    `max_tokens`. A failed job has `error` set and gets no further output. A cancelled job gets no
-    further output at all.
+    `finish` is "stop" for an end-of-sequence token (which is not among `token_ids`) or where a
+    grammar has come to its end, "length" for `max_tokens`. A failed job has `error` set and gets no
+    further output; with `param` it is the request that is wrong, not the engine. A cancelled job
+    gets no further output at all. An EmbedJob gets one, with all its `vectors` and "stop".
     """
 
     id: int
     token_ids: list[int]
     finish: Literal["stop", "length"] | None = None
     error: str | None = None
+    param: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `token_ids`, where asked for
+    vectors: list[bytes] = field(default_factory=list)  # float32 [embedding_size], little-endian
 
 
 Emit = Callable[[Sequence[StepOutput]], None]
@@ -117,6 +140,18 @@ class Engine(ABC):
     @abstractmethod
     def submit(self, job: Job) -> None:
         """Queue a job. Raises RequestError if the engine cannot run it; never kills the loop."""
+
+    def embed(self, job: EmbedJob) -> None:
+        """Queue texts to embed; as `submit`."""
+        raise Unsupported("this engine makes no embeddings", param="model")
+
+    def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> object:
+        """Compile a grammar for one job, and lead it through the tokens `emitted` before.
+
+        Called from any thread, several at once; may take a second or two. Raises RequestError if
+        the grammar cannot be compiled or is too large.
+        """
+        raise Unsupported("this engine keeps to no grammar", param="response_format")
 
     @abstractmethod
     def cancel(self, job_id: int) -> None:

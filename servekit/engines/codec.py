@@ -97,13 +97,13 @@ class _BytePieces:
         if text is None:
             return b""
         try:
-            return bytes(_byte_alphabet()[character] for character in text)
+            return bytes(byte_alphabet()[character] for character in text)
         except KeyError:  # an added token, written as plain text
             return str(text).encode()
 
 
 @lru_cache(maxsize=1)
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest from U+0100."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]
