@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from servekit.gateway.parsing.calls import Calls, rest
@@ -53,12 +54,21 @@ def _message(tape: Tape, calls: Calls, header: str, tools: bool) -> Script[None]
     recipient = _RECIPIENT.search(header)
     tell: Callable[[str], None] = tape.say
     if recipient is not None and tools:
-        yield from tape.skip_space()
-        calls.begin(recipient.group(1))
-        tell = calls.argue
+        yield from _call(tape, calls, recipient.group(1))
     elif channel is not None and channel.group(1) == "analysis":
         tell = partial(tape.say, kind=Reasoning)
     found = yield from tape.find(_ENDS, tell, strip=recipient is not None)
     if found and found != "<|start|>":
         yield from tape.skip_space()
         yield from tape.expect(found)
+
+
+def _call(tape: Tape, calls: Calls, name: str) -> Script[None]:
+    """Arguments as far as they are JSON; what follows them in their message is text."""
+    calls.begin(name)
+    following = yield from tape.skip_space()
+    if following == "{":
+        with suppress(Malformed):
+            yield from tape.json(calls.argue)
+    elif following:
+        calls.argue("{}")
