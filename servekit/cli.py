@@ -31,6 +31,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # its help takes twice as long to come as the plain one
 )
 
+key = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(key, name="key")
+
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
 RunDirectory = Annotated[
     Path | None,
@@ -58,6 +61,9 @@ def up(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Listen here instead; 0: a free port.")
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Without API keys, whoever reaches it may use it.")
+    ] = False,
     run_dir: RunDirectory = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only warnings and errors; no banner.")
@@ -65,7 +71,7 @@ def up(
 ) -> None:
     """Serve the models of a file until told to stop."""
     with _one_sentence():
-        plan = _plan(_source(config, host, port))
+        plan = _plan(_source(config, host, port, insecure=insecure))
         raise typer.Exit(_run(plan, _run_dir(run_dir, plan.config), quiet=quiet))
 
 
@@ -180,6 +186,22 @@ def chaos(
         raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
 
 
+@key.command("new")
+def key_new(
+    name: Annotated[str, typer.Option(help="Whose it is; shown in logs.")] = "default",
+) -> None:
+    """Make an API key: shown this once, and the lines for the file, which have only its hash."""
+    with _one_sentence():
+        from servekit.config import keys
+
+        if not keys.is_name(name):
+            raise ConfigError(keys.NAME_RULE)
+        made, line = keys.new(name)
+        print(f"{made}\n", flush=True)
+        print("Keep it: nothing can show it again. For the configuration file:", file=sys.stderr)
+        print(f"\nkeys:\n  - name: {name}\n    hash: {line}")
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration file, for editors."""
@@ -202,12 +224,14 @@ def _one_sentence() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _source(path: Path, host: str | None = None, port: int | None = None) -> Source:
+def _source(
+    path: Path, host: str | None = None, port: int | None = None, *, insecure: bool = False
+) -> Source:
     from servekit.supervisor.planning import Source
 
     given = {"host": host, "port": port}
     said = {key: value for key, value in given.items() if value is not None}
-    return Source(path.absolute(), said)
+    return Source(path.absolute(), said, insecure)
 
 
 def _plan(source: Source) -> Plan:

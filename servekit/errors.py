@@ -8,11 +8,14 @@ ServekitError                     500 internal_error
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded
    ├─ Unsupported                 400 unsupported_parameter
+   ├─ InvalidKey                  401 invalid_api_key        (WWW-Authenticate)
+   ├─ Forbidden                   403 forbidden              the key does not allow it
    ├─ ModelNotFound               404 model_not_found
    ├─ …                           405, 408, 431 of HTTP itself: servekit.gateway.http and .limits
    ├─ BodyTooLarge                413 body_too_large
    ├─ ClientClosed                499 client_closed          nobody is left to read it
    ├─ QueueFull                   429 queue_full             (Retry-After)
+   ├─ RateLimited                 429 rate_limit_exceeded    (Retry-After)
    ├─ EngineFailed                500 engine_error           the engine gave up on this request
    ├─ RequestQuarantined          500 request_quarantined    it has taken workers down with it
    ├─ WorkerLost                  503 worker_lost            died; the request can't be run again
@@ -90,6 +93,19 @@ class Unsupported(RequestError):
     code = "unsupported_parameter"
 
 
+class InvalidKey(RequestError):
+    """`scheme` is what the client is to answer with: Bearer, or Basic for a browser."""
+
+    status = 401
+    code = "invalid_api_key"
+    scheme: str = "Bearer"
+
+
+class Forbidden(RequestError):
+    status = 403
+    code = "forbidden"
+
+
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
@@ -108,6 +124,11 @@ class ClientClosed(RequestError):
 class QueueFull(RequestError):
     status = 429
     code = "queue_full"
+
+
+class RateLimited(RequestError):
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class EngineFailed(RequestError):

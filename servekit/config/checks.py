@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from servekit.config import keys as api_keys
 from servekit.config import paths
+from servekit.config.access import KeyConfig
 from servekit.config.nodes import Node, find
 from servekit.config.problems import Problem, dotted, short
 from servekit.config.schema import Config, ModelConfig
 
 Place = tuple[str | int, ...]
+
+#: Hashes with the same prefix, as while a key is being replaced: each is tried, and takes time.
+_MAX_ALIKE = 3
 
 
 def names(root: Node) -> Iterator[Problem]:
@@ -82,3 +87,53 @@ def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
         return
     if path.exists() and not path.is_dir():
         yield Problem(("run_dir",), f"{path} is not a folder.")
+
+
+def keys(config: Config) -> Iterator[Problem]:
+    """Keys that share a name, or name a model that is not there."""
+    known = {name for model in config.models for name in (model.name, *model.aliases)}
+    names: set[str] = set()
+    prefixes: list[bytes] = []
+    for i, key in enumerate(config.keys):
+        if key.name in names:
+            yield Problem(("keys", i, "name"), f"two keys are named '{key.name}'.")
+        names.add(key.name)
+        yield from _models(key, ("keys", i, "models"), known)
+        if key.hash is not None:
+            prefixes.append(prefix := api_keys.parse(key.hash).prefix)
+            if prefixes.count(prefix) > _MAX_ALIKE:
+                message = f"more than {_MAX_ALIKE} hashes begin with {prefix.decode()}."
+                yield Problem(("keys", i, "hash"), message)
+
+
+def _models(key: KeyConfig, at: Place, known: set[str]) -> Iterator[Problem]:
+    for i, model in enumerate(key.models or ()):
+        if model not in known:
+            there = ", ".join(sorted(known))
+            yield Problem((*at, i), f"no model is called '{short(model)}'; there are: {there}.")
+
+
+def tls(config: Config, folder: Path) -> Iterator[Problem]:
+    """A certificate that nobody can serve with."""
+    if (files := config.server.tls) is None:
+        return
+    from servekit.config import tls  # OpenSSL takes a moment to load
+
+    try:
+        certificate = paths.resolve(str(files.certificate), folder)
+        tls.check(certificate, paths.resolve(str(files.key), folder))
+    except ValueError as error:
+        yield Problem(("server", "tls"), f"{error}.")
+
+
+def legacy(config: Config) -> Iterator[Problem]:
+    """A second port for what is not served, or that is the first one."""
+    server = config.server
+    if server.legacy_port is None:
+        return
+    if server.legacy is None:
+        message = "only `legacy: huixiangdou` has a port of its own."
+        yield Problem(("server", "legacy_port"), message, at_key=True)
+    elif server.legacy_port == server.port and server.port:
+        message = "it is `port` already; leave this out, and both are served there."
+        yield Problem(("server", "legacy_port"), message)

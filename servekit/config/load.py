@@ -17,6 +17,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from servekit.config import checks, paths
+from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.document import read
 from servekit.config.json_schema import json_schema
 from servekit.config.nodes import Loc, Node, plain
@@ -81,7 +82,8 @@ def _engine_options(root: Node) -> list[Problem]:
 
 
 def _meaning(config: Config, folder: Path) -> list[Problem]:
-    problems = list(checks.run_dir(config, folder))
+    problems = [*checks.run_dir(config, folder), *checks.keys(config)]
+    problems += [*checks.tls(config, folder), *checks.legacy(config)]
     for i, model in enumerate(config.models):
         problems += checks.model(model, ("models", i), folder)
     return problems
@@ -90,7 +92,23 @@ def _meaning(config: Config, folder: Path) -> list[Problem]:
 def _absolute(config: Config, folder: Path) -> Config:
     run_dir = config.run_dir and paths.resolve(str(config.run_dir), folder)
     models = tuple(_absolute_model(model, folder) for model in config.models)
-    return config.model_copy(update={"models": models, "run_dir": run_dir})
+    keys = tuple(_absolute_key(key, folder) for key in config.keys)
+    server = config.server.model_copy(update={"tls": _absolute_tls(config.server.tls, folder)})
+    update = {"models": models, "run_dir": run_dir, "keys": keys, "server": server}
+    return config.model_copy(update=update)
+
+
+def _absolute_key(key: KeyConfig, folder: Path) -> KeyConfig:
+    if key.file is None:
+        return key
+    return key.model_copy(update={"file": paths.resolve(str(key.file), folder)})
+
+
+def _absolute_tls(tls: TlsConfig | None, folder: Path) -> TlsConfig | None:
+    if tls is None:
+        return None
+    certificate = paths.resolve(str(tls.certificate), folder)
+    return TlsConfig(certificate=certificate, key=paths.resolve(str(tls.key), folder))
 
 
 def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:

@@ -11,15 +11,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
+
+from servekit.config.access import KeyConfig, LimitsConfig, LoggingConfig, Origin, TlsConfig
+from servekit.config.section import Section as Section  # for those who import it from here
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ENV_NAME = r"^[^=\s]+$"
@@ -68,19 +63,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class Section(BaseModel):
-    """A mapping of the file."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
 class ServerConfig(Section):
     """The public side: where it listens, and its limits."""
 
     host: Host = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every interface. There is no authentication yet."""
+    """Address to listen on; 0.0.0.0 is every interface, and needs `keys`, or `--insecure`."""
     port: Port = 8000
     """TCP port; 0 takes a free one."""
     gateways: Annotated[int, Field(ge=1, le=64)] = 1
@@ -91,6 +78,16 @@ class ServerConfig(Section):
     """Longest request body accepted; more is 413."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     """On SIGTERM or Ctrl-C, how long requests in flight may take to finish."""
+    tls: TlsConfig | None = None
+    """Serve HTTPS instead of HTTP."""
+    cors: tuple[Origin, ...] = ()
+    """Web pages that may use the API, by origin (https://app.example), or `*`. By default none."""
+    limits: LimitsConfig = LimitsConfig()
+    """What one request may hold."""
+    legacy: Literal["huixiangdou"] | None = None
+    """Answer as HuixiangDou's LLM server does, too: /inference and /stream."""
+    legacy_port: Port | None = None
+    """A second port for those, such as 8888; by default they are at `port` only."""
 
 
 class SamplingDefaults(Section):
@@ -161,6 +158,10 @@ class EchoOptions(Section):
     """Leak memory with every token."""
     grandchildren: Annotated[int, Field(ge=0)] = 0
     """Start this many `sleep` processes at load."""
+    escaped_grandchildren: Annotated[int, Field(ge=0)] = 0
+    """As many more, in sessions of their own and with empty environments."""
+    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """Map a segment of /dev/shm of this size at load, and never remove it."""
 
 
 ENGINE_OPTIONS: dict[str, type[Section]] = {
@@ -207,9 +208,9 @@ class ModelConfig(Section):
     """A worker with work and no progress, or without a sign of life, for so long is replaced."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The same while it loads: progress, however slow, is enough."""
-    env: dict[EnvName, str] = {}
+    env: Annotated[dict[EnvName, str], Field(default_factory=dict)]
     """Environment variables for this model's workers."""
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], Field(default_factory=dict)]
     """The engine's own options."""
 
     @field_validator("replicas")
@@ -231,6 +232,10 @@ class Config(Section):
     """The models to serve."""
     server: ServerConfig = ServerConfig()
     """The public side."""
+    keys: Annotated[tuple[KeyConfig, ...], Field(max_length=10_000)] = ()
+    """API keys. With none, whoever reaches the port may use all."""
+    logging: LoggingConfig = LoggingConfig()
+    """The log."""
     run_dir: Path | None = None
     """Sockets, logs and the lock, relative to this file; by default under XDG_RUNTIME_DIR. One
     instance each."""

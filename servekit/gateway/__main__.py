@@ -14,6 +14,8 @@ if __name__ == "__main__":
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--max-body-bytes", type=int, default=8 * 2**20)
+    parser.add_argument("--tls-certificate", type=Path)
+    parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--no-ui", action="store_true")
     parser.add_argument("--ui-socket", type=Path)
     args = parser.parse_args()
@@ -34,5 +36,6 @@ if __name__ == "__main__":
         max_body_bytes=args.max_body_bytes,
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
+        tls=(args.tls_certificate, args.tls_key) if args.tls_certificate else None,
     )
     sys.exit(run(settings))

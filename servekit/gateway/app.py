@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
+from servekit.gateway.gate import Gate
 from servekit.gateway.http import (
     ASGIApp,
     MethodNotAllowed,
@@ -36,16 +37,19 @@ class Application:
     def __init__(self, router: Router, max_body_bytes: int, *, ui: bool) -> None:
         self.router = router
         openai = OpenAI(router, max_body_bytes)
-        self.hot, self.exchanges = openai.routes, openai.exchanges
+        self.hot = openai.routes
+        self.gate = Gate(router.access, openai.exchanges)
+        self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
         self.rest = build_rest(router, ui=ui)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._http(scope, receive, send)
-        elif scope["type"] == "websocket" and self.ui is not None:
-            await self.ui(scope, receive, send)
+            if self.gate.open:
+                await self._http(scope, receive, send)
+            else:
+                await self.gate(scope, receive, send, self._http)
         elif scope["type"] == "lifespan":
             await self.rest(scope, receive, send)
 
@@ -156,13 +160,17 @@ def model_state(route: Route) -> str:
 def _add_models(app: FastAPI, router: Router) -> None:
     @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(route) for route in router.routes.values()]}
+        allowed = router.access.may_use
+        served = (route for name, route in router.routes.items() if allowed(name))
+        return {"object": "list", "data": [_model(route) for route in served]}
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One model")
     async def model(model: str) -> dict[str, Any]:
         if not model:
             raise ModelNotFound("name a model", param="model")
-        return _model(router.find(model))
+        route = router.find(model)
+        router.access.require_model(route.status.name)
+        return _model(route)
 
 
 def _model(route: Route) -> dict[str, Any]:

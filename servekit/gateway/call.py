@@ -15,6 +15,7 @@ from servekit.wire.messages import ChatMessage, Delta, Generate, SamplingParams
 if TYPE_CHECKING:
     from servekit.gateway.pool import Replica
     from servekit.gateway.route import Route
+    from servekit.gateway.caller import Caller
 
 Deltas = list[Delta]
 
@@ -38,6 +39,7 @@ class Call:
         "deaths_in_all",
         "done",
         "emitted",
+        "caller",
         "key",
         "last_chance",
         "limit_s",
@@ -82,6 +84,7 @@ class Call:
         self.done = False
         self.place: int | None = None  # in the queue, where its consumer follows that
         self.route: Route | None = None
+        self.caller: Caller | None = None  # whose key it came with, where keys are needed
         self.replica: Replica | None = None
         self.wire_id = 0
         self.limit_s = math.inf  # from `created_s` on, waiting included; the router sets it
@@ -193,6 +196,8 @@ class Call:
         """Forget what has been generated, to begin anew; False if some of it is out already."""
         if self._handed_over:
             return False
+            if self.caller is not None:
+                self.caller.settle(self, delta)
         self.emitted, self.chars, self._waiting = [], 0, []
         return True
 
@@ -216,3 +221,5 @@ class Call:
         waiter: Any = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+        if self.caller is not None:
+            self.caller.settle(self, None)

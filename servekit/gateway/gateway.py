@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from servekit.gateway.app import Application, Guard
 from servekit.gateway.limits import LIMITS, Limits, Sweep
 from servekit.gateway.protocol import Handler, Http
 from servekit.gateway.router import Router
+from servekit.gateway.tls import Tls
 from servekit.wire.connection import Connection, adopt
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import Drain, Serving, Stop, ToGateway, Topology, Traffic
@@ -44,6 +46,7 @@ class Settings:
     max_body_bytes: int
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
+    tls: tuple[Path, Path] | None = None  # certificate and key
 
 
 def run(settings: Settings) -> int:
@@ -66,6 +69,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._router = Router(settings.name, lambda found: self._control.send(found))
         self._app = Application(self._router, settings.max_body_bytes, ui=settings.ui)
+        self._tls = None if settings.tls is None else Tls(*settings.tls)
         self._told = asyncio.Event()
         self._stop: asyncio.Future[None] = self._loop.create_future()
         self._control: Connection[ToGateway] = Connection(ToGateway, self._on_message, self._on_eof)
@@ -77,7 +81,8 @@ class Gateway:
         await self._told.wait()  # or a gateway that was restarted would answer 404 at first
         public = socket.socket(fileno=self._settings.listen_fd)
         limit = self._settings.max_body_bytes
-        async with serving(Guard(self._app, log), public, self._app.exchanges, limit):
+        tls = None if self._tls is None else self._tls.context
+        async with serving(Guard(self._app, log), public, self._app.exchanges, limit, tls=tls):
             keep_out_of_collections()
             self._control.send(Serving())
             tasks = [self._loop.create_task(self._report())]
@@ -93,6 +98,8 @@ class Gateway:
         match message:
             case Topology():
                 self._router.apply(message)
+                if self._tls is not None:
+                    self._tls.renew(message.access.certificate)
                 self._told.set()
             case Drain():
                 self._router.drain()
@@ -183,6 +190,7 @@ async def serving(
     hot: Mapping[bytes, Handler] | None = None,
     max_body_bytes: int = 0,
     limits: Limits = LIMITS,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
     """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
 
@@ -203,6 +211,7 @@ async def serving(
         backlog=2048,
     )
     config.load()
+    config.ssl = tls
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     # we say ourselves what we do, and nobody shall fill the log with what is no HTTP

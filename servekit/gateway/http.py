@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from servekit.errors import BodyTooLarge, RequestError, ServekitError
+from servekit.errors import BodyTooLarge, InvalidKey, RequestError, ServekitError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -79,6 +79,8 @@ class MethodNotAllowed(RequestError):
 def error_headers(error: ServekitError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", error.allow.encode())]
+    if isinstance(error, InvalidKey):
+        return [(b"www-authenticate", b'%b realm="servekit"' % error.scheme.encode())]
     wait_s = getattr(error, "retry_after_s", None)
     return [] if wait_s is None else [(b"retry-after", str(max(1, round(wait_s))).encode())]
 
@@ -104,4 +106,8 @@ def error_type(status: int) -> str:
         return "rate_limit_error"
     if status == 404:
         return "not_found_error"
+    if status == 401:
+        return "authentication_error"
+    if status == 403:
+        return "permission_error"
     return "server_error" if status >= 500 else "invalid_request_error"

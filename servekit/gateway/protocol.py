@@ -63,7 +63,8 @@ class Joined:
     def write_eof(self) -> None:
         """Send what is left and say that it was all; the client may still send."""
         self._flush()
-        if not self._transport.is_closing():
+        # TLS has no half-closed connections; there the client is left to close it
+        if not self._transport.is_closing() and self._transport.can_write_eof():
             self._transport.write_eof()
 
     # a client may be gone before its requests are done: uvloop raises, asyncio does not
@@ -97,6 +98,7 @@ class Exchange:
     __slots__ = (
         "body",
         "disconnected",
+        "extra",
         "handler",
         "headers",
         "keep_alive",
@@ -117,6 +119,7 @@ class Exchange:
         self.keep_alive = True
         self.response_complete = False
         self.disconnected = False
+        self.extra: tuple[Header, ...] = ()  # more headers of the answer, the gate's
         self.on_gone: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
 
@@ -139,8 +142,12 @@ class Exchange:
             self.fail(too_large(self.protocol.max_body_bytes))
 
     def begin(self) -> None:
+        self.begin_with(self.handler)
+
+    def begin_with(self, handler: Handler) -> None:
+        """Have `handler` answer; what goes wrong there is the answer."""
         try:
-            self.handler(self)
+            handler(self)
         except ServekitError as error:
             self.fail(error)
         except Exception:
@@ -188,7 +195,10 @@ class Exchange:
         self.protocol.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % head)
 
     def _head(self, status: int, headers: tuple[Header, ...]) -> bytes:
-        return self.protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
+        head = self.protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
+        if self.extra:  # not among the heads that are kept: these differ from answer to answer
+            head += b"".join(b"%b: %b\r\n" % pair for pair in self.extra)
+        return head
 
     def _complete(self) -> None:
         self.response_complete = True

@@ -22,6 +22,7 @@ from servekit.errors import (
     RequestError,
     WorkerLost,
 )
+from servekit.gateway.access import Access
 from servekit.gateway.call import Call
 from servekit.gateway.deadlines import Deadlines
 from servekit.gateway.fate import Fate
@@ -55,6 +56,7 @@ class Router:
         self.idle = asyncio.Event()  # set once draining and nothing is in flight
         self.requests = 0
         self.quarantine = Quarantine()
+        self.access = Access()
         self._report = report
         index = name.rpartition("/")[2]
         self._index = int(index) if index.isdecimal() else 0
@@ -76,7 +78,7 @@ class Router:
         if route is None:
             if not model and len(self.routes) == 1:
                 return next(iter(self.routes.values()))
-            known = ", ".join(sorted(self.routes)) or "none yet"
+            known = ", ".join(sorted(filter(self.access.may_use, self.routes))) or "none yet"
             raise ModelNotFound(
                 f"the model {model!r} is not served here; served are: {known}", param="model"
             )
@@ -88,6 +90,8 @@ class Router:
         Raises ModelNotFound, ModelUnavailable, QueueFull or RequestQuarantined at once; later
         failures reach the call's consumer. `timeout_s` is capped by the model's own.
         """
+        if self.access.watchful:
+            self.access.admit(call, route.status.name)
         route = self.find(call.model)
         self._admit(route, call)
         self._begin(route, call)
@@ -151,6 +155,7 @@ class Router:
         """Make the routes what the supervisor says they are."""
         if topology.draining:
             self.drain()
+        self.access.apply(topology.access)
         self.quarantine.add(topology.quarantined, time.time())
         for status in topology.models:
             route = self.routes.setdefault(status.name, Route(status, self._index))
@@ -289,6 +294,8 @@ class Router:
             call.route.withdraw(call)
 
     def _fail(self, call: Call, error: RequestError) -> None:
+        if call.caller is not None:
+            call.caller.begin()
         self._end(call)
         call.fail(error)
 

@@ -43,6 +43,7 @@ class Gateway(Life[FromGateway]):
                 *("--name", self.name),
                 *("--listen-fd", str(self._listen_fd)),
                 *("--max-body-bytes", str(self._server.max_body_bytes)),
+                *self._tls_args(),
                 *self._ui_args(),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
@@ -56,6 +57,11 @@ class Gateway(Life[FromGateway]):
         if not self._server.ui:
             return ("--no-ui",)
         return ("--ui-socket", str(self.host.run_dir.path / "ui.sock"))
+
+    def _tls_args(self) -> tuple[str, ...]:
+        if (tls := self._server.tls) is None:
+            return ()
+        return ("--tls-certificate", str(tls.certificate), "--tls-key", str(tls.key))
 
     def greet(self) -> None:
         self.publish(self._topology)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,11 @@ from pathlib import Path
 from servekit.config.load import complain, load
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
+from servekit.supervisor import access
 from servekit.supervisor.environment import usable_cpus
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment, Misplaced, place
+from servekit.wire.messages import AccessRules
 
 #: A file that was changed so recently may be half written; how long that may go on.
 _AT_REST_S = 0.5
@@ -26,6 +29,8 @@ class Source:
 
     path: Path
     server: Mapping[str, object] = field(default_factory=dict)
+    insecure: bool = False  # whoever reaches the port may use it, keys or not
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
 
     def plan(self, gpus: Sequence[Gpu], held: Mapping[str, Sequence[Gpu]] | None = None) -> Plan:
         """Read the file; `held` are the GPUs that models have now and should keep.
@@ -35,11 +40,17 @@ class Source:
         config = load(self.path)
         server = config.server.model_copy(update=dict(self.server))
         config = config.model_copy(update={"server": server})
+        if not self.insecure and (reason := access.refuse_public(config)):
+            raise complain(self.path, ("server", "host"), f"{reason}.")
+        try:
+            rules = access.rules(config, self.environ)
+        except access.KeyMissing as error:
+            raise complain(self.path, error.at, str(error)) from None
         try:
             places = place(config.models, gpus, usable_cpus(), held or {})
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None
-        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self)
+        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules)
 
     def await_rest(self) -> None:
         """Return once nobody has written to the file for a moment; blocks, for a thread.
@@ -69,3 +80,4 @@ class Plan:
     places: tuple[Assignment, ...]
     gpus: tuple[Gpu, ...]
     source: Source
+    access: AccessRules

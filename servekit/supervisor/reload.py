@@ -30,7 +30,7 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
 #: Keys that say where workers run, not what they are.
 _PLACEMENT = frozenset({"replicas", "gpus"})
 #: Keys of `server` that a running instance can take over.
-_LIVE_SERVER = frozenset({"drain_timeout_s"})
+_LIVE_SERVER = frozenset({"drain_timeout_s", "cors", "limits"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,12 @@ def diff(
     return (*changes, *(Change(name, "removed", len(held), 0) for name, held in gone))
 
 
-def tell(changes: Sequence[Change]) -> str:
-    """In words: "2 replicas of a replaced, b removed, c unchanged"."""
-    if all(change.kind == "unchanged" for change in changes):
+def tell(changes: Sequence[Change], *, access: bool = False) -> str:
+    """In words: "2 replicas of a replaced, b removed, c unchanged"; `access`: who may do what."""
+    if not access and all(change.kind == "unchanged" for change in changes):
         return "nothing to change"
-    return ", ".join(str(change) for change in changes)
+    first = ["access changed"] if access else []
+    return ", ".join([*first, *(str(change) for change in changes)])
 
 
 def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Kind:

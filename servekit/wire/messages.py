@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.wire.values import (
+    AccessRules,
     Capability,
     ChatMessage,
     Delta,
@@ -29,6 +30,7 @@ from servekit.wire.values import (
     FinishReason,
     GatewayStatus,
     Grammar,
+    KeyRule,
     ModelInfo,
     ModelStatus,
     Progress,
@@ -46,6 +48,7 @@ __all__ = [
     "PROTOCOL",
     "Accepted",
     "BootFailed",
+    "AccessRules",
     "Cancel",
     "Capability",
     "ChatMessage",
@@ -68,6 +71,7 @@ __all__ = [
     "Hello",
     "Load",
     "Loading",
+    "KeyRule",
     "Message",
     "ModelInfo",
     "ModelStatus",
@@ -181,6 +185,7 @@ class Topology(Message, frozen=True):
 # ---------------------------------------------------------------- gateway → supervisor
 
 
+    access: AccessRules = AccessRules()
 class Serving(Message, frozen=True):
     """The gateway accepts connections."""
 

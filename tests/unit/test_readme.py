@@ -22,6 +22,10 @@ TABLES = {
     "configuration": [
         ("", "Config"),
         ("server.", "ServerConfig"),
+        ("server.tls.", "TlsConfig"),
+        ("server.limits.", "LimitsConfig"),
+        ("keys[].", "KeyConfig"),
+        ("logging.", "LoggingConfig"),
         ("models[].", "ModelConfig"),
         ("models[].sampling.", "SamplingDefaults"),
         ("models[].options.", "TransformersOptions"),
@@ -126,7 +130,7 @@ def test_the_commands_are_those_of_the_command_line() -> None:
         for command in app.registered_commands
         if command.callback
     }
-    assert shown == commands
+    assert shown == commands | {group.name for group in app.registered_groups}
 
 
 async def test_the_endpoints_are_those_of_the_gateway() -> None:

@@ -1,0 +1,98 @@
+"""The parts of the configuration file that say who may do what: keys, TLS, limits, logging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+
+from servekit.config import keys
+from servekit.config.section import Section
+
+_ORIGIN = r"^(\*|https?://[^/\s*]+)$"
+
+
+def _key_name(value: str) -> str:
+    if not keys.is_name(value):
+        raise ValueError(keys.NAME_RULE)
+    return value
+
+
+def _hash(value: str) -> str:
+    keys.parse(value)
+    return value
+
+
+KeyName = Annotated[str, AfterValidator(_key_name)]
+KeyHash = Annotated[str, AfterValidator(_hash), WithJsonSchema({"type": "string"})]
+PerMinute = Annotated[int, Field(ge=1, le=10**12)]
+
+
+class KeyConfig(Section):
+    """One API key, and what its holder may do. `servekit key new` makes one."""
+
+    name: KeyName
+    """Shown in logs; requests wait in turns by it."""
+    hash: KeyHash | None = None
+    """The key's hash, as `servekit key new` prints it. One of `hash`, `file` and `environment`."""
+    file: Path | None = None
+    """A file whose first line is the key, relative to this file."""
+    environment: Annotated[str | None, Field(min_length=1)] = None
+    """An environment variable of `servekit up` that is the key; no worker sees it."""
+    requests_per_minute: PerMinute | None = None
+    """More are 429, with `Retry-After`; a minute's worth may come at once."""
+    tokens_per_minute: PerMinute | None = None
+    """Prompt and completion, charged at a request's end; while they are used up, 429."""
+    max_concurrent: Annotated[int | None, Field(ge=1)] = None
+    """Generations under way at once, waiting ones included; more are 429."""
+    models: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
+    """Models it may use, by name or alias; the others are 403. By default all."""
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    """Of requests that do not say; none gets ahead of it. Lower is earlier."""
+    admin: bool = False
+    """May use the administration over HTTP, too."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> KeyConfig:
+        given = [x for x in (self.hash, self.file, self.environment) if x is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "a key has exactly one of `hash`, `file` and `environment`;"
+                " `servekit key new` prints a hash"
+            )
+        return self
+
+
+class TlsConfig(Section):
+    """HTTPS. A reload takes renewed files."""
+
+    certificate: Path
+    """PEM file with the certificate, and those between it and its authority."""
+    key: Path
+    """PEM file with its private key, without a passphrase."""
+
+
+class LimitsConfig(Section):
+    """What one request may hold; more is 400, naming the parameter."""
+
+    messages: Annotated[int, Field(ge=1, le=4096)] = 4096
+    """Messages of a conversation."""
+    stop_strings: Annotated[int, Field(ge=1, le=32)] = 32
+    """Stop strings."""
+    images: Annotated[int, Field(ge=0, le=1024)] = 16
+    """Images."""
+    json_depth: Annotated[int, Field(ge=8, le=256)] = 64
+    """Brackets within brackets, in what is free in form: tools, schemas, metadata."""
+    schema_depth: Annotated[int, Field(ge=1, le=64)] = 16
+    """Schemas within schemas, in a JSON schema to answer by."""
+
+
+class LoggingConfig(Section):
+    """What is written to the log."""
+
+    prompts: bool = False
+    """Each request's prompt. Off: no prompt is ever in a log, in `why` or in a message."""
+
+
+Origin = Annotated[str, Field(pattern=_ORIGIN)]

@@ -1,0 +1,161 @@
+"""Who asks, and may they? One table of keys for all doors: HTTP, the short way, the chat page.
+
+The gate finds out whose key a request brings, and runs what answers it as that caller (`ACTING`).
+The router then asks here before it takes a call, by whichever endpoint it came: none can forget.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from servekit.errors import Forbidden, InvalidKey
+from servekit.gateway.caller import Caller
+from servekit.gateway.verifier import Verifier
+from servekit.wire.messages import AccessRules
+
+if TYPE_CHECKING:
+    from servekit.gateway.call import Call
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+#: Whose request is being answered here and now; None without keys.
+ACTING: ContextVar[Caller | None] = ContextVar("acting", default=None)
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Access:
+    """The rules, and the callers they name. Open while there are no keys."""
+
+    def __init__(self) -> None:
+        self.rules = AccessRules()
+        self.closed = False  # a key is needed
+        #: What `admit` has to look at at all: nothing, as a rule.
+        self.watchful = False
+        self._callers: dict[str, Caller] = {}
+        self._verifier = Verifier()
+        self._listeners: list[Callable[[], None]] = []
+
+    def apply(self, rules: AccessRules) -> None:
+        """Go by these rules from now on; what is under way goes on."""
+        if rules == self.rules:
+            return
+        now_s = time.monotonic()
+        callers = self._callers
+        self._callers = {}
+        for rule in rules.keys:
+            caller = callers.get(rule.name)
+            if caller is None:
+                caller = Caller(rule, now_s)
+            else:
+                caller.become(rule, now_s)
+            self._callers[rule.name] = caller
+        self.rules = rules
+        self.closed = bool(rules.keys)
+        self.watchful = self.closed or rules.log_prompts
+        self._verifier.apply(rules)
+        for listener in self._listeners:
+            listener()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of the rules."""
+        self._listeners.append(listener)
+
+    @property
+    def callers(self) -> dict[str, Caller]:
+        """By the names of their keys."""
+        return self._callers
+
+    # ---- whose request is it
+
+    def known(self, key: bytes) -> Caller | None:
+        """The caller of a key that has been verified before."""
+        name = self._verifier.known(key)
+        return None if name is None else self._callers.get(name)
+
+    async def verify(self, key: bytes) -> Caller:
+        """The caller of a key. Raises InvalidKey, and Busy if too many are being looked at."""
+        name = await self._verifier.verify(key)
+        caller = None if name is None else self._callers.get(name)
+        if caller is None:
+            raise InvalidKey("this API key is not known here")
+        return caller
+
+    # ---- may they
+
+    def admit(self, call: Call, model: str) -> None:
+        """Take a call for a model, by the model's own name.
+
+        Raises Forbidden and RateLimited, and InvalidKey where nobody is known to ask for it.
+        """
+        if self.closed:
+            caller = call.caller or ACTING.get()
+            if caller is None:
+                raise InvalidKey("an API key is needed")
+            caller.admit(call, model)
+        if self.rules.log_prompts:
+            prompt = call.prompt if call.messages is None else call.messages
+            log.info("prompt", key=call.key if self.closed else "", model=model, prompt=prompt)
+
+    def may_use(self, model: str) -> bool:
+        """Whether the caller of this moment may use a model, by the model's own name."""
+        caller = ACTING.get()
+        return not self.closed or (caller is not None and caller.may_use(model))
+
+    def require_model(self, model: str) -> None:
+        """Raise Forbidden unless the caller of this moment may use a model."""
+        if not self.may_use(model):
+            caller = ACTING.get()
+            name = caller.rule.name if caller else ""
+            raise Forbidden(f"the key {name!r} may not use {model!r}", param="model")
+
+    def require_admin(self) -> None:
+        """Raise Forbidden unless the caller of this moment may administer.
+
+        Without keys nobody may over HTTP: `servekit`'s own commands use the control socket.
+        """
+        caller = ACTING.get()
+        if caller is None or not caller.rule.admin:
+            raise Forbidden("this needs a key with `admin: true`; or use servekit's command line")
+
+
+def key_of(headers: Headers, *, browser: bool = False) -> bytes:
+    """The key that a request brings; a browser also brings one as a password. Raises InvalidKey."""
+    other = b""
+    for name, value in headers:
+        if name == b"authorization":
+            if key := _credentials(value, browser):
+                return key
+        elif name in (b"x-api-key", b"api-key"):
+            other = value.strip()
+    if other:
+        return other
+    raise refusal("an API key is needed: send it as `Authorization: Bearer KEY`", browser=browser)
+
+
+def _credentials(value: bytes, browser: bool) -> bytes:
+    scheme, _, rest = value.strip().partition(b" ")
+    scheme, rest = scheme.lower(), rest.strip()
+    if scheme == b"bearer":
+        return rest
+    if scheme != b"basic" or not browser:
+        return b""
+    try:
+        return base64.b64decode(rest, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def refusal(message: str, *, browser: bool) -> InvalidKey:
+    """An InvalidKey that a browser answers by asking its user for a password."""
+    error = InvalidKey(message)
+    if browser:
+        error.scheme = "Basic"
+    return error

@@ -1,0 +1,36 @@
+"""TLS of the public socket, with a certificate that can be renewed while connections stand."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+
+class Tls:
+    """A context for a certificate and its key; each renewal counts for new connections."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = (certificate, key)
+        self._stamp = ""
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+    def renew(self, stamp: str) -> None:
+        """Read the files, unless they are those of this stamp, which have been read."""
+        if stamp == self._stamp:
+            return
+        try:
+            self.context.load_cert_chain(*self._files, _no_password)
+        except (OSError, ValueError) as error:  # the supervisor found them right a moment ago
+            log.error("the certificate cannot be read; the old one goes on", reason=str(error))
+            return
+        self._stamp = stamp
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a passphrase")

@@ -1,0 +1,122 @@
+"""Who may do what, from the file to what gateways are told: hashes, and no key in the clear."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from servekit.config.access import KeyConfig
+from servekit.config.keys import MAX_KEY_BYTES, fast_digest
+from servekit.config.schema import Config
+from servekit.wire.messages import AccessRules, KeyRule
+from servekit.wire.values import RequestLimits
+
+#: Of the digests of keys that we have in the clear: no two instances have the same.
+_SALT = secrets.token_bytes(32)
+
+_PUBLIC = (
+    "{host} can be reached by others, and there are no keys: whoever reaches it could use all."
+    " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or say --insecure"
+)
+
+
+class KeyMissing(ValueError):
+    """A key that is not where the file says it is; `at` is where the file says so."""
+
+    def __init__(self, at: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.at = at
+
+
+def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
+    """What gateways go by. Raises KeyMissing."""
+    names = {alias: m.name for m in config.models for alias in (m.name, *m.aliases)}
+    server = config.server
+    return AccessRules(
+        keys=tuple(_rule(key, i, names, environ) for i, key in enumerate(config.keys)),
+        salt=_SALT,
+        cors=server.cors,
+        log_prompts=config.logging.prompts,
+        limits=RequestLimits(**server.limits.model_dump()),
+        certificate="" if server.tls is None else _stamp(server.tls.certificate, server.tls.key),
+    )
+
+
+def refuse_public(config: Config) -> str:
+    """Why this file is not served without `--insecure`; "" if it is."""
+    host = config.server.host
+    return "" if config.keys or _is_loopback(host) else _PUBLIC.format(host=host)
+
+
+def secret_variables(config: Config) -> frozenset[str]:
+    """The environment variables that are keys: no child gets them."""
+    return frozenset(key.environment for key in config.keys if key.environment)
+
+
+def _rule(key: KeyConfig, at: int, names: Mapping[str, str], environ: Mapping[str, str]) -> KeyRule:
+    models = None
+    if key.models is not None:
+        models = tuple(sorted({names[model] for model in key.models}))
+    return KeyRule(
+        name=key.name,
+        hash=key.hash or "",
+        digest=b"" if key.hash else fast_digest(_clear(key, at, environ), _SALT),
+        requests_per_minute=key.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute,
+        max_concurrent=key.max_concurrent,
+        models=models,
+        priority=key.priority,
+        admin=key.admin,
+    )
+
+
+def _clear(key: KeyConfig, at: int, environ: Mapping[str, str]) -> bytes:
+    """The key itself, from where the file says it is."""
+    if key.environment is not None:
+        value = environ.get(key.environment, "").strip()
+        return _usable(value, ("keys", at, "environment"), f"the variable {key.environment}")
+    assert key.file is not None
+    where = ("keys", at, "file")
+    try:
+        with key.file.open("rb") as file:
+            value = file.readline(2 * MAX_KEY_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise KeyMissing(where, f"cannot read the key in {key.file}: {reason}.") from None
+    return _usable(value, where, str(key.file))
+
+
+def _usable(value: str, at: tuple[str | int, ...], source: str) -> bytes:
+    if not value:
+        raise KeyMissing(at, f"{source} holds no key: it is not set, or empty.")
+    if not value.isascii() or not value.isprintable() or " " in value:
+        raise KeyMissing(at, f"{source} holds no key: a key is printable ASCII without spaces.")
+    if not 8 <= len(value) <= MAX_KEY_BYTES:
+        raise KeyMissing(at, f"the key in {source} must be 8 to {MAX_KEY_BYTES} characters long.")
+    return value.encode()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it, under each address that the name has."""
+    return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
+
+
+def _addresses(host: str) -> Iterator[str]:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return  # nobody can listen there, as will be said in a moment
+    for _, _, _, _, address in found:
+        yield str(address[0]).partition("%")[0]
+
+
+def _stamp(*files: Path) -> str:
+    """Differs when a file's content does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
