@@ -6,18 +6,24 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec.structs import replace
 
 from servekit.errors import RequestError
 from servekit.gateway import fate
 from servekit.wire.messages import ChatMessage, Delta, Generate, SamplingParams
 
 if TYPE_CHECKING:
+    from servekit.gateway.caller import Caller
     from servekit.gateway.pool import Replica
     from servekit.gateway.route import Route
-    from servekit.gateway.caller import Caller
 
 Deltas = list[Delta]
+_UNTIL: dict[fate.Fate, Literal["proven", "done"]] = {
+    fate.Fate.ALONE: "proven",
+    fate.Fate.LAST: "done",
+}
 
 
 class Call:
@@ -33,18 +39,19 @@ class Call:
         "_resumed_at",
         "_waiter",
         "_waiting",
+        "alone_until",
+        "caller",
         "chars",
         "created_s",
         "deaths",
         "deaths_in_all",
         "done",
         "emitted",
-        "caller",
         "key",
-        "last_chance",
         "limit_s",
         "messages",
         "model",
+        "more",
         "on_cancel",
         "params",
         "place",
@@ -67,24 +74,26 @@ class Call:
         stream: bool = True,
         key: str = "",
         priority: int = 0,
+        more: dict[str, Any] | None = None,
     ) -> None:
         self.model = model
+        self.more = more or {}  # further fields of Generate: its task, tools, …
         self.params = params
         self.prompt = prompt
         self.messages = messages
         self.stream = stream  # False: the consumer is woken once, when all is there
         self.key = key
         self.priority = priority
+        self.caller: Caller | None = None  # whose key it came with, where keys are needed
         self.created_s = time.monotonic()
         self.deaths = 0  # in a row, see `gateway.fate`
         self.deaths_in_all = 0
-        self.last_chance = False  # nothing but its end proves it
+        self.alone_until: Literal["", "proven", "done"] = ""  # it is a suspect; what clears it
         self.emitted: list[int] = []
         self.chars = 0
         self.done = False
         self.place: int | None = None  # in the queue, where its consumer follows that
         self.route: Route | None = None
-        self.caller: Caller | None = None  # whose key it came with, where keys are needed
         self.replica: Replica | None = None
         self.wire_id = 0
         self.limit_s = math.inf  # from `created_s` on, waiting included; the router sets it
@@ -155,8 +164,12 @@ class Call:
     @property
     def proven(self) -> bool:
         """This attempt has shown that the request is not what kills workers."""
-        new = len(self.emitted) - self._resumed_at
-        return new >= fate.PROOF_TOKENS and not self.last_chance
+        return self._new >= fate.PROOF_TOKENS and self.alone_until != "done"
+
+    @property
+    def _new(self) -> int:
+        """Tokens that this attempt has brought."""
+        return len(self.emitted) - self._resumed_at
 
     def request(self, wire_id: int) -> Generate:
         """The request as the next worker gets it, continued after what others did."""
@@ -164,9 +177,12 @@ class Call:
         self._resumed_at = len(self.emitted)
         if self.place is not None:
             self.tell(None)
-        return Generate(
+        request = Generate(
             wire_id, self.params, self.prompt, self.messages, list(self.emitted), self.chars
         )
+        if self.more:
+            request = replace(request, **self.more)
+        return replace(request, alone_until=self.alone_until) if self.alone_until else request
 
     def tell(self, place: int | None) -> None:
         """Its place in the queue is another one now; None: it does not wait any more."""
@@ -180,36 +196,38 @@ class Call:
         self._waiting.append(delta)
         if delta.finish is not None:
             self.done = True
+            if self.caller is not None:
+                self.caller.settle(self, delta)
         if self.stream or self.done:
             self._wake()
 
-    def died(self) -> fate.Fate:
-        """Its worker died; what is to become of it."""
-        new = len(self.emitted) - self._resumed_at
-        self.deaths = fate.deaths_in_a_row(self.deaths, new)
-        self.deaths_in_all += 1
+    def died(self, ran: bool = True) -> fate.Fate:
+        """Its worker died; what is to become of it. `ran`: it wasn't merely held there."""
+        if ran or self._new:
+            self.deaths = fate.deaths_in_a_row(self.deaths, self._new)
+            self.deaths_in_all += 1
         decided = fate.fate(self.deaths, self.deaths_in_all)
-        self.last_chance = decided is fate.Fate.LAST
+        self.alone_until = _UNTIL.get(decided, "")
         return decided
 
     def rewind(self) -> bool:
         """Forget what has been generated, to begin anew; False if some of it is out already."""
         if self._handed_over:
             return False
-            if self.caller is not None:
-                self.caller.settle(self, delta)
         self.emitted, self.chars, self._waiting = [], 0, []
         return True
 
     def same_as(self, other: Call) -> bool:
         """The same request, by whomever."""
-        mine = (self.params, self.prompt, self.messages)
-        return mine == (other.params, other.prompt, other.messages)
+        mine = (self.params, self.prompt, self.messages, self.more)
+        return mine == (other.params, other.prompt, other.messages, other.more)
 
     def fail(self, error: RequestError) -> None:
         """End with an error; later deltas and errors are dropped by the router."""
         self.done = True
         self._error = error
+        if self.caller is not None:
+            self.caller.settle(self, None)
         if not self.stream:
             self._waiting = []  # half an answer is none
         self._wake()
@@ -221,5 +239,3 @@ class Call:
         waiter: Any = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if self.caller is not None:
-            self.caller.settle(self, None)

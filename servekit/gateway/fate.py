@@ -16,14 +16,28 @@ later, if workers are killed at random.
                                               more tokens than the proof needs
     3 or more         any       QUARANTINE
     any               16        QUARANTINE
+
+Which deaths are a call's own is told by the worker. It starts a suspect beside nothing unproven,
+of whichever gateway, and has said so with `Alone` to all of them before; what comes meanwhile it
+holds until it says `Together`. So when it dies, of the calls that brought no proof:
+
+    the worker had said last    a call of no suspicion    a suspect
+    nothing, or Together        counts                    doesn't: it waited for its turn
+    Alone, of this call                                   counts
+    Alone, of another           doesn't: it was held      doesn't: it was held
+
+In doubt that errs on the side of the call: none is quarantined for a death in which the worker had
+not said that it was alone.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-#: New tokens that show that it isn't this request that kills.
-PROOF_TOKENS = 2
+from servekit.wire.messages import PROOF_TOKENS
+
+__all__ = ["PROOF_TOKENS", "Fate", "deaths_in_a_row", "fate"]
+
 #: Deaths in a row after which a call is replayed alone, and after which it is quarantined.
 ALONE_AT = 2
 QUARANTINE_AT = 3

@@ -17,11 +17,13 @@ from servekit.gateway.call import Call
 from servekit.wire.connection import Connection, dial
 from servekit.wire.messages import (
     PROTOCOL,
+    Alone,
     Cancel,
     Failed,
     Hello,
     ModelInfo,
     ReplicaStatus,
+    Together,
     Tokens,
     WorkerToGateway,
 )
@@ -38,7 +40,6 @@ class Owner(Protocol):
     name: str
 
     def on_free(self, replica: Replica) -> None: ...
-    def on_proof(self, replica: Replica) -> None: ...
     def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
     def on_returned(self, replica: Replica, call: Call) -> None: ...
     def on_ended(self, call: Call) -> None: ...
@@ -55,7 +56,8 @@ class Replica:
         self.info: ModelInfo | None = None
         self.calls: dict[int, Call] = {}
         self.wanted = True  # False: no new calls, those in flight may finish
-        self.held = False  # for suspects: `credits` is 0, whatever room there is
+        self.alone: int | None = None  # who is, by the worker's word: our wire id, or 0
+        self._asked = 0  # wire id of a suspect that is there, and waits to be alone
         self.resumes = True  # its engine can go on after what another one has done
         self._share = share  # gateways that share the worker's slots
         self._open_slots = 0  # for ordinary calls
@@ -80,14 +82,13 @@ class Replica:
         return len(self.calls) < self._slots()
 
     @property
-    def proven(self) -> bool:
-        """Nothing runs here that could be what kills workers."""
-        return all(call.proven for call in self.calls.values())
+    def held(self) -> bool:
+        """It starts nothing: a suspect is alone there, or about to be. Until then credits are 0."""
+        return self.alone is not None or self._asked > 0
 
-    def hold(self, held: bool) -> None:
-        """Keep it for suspects, or open it to all again."""
-        self.held = held
-        self._renew()
+    def ran(self, call: Call) -> bool:
+        """Whether a call without proof was running, rather than held; see `gateway.fate`."""
+        return self.alone == call.wire_id if call.alone_until else self.alone is None
 
     def set_share(self, share: int) -> None:
         """So many gateways share the worker's slots."""
@@ -108,13 +109,22 @@ class Replica:
         self._next_id += 1
         self.calls[self._next_id] = call
         call.replica = self
+        if call.alone_until:
+            self._asked = self._next_id
+            self._renew()
         self._connection.send(call.request(self._next_id))
 
     def drop(self, call: Call) -> None:
         """Cancel a call that runs here; its slot is free for another one at once."""
         if self.calls.pop(call.wire_id, None) is not None and self._connection is not None:
             self._connection.send(Cancel(call.wire_id))
+        self._waits_no_more(call.wire_id)
         call.replica = None
+
+    def _waits_no_more(self, wire_id: int) -> None:
+        if self._asked == wire_id:
+            self._asked = 0
+            self._renew()
 
     def retire(self) -> None:
         """Take no new calls; the connection closes once those in flight are done, or it dies."""
@@ -147,12 +157,24 @@ class Replica:
             self._on_tokens(message)
         elif isinstance(message, Failed):
             self._on_failed(message)
+        elif isinstance(message, Alone):
+            self._on_alone(message.id)
+        elif isinstance(message, Together):
+            self._on_alone(None)
         else:
+            self.alone, self._asked = None, 0
             self.info = message.info
             self.resumes = message.info is None or message.info.resumes
             self._renew()
             log.info("worker connected", worker=self.name)
             self.owner.on_free(self)
+
+    def _on_alone(self, wire_id: int | None) -> None:
+        self.alone = wire_id
+        if self._asked == wire_id:
+            self._asked = 0
+        self._renew()
+        self.owner.on_free(self)  # for the next suspect, or for all
 
     def _on_tokens(self, message: Tokens) -> None:
         freed = False
@@ -168,14 +190,13 @@ class Replica:
             call.take(delta)
         if freed:
             self._after_free()
-        elif self.held:
-            self.owner.on_proof(self)
 
     def _on_failed(self, message: Failed) -> None:
         call = self.calls.pop(message.id, None)
         if call is None:
             return
         call.replica = None
+        self._waits_no_more(message.id)
         kind = REQUEST_ERRORS.get(message.code, RequestError)
         if kind is WorkerLost:  # it is draining: nothing is wrong with the call
             self.wanted = False

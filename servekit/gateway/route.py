@@ -1,16 +1,16 @@
 """One model at this gateway: its queue, its replicas, and the suspects among its calls.
 
-A suspect is a call that was running in two deaths in a row (`gateway.fate`). Suspects are tried
-one at a time on one replica, the ward, where no other call is started meanwhile:
+A suspect is a call that was running in two deaths in a row (`gateway.fate`). That it runs alone is
+the worker's business, which knows of all gateways' calls (`worker.ward`). Here it is chosen where,
+and when:
 
-- The ward is an empty replica. While a worker is being replaced its successor is waited for: that
-  keeps a suspect away from the streams under way elsewhere. Only where none is coming it is the
-  replica with the least to do, once all that runs there is proven.
-- The next suspect follows as soon as the one before is proven or done, so that a suspect holds
-  the others up for as long as its first tokens take, not for all of its answer. If the ward dies
-  then, all but the newest have shown that it wasn't they.
-- Of several gateways each has a ward of its own, as far as there are replicas.
-- When no suspect is left the ward is a replica like the others.
+- On an empty replica. While a worker is being replaced its successor is waited for: that keeps a
+  suspect away from the streams under way elsewhere. Only where none is coming it is the replica
+  with the least to do.
+- One at a time. The next follows as soon as the one before is proven or done, so that a suspect
+  holds the others up for as long as its first tokens take, not for all of its answer.
+- The replica is sent nothing else, by any gateway, until its worker says that it takes more: what
+  waits here can still go elsewhere.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ COMING = ("starting", "loading", "backoff", "stalled")
 class Route:
     """One model: its status, its queue and its replicas."""
 
-    def __init__(self, status: ModelStatus, index: int = 0) -> None:
+    def __init__(self, status: ModelStatus) -> None:
         self.status = status
-        self.gateways = 1  # that serve this model
-        self._index = index  # of this one among them
         self.queue: FairQueue[Call] = FairQueue(status.max_queue)
         self.suspects: deque[Call] = deque()
-        self.ward: Replica | None = None
+        self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
         self.followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
@@ -45,9 +43,8 @@ class Route:
         self.was_ready = False
         self.removed = False  # from the configuration
 
-    def set_status(self, status: ModelStatus, gateways: int) -> None:
+    def set_status(self, status: ModelStatus) -> None:
         self.status = status
-        self.gateways = gateways
         self.queue.limit = status.max_queue
 
     # ---- how it stands
@@ -107,14 +104,14 @@ class Route:
 
     def dispatch(self, replica: Replica) -> None:
         """A replica has room: give it what waits, the suspects first."""
-        if self.suspects or self.ward is not None:
-            self.serve_suspects()
+        if self.suspects:
+            self._try_suspect()
         self._fill(replica)
 
     def dispatch_all(self) -> None:
         """As `dispatch`, for all replicas evenly: the one with the most room gets the next."""
-        if self.suspects or self.ward is not None:
-            self.serve_suspects()
+        if self.suspects:
+            self._try_suspect()
         while len(self.queue) and (replica := self.best()) is not None:
             replica.run(self.queue.pop())
 
@@ -122,44 +119,26 @@ class Route:
         while len(self.queue) and replica.credits > 0:
             replica.run(self.queue.pop())
 
-    def serve_suspects(self) -> None:
-        """Try the next suspect, if the one before is proven; open the ward after the last."""
-        ward = self._find_ward()
-        if ward is None or not ward.proven:
+    def _try_suspect(self) -> None:
+        """Send the next suspect to a worker, unless the one before is still on trial."""
+        last = self._on_trial
+        if last is not None and last.alone_until and last.replica is not None and not last.proven:
             return
-        if not self.suspects:
-            self._close_ward()
-            self._fill(ward)
-        elif ward.has_room:
-            ward.run(self.suspects.popleft())
+        if (replica := self._ward()) is not None:
+            self._on_trial = call = self.suspects.popleft()
+            replica.run(call)
 
-    def _find_ward(self) -> Replica | None:
-        if self.ward is not None and not self.ward.routable:
-            self._close_ward()  # it died, or retires
-        if self.ward is None and self.suspects and (ward := self._choose_ward()) is not None:
-            self.ward = ward
-            ward.hold(True)
-        return self.ward
+    def _ward(self) -> Replica | None:
+        """The replica that a suspect does the least harm to; None: wait for a better one."""
+        reported = {replica.socket: replica.running for replica in self.status.replicas}
 
-    def _close_ward(self) -> None:
-        if self.ward is not None:
-            self.ward.hold(False)
-            self.ward = None
+        def load(replica: Replica) -> int:
+            """What it has to do; other gateways' calls are known from the supervisor, and late."""
+            return max(len(replica.calls), reported.get(replica.socket, 0))
 
-    def _choose_ward(self) -> Replica | None:
-        if self.gateways > 1 and (place := self._own_place()) is not None:
-            return next((r for r in self.replicas.values() if r.routable and r.name == place), None)
-        routable = [replica for replica in self.replicas.values() if replica.routable]
-        best = min(routable, key=lambda replica: len(replica.calls), default=None)
-        return None if best is None or (best.calls and self._recovering) else best
-
-    def _own_place(self) -> str | None:
-        """The replica on which this gateway tries its suspects, where others try theirs, too.
-
-        Two gateways that chose the same one would take each other's innocents for the guilty.
-        """
-        names = sorted(r.name for r in self.status.replicas if r.state in ("ready", *COMING))
-        return names[self._index % len(names)] if names else None
+        able = [replica for replica in self.replicas.values() if replica.has_room]
+        best = min(able, key=lambda replica: (load(replica), replica.held), default=None)
+        return None if best is None or (load(best) and self._recovering) else best
 
     @property
     def _recovering(self) -> bool:
@@ -168,6 +147,18 @@ class Route:
         return dialling or bool(self._states & {*COMING})
 
     # ---- what waits
+
+    def take_back(self, call: Call, *, first: bool = True) -> None:
+        """A call has lost its worker: it waits again, before all that has not run yet.
+
+        Among the suspects it is the first or the last; last is who has had a turn.
+        """
+        if not call.alone_until:
+            self.queue.give_back(call)
+        elif first:
+            self.suspects.appendleft(call)
+        else:
+            self.suspects.append(call)
 
     def order(self) -> list[Call]:
         """All calls that wait, in the order they will run."""

@@ -58,8 +58,6 @@ class Router:
         self.quarantine = Quarantine()
         self.access = Access()
         self._report = report
-        index = name.rpartition("/")[2]
-        self._index = int(index) if index.isdecimal() else 0
         self._names: dict[str, Route] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
@@ -87,12 +85,13 @@ class Router:
     def open(self, call: Call, timeout_s: float | None = None) -> Call:
         """Queue a call and run it as soon as there is room.
 
-        Raises ModelNotFound, ModelUnavailable, QueueFull or RequestQuarantined at once; later
-        failures reach the call's consumer. `timeout_s` is capped by the model's own.
+        Raises ModelNotFound, Forbidden, RateLimited, ModelUnavailable, QueueFull or
+        RequestQuarantined at once; later failures reach the call's consumer. `timeout_s` is capped
+        by the model's own.
         """
+        route = self.find(call.model)
         if self.access.watchful:
             self.access.admit(call, route.status.name)
-        route = self.find(call.model)
         self._admit(route, call)
         self._begin(route, call)
         limit_s = route.status.timeout_s
@@ -155,11 +154,11 @@ class Router:
         """Make the routes what the supervisor says they are."""
         if topology.draining:
             self.drain()
-        self.access.apply(topology.access)
         self.quarantine.add(topology.quarantined, time.time())
+        self.access.apply(topology.access)
         for status in topology.models:
-            route = self.routes.setdefault(status.name, Route(status, self._index))
-            route.set_status(status, topology.gateways)
+            route = self.routes.setdefault(status.name, Route(status))
+            route.set_status(status)
             self._apply_replicas(route, status, topology.gateways)
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
@@ -204,32 +203,25 @@ class Router:
             route.was_ready = True
             route.dispatch(replica)
 
-    def on_proof(self, replica: Replica) -> None:
-        """Calls on a ward have made progress: perhaps the next suspect can follow."""
-        if (route := self.routes.get(replica.model)) is not None:
-            route.serve_suspects()
-
     def on_lost(self, replica: Replica, calls: list[Call]) -> None:
         """A worker died: what it was doing is done elsewhere, before all that waits."""
         for call in calls:
-            decided = call.died()
+            ran = replica.ran(call)
+            decided = call.died(ran)
             if not self._resumable(replica, call):
                 continue
             assert call.route is not None
-            match decided:
-                case Fate.AGAIN:
-                    call.route.queue.give_back(call)
-                case Fate.ALONE | Fate.LAST:
-                    call.route.suspects.append(call)
-                case Fate.QUARANTINE:
-                    self._quarantine(call.route, call)
+            if decided is Fate.QUARANTINE:
+                self._quarantine(call.route, call)
+            else:
+                call.route.take_back(call, first=not ran)
         self._reroute(replica)
 
     def on_returned(self, replica: Replica, call: Call) -> None:
         """A worker is draining and did not take a call: nothing is wrong with the call."""
         if self._resumable(replica, call):
             assert call.route is not None
-            call.route.queue.give_back(call)
+            call.route.take_back(call)
         self._reroute(replica)
 
     def _resumable(self, replica: Replica, call: Call) -> bool:
@@ -294,8 +286,6 @@ class Router:
             call.route.withdraw(call)
 
     def _fail(self, call: Call, error: RequestError) -> None:
-        if call.caller is not None:
-            call.caller.begin()
         self._end(call)
         call.fail(error)
 
@@ -304,6 +294,8 @@ class Router:
         self._open.add(call)
         call.route = route
         call.on_cancel = self._cancel
+        if call.caller is not None:
+            call.caller.begin()
         if not route.in_flight:
             route.pace.resume(self._loop.time())
         route.in_flight += 1

@@ -51,6 +51,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self._received = bytearray()
         self._unsent: list[bytes] = []
         self._error: Exception | None = None
+        self._drained: asyncio.Future[None] | None = None  # while somebody waits for it
         self.closed = self._loop.create_future()
 
     # ---- sending
@@ -75,6 +76,25 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         transport.write(data)
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._fail(WireError("the peer does not read what it is sent"))
+
+    async def drained(self) -> bool:
+        """Send what is left and wait until the kernel has all of it; False if it closed first.
+
+        What the kernel has will be read by a peer that lives, whatever becomes of this process.
+        """
+        self._flush()
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size():
+            self._drained = self._drained or self._loop.create_future()
+            transport.set_write_buffer_limits(high=0)  # have `resume_writing` called at the end
+            await asyncio.wait({self._drained, self.closed}, return_when=asyncio.FIRST_COMPLETED)
+        return transport is not None and not self.closed.done()
+
+    def resume_writing(self) -> None:
+        if self._drained is not None and self._transport is not None:
+            self._drained.set_result(None)
+            self._drained = None
+            self._transport.set_write_buffer_limits()
 
     def close(self) -> None:
         """Send what is left and close."""

@@ -9,7 +9,7 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
     supervisor → gateway   Topology · Drain · Stop
     gateway → supervisor   Serving · Traffic · Quarantined
     gateway → worker       Hello · Generate · Cancel
-    worker → gateway       Hello · Tokens · Failed
+    worker → gateway       Hello · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
     supervisor → operator  Status · Accepted · Refused · Why
 """
@@ -45,10 +45,12 @@ from servekit.wire.values import (
 )
 
 __all__ = [
+    "PROOF_TOKENS",
     "PROTOCOL",
     "Accepted",
-    "BootFailed",
     "AccessRules",
+    "Alone",
+    "BootFailed",
     "Cancel",
     "Capability",
     "ChatMessage",
@@ -69,9 +71,9 @@ __all__ = [
     "GetWhy",
     "Grammar",
     "Hello",
+    "KeyRule",
     "Load",
     "Loading",
-    "KeyRule",
     "Message",
     "ModelInfo",
     "ModelStatus",
@@ -93,6 +95,7 @@ __all__ = [
     "ToGateway",
     "ToSupervisor",
     "ToWorker",
+    "Together",
     "TokenLogprob",
     "Tokens",
     "ToolCall",
@@ -104,7 +107,9 @@ __all__ = [
     "WorkerToGateway",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
+#: New tokens that show that it isn't this request that kills workers; see `gateway.fate`.
+PROOF_TOKENS = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -180,12 +185,12 @@ class Topology(Message, frozen=True):
     draining: bool = False
     gateways: int = 1  # how many share the workers' slots
     quarantined: tuple[Quarantined, ...] = ()  # by any gateway, those that still hold
+    access: AccessRules = AccessRules()
 
 
 # ---------------------------------------------------------------- gateway → supervisor
 
 
-    access: AccessRules = AccessRules()
 class Serving(Message, frozen=True):
     """The gateway accepts connections."""
 
@@ -215,6 +220,10 @@ class Generate(Message, frozen=True):
 
     A request that was under way elsewhere is continued: `emitted` are the token ids that worker
     had reported, `sent_chars` how many characters of their text have gone to the client.
+
+    A request that is suspected of killing workers is started beside nothing unproven, from
+    whichever gateway, once the gateways have been told with `Alone`; and nothing is started
+    beside it until it has brought `PROOF_TOKENS`, or is done.
     """
 
     id: int  # unique on its connection
@@ -228,6 +237,7 @@ class Generate(Message, frozen=True):
     tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them
     template: dict[str, Any] = {}  # further arguments of the chat template
     continues: bool = False  # the last message is the assistant's own beginning, to be gone on with
+    alone_until: Literal["", "proven", "done"] = ""
 
 
 class Cancel(Message, frozen=True):
@@ -247,6 +257,20 @@ class Failed(Message, frozen=True):
     code: str
     message: str
     param: str | None = None
+
+
+class Alone(Message, frozen=True):
+    """Said to all gateways before a suspect is started: from here on nothing unproven runs but it.
+
+    Of the requests of the gateway that hears it, those that have brought PROOF_TOKENS run on, and
+    the others are held, not started: if the worker dies it wasn't they.
+    """
+
+    id: int = 0  # the suspect, to the gateway it came from; 0 to the others
+
+
+class Together(Message, frozen=True):
+    """Nobody is alone any more: what was held is started after this, and more may come."""
 
 
 # ---------------------------------------------------------------- operator ↔ supervisor
@@ -306,6 +330,6 @@ FromWorker = Loading | Ready | BootFailed | Pong
 ToGateway = Topology | Drain | Stop
 FromGateway = Serving | Traffic | Quarantined
 GatewayToWorker = Hello | Generate | Cancel
-WorkerToGateway = Hello | Tokens | Failed
+WorkerToGateway = Hello | Tokens | Failed | Alone | Together
 ToSupervisor = GetStatus | Shutdown | GetWhy | Reload
 FromSupervisor = Status | Accepted | Refused | Why

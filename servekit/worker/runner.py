@@ -17,37 +17,42 @@ from servekit.engines.base import Engine, Job, StepOutput
 from servekit.errors import ContextLengthExceeded, EngineFailed, RequestError, WireError, WorkerLost
 from servekit.wire.connection import Connection
 from servekit.wire.messages import (
-    PROTOCOL,
-    Cancel,
+    PROOF_TOKENS,
     Delta,
-    Failed,
     FinishReason,
     GatewayToWorker,
     Generate,
-    Hello,
     ModelInfo,
-    Tokens,
 )
+from servekit.worker.peer import Peer
 from servekit.worker.text import TextStream
+from servekit.worker.ward import Held, Ward
 
 log: Any = structlog.get_logger("servekit.worker")
 
 #: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
 LONG_PROMPT_CHARS = 16_384
+#: A request that was cancelled may be in the step that runs, and kill yet.
+STEP_S = 0.1
 
 
 class Task:
     """One request under way."""
 
-    __slots__ = ("completion", "held", "id", "peer", "prompt_tokens", "text")
+    __slots__ = ("began", "completion", "held", "id", "peer", "prompt_tokens", "text")
 
     def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
         self.peer = peer
         self.id = request.id
         self.prompt_tokens = prompt_tokens
-        self.completion = len(request.emitted)
+        self.completion = self.began = len(request.emitted)
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
+
+    @property
+    def proven(self) -> bool:
+        """It has shown that it is not what kills workers."""
+        return self.completion - self.began >= PROOF_TOKENS
 
     def delta(self, output: StepOutput) -> Delta:
         """What the step brought, as the gateway gets it."""
@@ -63,57 +68,6 @@ class Task:
         return Delta(self.id, text, output.token_ids, finish, self.prompt_tokens, self.completion)
 
 
-class Peer:
-    """One connection to this worker: a gateway, or the worker's own warm-up probe."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self.jobs: dict[int, int] = {}  # request id → job id
-        self.connection: Connection[GatewayToWorker] = Connection(
-            GatewayToWorker, self._on_message, self._on_close
-        )
-        self._deltas: list[Delta] = []
-        self._greeted = False
-
-    def add(self, delta: Delta) -> None:
-        """Send a delta with the others of this turn of the loop, in one message."""
-        if not self._deltas:
-            self.runner.loop.call_soon(self._flush)
-        self._deltas.append(delta)
-
-    def fail(self, request_id: int, error: RequestError) -> None:
-        self.jobs.pop(request_id, None)
-        self.connection.send(Failed(request_id, error.code, error.message, error.param))
-
-    def _flush(self) -> None:
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            self.connection.send(Tokens(deltas))
-
-    def close(self) -> None:
-        """Send what is left and close."""
-        self._flush()
-        self.connection.close()
-
-    def _on_message(self, message: GatewayToWorker) -> None:
-        if isinstance(message, Generate) and self._greeted:
-            self.runner.accept(self, message)
-        elif isinstance(message, Cancel):
-            self.runner.cancel(self, message.id)
-        elif isinstance(message, Hello) and message.protocol == PROTOCOL:
-            self._greeted = True
-            self.connection.send(
-                Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
-            )
-        else:
-            raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
-
-    def _on_close(self, error: Exception | None) -> None:
-        if isinstance(error, WireError):
-            log.warning("connection closed", error=str(error))
-        self.runner.forget(self)
-
-
 class Runner:
     """All requests of this worker. `on_idle` is called after a drain, when all is sent."""
 
@@ -122,6 +76,7 @@ class Runner:
         self.info = info
         self.loop = asyncio.get_running_loop()
         self.peers: set[Peer] = set()
+        self.ward = Ward(self)
         self.draining = False
         self._on_idle = on_idle
         self._leaving: asyncio.Task[None] | None = None
@@ -130,6 +85,7 @@ class Runner:
         self._encoding: set[asyncio.Task[None]] = set()
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
+        self._stepped_at = 0.0  # when the last step is over in which a cancelled request may be
 
     @property
     def busy(self) -> bool:
@@ -151,12 +107,32 @@ class Runner:
             return
         self._next_job += 1
         peer.jobs[request.id] = self._next_job
+        if self.ward.closed or request.alone_until:
+            self.ward.hold(Held(peer, request, self._next_job))
+        else:
+            self.start(peer, request, self._next_job)
+
+    def start(self, peer: Peer, request: Generate, job_id: int) -> None:
+        """Start a request: nothing of it has been touched before, its prompt neither."""
         if _length(request) > LONG_PROMPT_CHARS:
-            task = self.loop.create_task(self._accept_long(peer, request, self._next_job))
+            task = self.loop.create_task(self._accept_long(peer, request, job_id))
             self._encoding.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._encoding.discard)
         else:
-            self._guard(peer, request, self._next_job, self._encode)
+            self._guard(peer, request, job_id, self._encode)
+
+    @property
+    def settled(self) -> bool:
+        """All that runs is proven: none of it is what kills workers."""
+        proven = not self._encoding and all(task.proven for task in self._tasks.values())
+        return proven and self.loop.time() >= self._stepped_at
+
+    def cleared(self, held: Held) -> bool:
+        """A suspect that was started need not be alone any more."""
+        if held.peer.jobs.get(held.request.id) != held.job_id:
+            return True
+        task = self._tasks.get(held.job_id)
+        return task is not None and task.proven and held.request.alone_until == "proven"
 
     async def _accept_long(self, peer: Peer, request: Generate, job_id: int) -> None:
         try:
@@ -214,9 +190,14 @@ class Runner:
     def cancel(self, peer: Peer, request_id: int) -> None:
         job_id = peer.jobs.pop(request_id, None)
         if job_id is not None:
-            self._tasks.pop(job_id, None)
-            self.engine.cancel(job_id)
+            self._cancel(job_id, self._tasks.pop(job_id, None))
+            self.ward.withdraw(job_id)
             self._check_idle()
+
+    def _cancel(self, job_id: int, task: Task | None) -> None:
+        self.engine.cancel(job_id)
+        if task is not None and not task.proven:
+            self._stepped_at = self.loop.time() + STEP_S
 
     def forget(self, peer: Peer) -> None:
         """The gateway is gone, and with it everybody who could want its answers."""
@@ -251,9 +232,11 @@ class Runner:
             if delta.finish is not None:
                 self._end(output.id, task)
                 if output.finish is None:
-                    self.engine.cancel(output.id)  # a stop string ended it, not the engine
+                    self._cancel(output.id, task)  # a stop string ended it, not the engine
             if delta.text or delta.token_ids or delta.finish:
                 task.peer.add(delta)
+        if self.ward.closed:
+            self.ward.wake()
 
     def _end(self, job_id: int, task: Task) -> None:
         del self._tasks[job_id]

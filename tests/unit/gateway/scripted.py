@@ -9,7 +9,9 @@ from servekit.errors import RequestError
 from servekit.gateway.call import Call
 from servekit.wire.connection import Connection, listen
 from servekit.wire.messages import (
+    PROOF_TOKENS,
     PROTOCOL,
+    Alone,
     Cancel,
     Delta,
     Failed,
@@ -18,6 +20,7 @@ from servekit.wire.messages import (
     Hello,
     ModelInfo,
     ReplicaStatus,
+    Together,
     Tokens,
     WorkerState,
 )
@@ -57,7 +60,10 @@ def expected(request: Generate | Call) -> str:
 
 
 class ScriptedWorker:
-    """Takes requests like any worker, and checks them; what comes back is the test's choice."""
+    """Takes requests like any worker, and checks them; what comes back is the test's choice.
+
+    Suspects are started alone, as `servekit.worker.ward` does it.
+    """
 
     def __init__(self, path: Path, slots: int, *, resumes: bool = True) -> None:
         self.path = path
@@ -65,6 +71,8 @@ class ScriptedWorker:
         self.draining = False
         self.alive = True
         self.jobs: dict[int, Generate] = {}
+        self.line: list[Generate] = []  # not started, in the order in which they came
+        self.alone = 0
         self.done: dict[int, int] = {}  # tokens by job
         self._info = ModelInfo(100, slots, True, "scripted", "none", "cpu", resumes=resumes)
         self.peers: list[Connection[GatewayToWorker]] = []
@@ -84,6 +92,8 @@ class ScriptedWorker:
             peer.send(Hello(PROTOCOL, "worker", self.path.stem, self._info))
         elif isinstance(message, Cancel):
             self.jobs.pop(message.id, None)
+            self.line = [request for request in self.line if request.id != message.id]
+            self._advance()
         elif self.draining:
             peer.send(Failed(message.id, "worker_lost", "the worker is draining"))
         else:
@@ -94,9 +104,34 @@ class ScriptedWorker:
         assert "".join(map(chr, request.emitted)) == text[: len(request.emitted)]
         assert request.sent_chars == len(request.emitted) < len(text)
         assert request.id not in self.jobs
-        self.jobs[request.id] = request
-        self.done[request.id] = len(request.emitted)
-        assert len(self.jobs) <= self._info.slots, "more than it has slots for"
+        self.line.append(request)
+        assert len(self.jobs) + len(self.line) <= self._info.slots, "more than it has slots for"
+        self._advance()
+
+    def _advance(self) -> None:
+        """Start what may be started."""
+        while self._cleared(self.alone) and (self.line or self.alone):
+            first = self.line[0] if self.line else None
+            if first is not None and first.alone_until:
+                if not all(map(self._proven, self.jobs)):
+                    break
+                self.alone = first.id
+                self.peers[-1].send(Alone(first.id))
+            elif self.alone:
+                self.alone = 0
+                self.peers[-1].send(Together())
+                continue
+            request = self.line.pop(0)
+            self.jobs[request.id] = request
+            self.done[request.id] = len(request.emitted)
+
+    def _proven(self, job: int) -> bool:
+        return self.done[job] - len(self.jobs[job].emitted) >= PROOF_TOKENS
+
+    def _cleared(self, job: int) -> bool:
+        if (request := self.jobs.get(job)) is None:
+            return True
+        return request.alone_until == "proven" and self._proven(job)
 
     def generate(self, job: int, count: int) -> None:
         """Send the next tokens of a job, and its end with the last."""
@@ -109,10 +144,12 @@ class ScriptedWorker:
             del self.jobs[job]
         delta = Delta(job, new, list(map(ord, new)), finish, 7 if finish else 0, done)  # type: ignore[arg-type]
         self.peers[-1].send(Tokens([delta]))
+        self._advance()
 
     def refuse(self, job: int) -> None:
         del self.jobs[job]
         self.peers[-1].send(Failed(job, "engine_error", "it will not"))
+        self._advance()
 
     def kill(self) -> None:
         """What SIGKILL looks like from a gateway; what it has sent before still arrives."""
@@ -121,6 +158,7 @@ class ScriptedWorker:
         for peer in self.peers:
             peer.close()
         self.jobs.clear()
+        self.line.clear()
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(self.path.stem, self.state, str(self.path), 1, "cpu")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from servekit.errors import RequestError
+from servekit.gateway.pool import Replica
 from servekit.gateway.quarantine import fingerprint
 from servekit.gateway.router import Router
 from servekit.wire.messages import (
@@ -226,6 +227,10 @@ class Service(RuleBasedStateMachine):
 
     # ---- what always holds
 
+    @property
+    def replicas(self) -> list[Replica]:
+        return list(self.router.routes["m"].replicas.values())
+
     @invariant()
     def nothing_went_wrong_on_the_loop(self) -> None:
         assert not self.failures, self.failures
@@ -246,18 +251,22 @@ class Service(RuleBasedStateMachine):
         route = self.router.routes["m"]
         assert not (len(route.queue) and route.best()), "a free slot and a queue"
         free = [r for r in route.replicas.values() if r.routable and not r.calls]
-        assert not (route.suspects and free and route.ward is None), "a ward and a suspect"
-        assert route.ward is None or route.ward.calls, "a ward without a patient"
+        trial = any(c.alone_until and not c.proven for r in self.replicas for c in r.calls.values())
+        assert not (route.suspects and free and not trial), "an empty replica and a suspect"
+        assert all(r.calls for r in self.replicas if r.routable and r.held), (
+            "a replica held for nobody"
+        )
 
     @invariant()
     def a_suspect_has_only_proven_calls_beside_it(self) -> None:
         for replica in self.router.routes["m"].replicas.values():
             calls = list(replica.calls.values())
-            suspects = [c for c in calls if (c.deaths > 1 or c.last_chance) and not c.proven]
+            suspects = [c for c in calls if c.alone_until and not c.proven]
             assert len(suspects) <= 1
-            if suspects:
+            if suspects and replica.alone is not None:
+                assert replica.alone == suspects[0].wire_id
                 assert all(call.proven for call in calls if call is not suspects[0])
-                assert replica.credits <= 0
+            assert not suspects or replica.credits <= 0
 
     # ---- the end
 

@@ -6,7 +6,6 @@ import asyncio
 import functools
 
 import pytest
-from msgspec.structs import replace
 
 from servekit.errors import (
     ClientClosed,
@@ -20,8 +19,7 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.call import Call, Deltas
-from servekit.gateway.route import Route
-from servekit.wire.messages import ChatMessage, ModelStatus, ReplicaStatus, SamplingParams
+from servekit.wire.messages import ChatMessage, SamplingParams
 from tests.unit.gateway.conftest import DEADLINE_S, EchoWorker, Service, until
 from tests.unit.gateway.scripted import ScriptedWorker
 
@@ -454,13 +452,3 @@ async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service)
         await answer(crowd[-1])
     assert await answer(light) == echo("light ", 24)
     assert [await answer(call) for call in crowd[:-1]] == [echo("hello ", 24)] * 4
-
-
-def test_several_gateways_try_their_suspects_on_different_replicas() -> None:
-    replicas = tuple(ReplicaStatus(f"m/{n}", "ready", f"/{n}", 1, "cpu") for n in range(3))
-    status = ModelStatus("m", "echo", "-", 0, replicas)
-    places = [Route(status, gateway)._own_place() for gateway in range(3)]
-    assert sorted(filter(None, places)) == ["m/0", "m/1", "m/2"]
-    down = (replace(replicas[0], state="failed"), *replicas[1:])
-    left = Route(replace(status, replicas=down), 0)
-    assert left._own_place() in ("m/1", "m/2")
