@@ -182,8 +182,9 @@ class Supervisor:
 
     async def _hurry_if_told_again(self) -> None:
         # An operator may ask twice: it is under way. A reload has nothing to change any more.
-        while await self._requests.get() in ("drain", "hangup"):
-            pass
+        while (request := await self._requests.get()) in ("drain", "hangup"):
+            if request == "hangup":
+                self._spawn(self.reload())  # which says so
         self._hurry()
 
     def _hurry(self) -> None:
