@@ -202,9 +202,12 @@ class Worker:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
         self._engine.start(self._emit)
-        self._server = await listen(
-            spec.socket, self._runner.connect
-        )  # lives as long as its reference
+        try:
+            # Kept: the server lives as long as its reference.
+            self._server = await listen(spec.socket, self._runner.connect)
+        except OSError as error:
+            message = f"cannot listen on {spec.socket}: {error.strerror}"
+            raise LoadError(message, permanent=False) from error
 
     def _boot_failed(self, message: str, permanent: bool) -> None:
         self._control.send(BootFailed(message, permanent))
