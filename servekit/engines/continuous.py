@@ -183,15 +183,18 @@ class ContinuousRunner:
             if future.has_new_token:
                 row = self._rows[future.state.request_id]
                 output = row.push(future.state.generated_tokens[-1])
-                if output.finish:
+                if output.finish or output.error:
                     self._finish(row, future.state)
                 outputs.append((row, output))
         return outputs
 
     def _finish(self, row: Row, state: RequestState) -> None:
-        if state.status != RequestStatus.FINISHED:
+        if state.status == RequestStatus.FINISHED:
+            del self._rows[row.key]
+        elif row.ends_itself:
+            self.cancel(row)
+        else:
             raise RuntimeError("the library and the engine disagree on where a request ends")
-        del self._rows[row.key]
 
 
 def _promise(row: Row) -> int:
@@ -239,10 +242,7 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
             for future in requests_in_batch
             if future.has_new_token
         ]
-        self.do_processing = self.seen is not None or any(
-            not row.sampling.greedy or row.sampling.penalised or row.eos_forbidden
-            for row in self._batch
-        )
+        self.do_processing = self.seen is not None or not all(row.plain for row in self._batch)
         return arg_storage
 
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:

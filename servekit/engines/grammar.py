@@ -58,10 +58,16 @@ _PLAINLY = {
 }
 
 
+def mask_words(vocab_size: int) -> int:
+    """Length of a mask, in words of 32 bits."""
+    return -(-vocab_size // 32)
+
+
 class Constraint:
     """Where one request is in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, kind: str, eos: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, kind: str, eos: frozenset[int], vocab_size: int) -> None:
+        self.vocab_size = vocab_size  # bits of a mask, before they are rounded up to words
         self._matcher = matcher
         self._kind = kind
         self._eos = sorted(eos)
@@ -111,10 +117,10 @@ class Grammars:
         """Raises ValueError for a tokenizer that is not of the library's fast kind."""
         from llguidance.hf import from_tokenizer
 
-        self.words = -(-vocab_size // 32)
+        self._vocab_size = max(vocab_size, len(tokenizer))
         self._eos = eos
         self._tokenizer: LLTokenizer = from_tokenizer(
-            tokenizer, n_vocab=vocab_size, eos_token=sorted(eos) or None
+            tokenizer, n_vocab=self._vocab_size, eos_token=sorted(eos) or None
         )
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -127,7 +133,7 @@ class Grammars:
                 "The text so far does not keep to the grammar it is to go on with.",
                 param="response_format",
             )
-        return Constraint(matcher, grammar.kind, self._eos)
+        return Constraint(matcher, grammar.kind, self._eos, self._vocab_size)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
@@ -150,7 +156,7 @@ class Grammars:
         except ValueError as error:  # no JSON, or no object
             raise _refusal(grammar.kind, str(error)) from None
         if not matcher.is_error():
-            mask = np.zeros(self.words, np.int32)
+            mask = np.zeros(mask_words(self._vocab_size), np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise _refusal(grammar.kind, matcher.get_error())

@@ -31,6 +31,7 @@ def check(job: Job, limits: Limits) -> None:
     _check_ids(job.prompt_ids, limits.vocab_size)
     _check_ids(job.emitted, limits.vocab_size)
     _check_params(job.params)
+    _check_bias(job.params, limits.vocab_size)
     _check_length(job, limits)
 
 
@@ -71,7 +72,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-100.0, 100.0),
     "repetition_penalty": (1e-6, 1e6),
     "min_tokens": (0, math.inf),
+    "logprobs": (0, 1000),
 }
+_BIAS = (-100.0, 100.0)
 
 
 def _check_params(params: SamplingParams) -> None:
@@ -79,3 +82,15 @@ def _check_params(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
             raise RequestError(f"{name} must be between {low:g} and {high:g}.", param=name)
+
+
+def _check_bias(params: SamplingParams, vocab_size: int) -> None:
+    for token, value in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"logit_bias names token {token}, which is not in the model's vocabulary "
+                f"(0 to {vocab_size - 1}).",
+                param="logit_bias",
+            )
+        if not _BIAS[0] <= value <= _BIAS[1]:
+            raise RequestError("logit_bias must be between -100 and 100.", param="logit_bias")

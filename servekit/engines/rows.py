@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from servekit.engines.base import Job, StepOutput
+from servekit.engines.grammar import Constraint
+from servekit.engines.logprobs import Scores
 from servekit.engines.sampling import Sampling
+from servekit.wire.messages import TokenLogprob
+
+
+def _nameless(token: int) -> bytes:
+    return b""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,10 +30,14 @@ class Row:
     key: str
     job: Job
     sampling: Sampling
-    eos: frozenset[int]  # empty when the request ignores the end of sequence
+    eos: frozenset[int]  # empty when the request ignores the end of sequence and has no grammar
     max_tokens: int
+    piece: Callable[[int], bytes] = _nameless  # the bytes of a token
+    constraint: Constraint | None = None
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
+    scores: Scores | None = None  # of the token that is about to be pushed
+    _bias: tuple[Tensor, Tensor] | None = None
     _counted: int = 0
     _counts: Tensor | None = None
     _seen: Tensor | None = None
@@ -53,15 +65,76 @@ class Row:
         return self.job.prompt_ids + self.completion
 
     @property
+    def plain(self) -> bool:
+        """Greedy and nothing else: the argmax of the logits as they are is its token."""
+        sampling = self.sampling
+        steered = sampling.penalised or bool(sampling.logit_bias) or self.eos_forbidden
+        return sampling.greedy and not (steered or self.wants_logprobs or self.constraint)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.sampling.logprobs is not None
+
+    @property
     def eos_forbidden(self) -> bool:
-        return bool(self.eos) and self.position < self.sampling.min_tokens
+        """A grammar sees to it itself, because its text may have to end earlier."""
+        early = self.position < self.sampling.min_tokens
+        return early and bool(self.eos) and self.constraint is None
+
+    @property
+    def end_unwanted(self) -> bool:
+        """A grammar is to go on while it can."""
+        return self.job.params.ignore_eos or self.position < self.sampling.min_tokens
+
+    @property
+    def ended(self) -> StepOutput | None:
+        """What there is to say if the tokens that another worker produced were already all."""
+        if self.constraint is not None and self.constraint.ended:
+            return StepOutput(self.job.id, [], "stop")
+        return None if self.remaining > 0 else StepOutput(self.job.id, [], "length")
+
+    @property
+    def ends_itself(self) -> bool:
+        """Ended by its grammar, of which the library knows nothing."""
+        return self.constraint is not None and (
+            self.constraint.ended or bool(self.constraint.failure)
+        )
 
     def push(self, token: int) -> StepOutput:
         """Take the token of this step."""
+        constraint = self.constraint
+        if constraint is not None and constraint.failure:
+            return self._failed(constraint)
         if token in self.eos:
             return StepOutput(self.job.id, [], "stop")
         self.completion.append(token)
-        return StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
+        output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
+        if self.scores is not None:
+            output.logprobs.append(self._logprob(token, self.scores))
+            self.scores = None
+        if constraint is not None:
+            constraint.take(token)
+            if constraint.failure:
+                return self._failed(constraint)
+            output.finish = "stop" if constraint.ended else output.finish
+        return output
+
+    def _failed(self, constraint: Constraint) -> StepOutput:
+        return StepOutput(self.job.id, [], error=constraint.failure, param="response_format")
+
+    def _logprob(self, token: int, scores: Scores) -> TokenLogprob:
+        best = tuple((self.piece(other), value) for other, value in scores.best)
+        return TokenLogprob(self.piece(token), scores.chosen, best)
+
+    def bias(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Token ids and what is added to their logits, both [entries]."""
+        if self._bias is None:
+            ids, values = zip(*self.sampling.logit_bias, strict=True)
+            self._bias = (
+                torch.tensor(ids, device=device),
+                torch.tensor(values, dtype=torch.float32, device=device),
+            )
+        return self._bias
 
     def history(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Times each token is in the completion, and whether it is anywhere in the context.

@@ -8,7 +8,8 @@ tokens before the one that is drawn.
 
 Filters apply in the order of `transformers`: temperature, top-k, top-p, min-p. Top-k and top-p
 look at the 256 best candidates only, and sort the whole vocabulary for those rows alone whose
-mass lies deeper.
+mass lies deeper. Before them come penalties, the bias of single tokens, and what a grammar allows:
+these hold for greedy rows too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from servekit.engines.logprobs import Report
+from servekit.engines.masks import Masks
 from servekit.wire.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -82,6 +87,8 @@ def resolve(params: SamplingParams, defaults: Mapping[str, Any], vocab_size: int
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         min_tokens=params.min_tokens,
+        logit_bias=params.logit_bias,
+        logprobs=params.logprobs,
     )
     return replace(sampling, top_k=0) if sampling.top_k >= vocab_size else sampling
 
@@ -94,11 +101,20 @@ class Sampler:
 
         Rows that are plain greedy are not touched and cost nothing.
         """
+        masks = Masks(rows)
+        report = Report(rows, logits)
         for index, row in enumerate(rows):
             if row.sampling.penalised:
                 _penalise(row, logits[index])
+            if row.sampling.logit_bias:
+                logits[index].index_add_(0, *row.bias(logits.device))
             if row.eos_forbidden:
                 logits[index, list(row.eos)] = -torch.inf
+        masks.apply(logits)
+        self._draw(rows, logits)
+        report.tell(logits)
+
+    def _draw(self, rows: Sequence[Row], logits: Tensor) -> None:
         drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         if drawn:
             where = torch.tensor(drawn, device=logits.device)

@@ -65,7 +65,7 @@ class StaticRunner:
         token = int(logits.argmax(-1))
         output = row.push(token)
         self._unread = [token]
-        if output.finish:
+        if output.finish or output.error:
             self._drop()
         return [(row, output)]
 

@@ -15,26 +15,33 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from msgspec import structs
 
 from servekit.engines import weights
 from servekit.engines.assembly import assemble, cpu_threads, eos_ids, sampling_defaults, vocab_size
 from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.codec import TokenizerCodec
+from servekit.engines.grammar import Constraint, Grammars
 from servekit.engines.guard import Limits, check
+from servekit.engines.pieces import Pieces
 from servekit.engines.rows import Row
 from servekit.engines.sampling import resolve
-from servekit.errors import EngineFailed, RequestError
-from servekit.wire.messages import ModelInfo, WorkerSpec
+from servekit.errors import EngineFailed, RequestError, Unsupported
+from servekit.wire.messages import Capability, Grammar, ModelInfo, WorkerSpec
 
 log = logging.getLogger(__name__)
 
 #: How long `close` waits for the step that is running; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
+#: What every causal model is served with.
+SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize", "logprobs", "logit_bias")
+NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
 class TransformersEngine(Engine):
@@ -62,15 +69,22 @@ class TransformersEngine(Engine):
         folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
         tokenizer = weights.load_tokenizer(folder, self.spec)
         model = weights.load_model(folder, self.spec, options.get("attention"), report)
-        self.codec = TokenizerCodec(tokenizer)
+        self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self.vocab_size = vocab_size(model)
         self._eos = eos_ids(model, tokenizer)
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults = sampling_defaults(model) | stated
         with weights.explained(folder, self.spec):
             self._runner, info = assemble(model, self.spec, self.codec.chat)
+        self._pieces = Pieces(tokenizer)
+        self._grammars = _grammars(tokenizer, self.vocab_size, self._eos)
         self._limits = Limits(self.vocab_size, info.max_context)
-        return info
+        return structs.replace(info, serves=self._served())
+
+    def _served(self) -> tuple[Capability, ...]:
+        grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
+        tools: tuple[Capability, ...] = ("tools",) if self.codec.chat else ()
+        return (*SERVES, *grammar, *tools)
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -82,7 +96,10 @@ class TransformersEngine(Engine):
     def submit(self, job: Job) -> None:
         check(job, self._limits)
         sampling = resolve(job.params, self._defaults, self.vocab_size)
-        eos = frozenset() if job.params.ignore_eos else self._eos
+        bound = job.constraint is not None
+        if bound != (job.params.grammar is not None):
+            raise ValueError("a job with a grammar comes with what `constrain` made of it")
+        eos = self._eos if bound or not job.params.ignore_eos else frozenset()
         with self._changed:
             if self.fatal is not None or self._closing:
                 raise EngineFailed("The engine has stopped; the worker is being restarted.")
@@ -91,9 +108,15 @@ class TransformersEngine(Engine):
             if not self._rows:
                 self._progress_at = time.monotonic()  # what was idle until now is not late
             key = f"{job.id}#{next(self._serial)}"
-            row = Row(key, job, sampling, eos, job.params.max_tokens or 1)
+            row = Row(key, job, sampling, eos, job.params.max_tokens or 1, self._pieces.of)
+            row.constraint = cast(Constraint | None, job.constraint)
             self._rows[job.id] = row
             self._post(lambda: self._add(row))
+
+    def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
+        if self._grammars is None:
+            raise Unsupported(NO_GRAMMAR, param="response_format")
+        return self._grammars.constraint(grammar, emitted)
 
     def cancel(self, job_id: int) -> None:
         with self._changed:
@@ -149,10 +172,10 @@ class TransformersEngine(Engine):
     def _add(self, row: Row) -> None:
         if row.cancelled:
             return
-        if row.remaining > 0:
+        if (ended := row.ended) is None:
             self._runner.add(row)
         else:  # continued from a worker that died between its last token and saying so
-            self._deliver([(row, StepOutput(row.job.id, [], "length"))])
+            self._deliver([(row, ended)])
 
     def _step(self) -> None:
         outputs = self._runner.step()
@@ -167,7 +190,7 @@ class TransformersEngine(Engine):
         with self._changed:
             live = [output for row, output in outputs if not row.cancelled]
             for output in live:
-                if output.finish is not None:
+                if output.finish is not None or output.error is not None:
                     del self._rows[output.id]
             if live:
                 self._emit(live)
@@ -180,3 +203,11 @@ class TransformersEngine(Engine):
         message = f"The engine failed: {type(error).__name__}: {error}"
         if lost:
             self._emit([StepOutput(job_id, [], error=message) for job_id in lost])
+
+
+def _grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
+    try:
+        return Grammars(tokenizer, vocab_size, eos)
+    except Exception as error:  # the library's own, of many kinds; the model serves without
+        log.warning("no structured output: %s", error)
+        return None

@@ -20,7 +20,7 @@ from transformers import (
 
 from servekit.engines.base import Job, StepOutput
 from servekit.engines.transformers import TransformersEngine
-from servekit.wire.messages import ModelInfo, Progress, SamplingParams, WorkerSpec
+from servekit.wire.messages import ModelInfo, Progress, SamplingParams, TokenLogprob, WorkerSpec
 
 DEADLINE_S = 120.0
 PROMPTS = [
@@ -129,7 +129,10 @@ class Harness:
         self._last += 1
         ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
-        self.engine.submit(Job(self._last, ids, sampling, list(emitted)))
+        job = Job(self._last, ids, sampling, list(emitted))
+        if sampling.grammar is not None:
+            job.constraint = self.engine.constrain(sampling.grammar, emitted)
+        self.engine.submit(job)
         return self._last
 
     def until(self, happened: Callable[[], bool], what: str) -> None:
@@ -143,6 +146,14 @@ class Harness:
         errors = [output.error for output in self.outputs[job_id] if output.error]
         assert not errors, errors
         return [token for output in self.outputs[job_id] for token in output.token_ids]
+
+    def text(self, job_id: int) -> str:
+        decoder = self.engine.codec.decoder()
+        return decoder.push(self.tokens(job_id)) + decoder.flush()
+
+    def logprobs(self, job_id: int) -> list[TokenLogprob]:
+        self.tokens(job_id)
+        return [one for output in self.outputs[job_id] for one in output.logprobs]
 
     def ended(self, job_id: int) -> bool:
         last = self.outputs.get(job_id, [])[-1:]
