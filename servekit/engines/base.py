@@ -17,9 +17,9 @@ checks prompt length and token range against `ModelInfo` before `submit`. It sub
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from servekit.errors import Unsupported
 from servekit.wire.messages import (
@@ -108,14 +108,25 @@ class Codec(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, special tokens added as the model expects."""
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> list[int]:
         """Token ids of a conversation by the model's own template, generation prompt included.
 
-        Raises RequestError if the template refuses the messages.
+        `tools` are OpenAI's definitions, `template` further arguments of the template. With
+        `continues` the last message is the model's own beginning, to be gone on with. Raises
+        RequestError if the template refuses.
         """
 
-    def decoder(self) -> Decoder:
-        """A fresh incremental decoder."""
+    def decoder(self, markers: Collection[str] = ()) -> Decoder:
+        """A fresh incremental decoder.
+
+        Special tokens have no text, but for those whose text is one of `markers`.
+        """
 
 
 class Engine(ABC):

@@ -9,10 +9,11 @@ rules are. Both cost the same for the thousandth token as for the first.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from servekit.engines.chat import ChatTemplate
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage
 
@@ -26,47 +27,51 @@ class TokenizerCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._pieces = _BytePieces(backend) if _is_byte_level(backend) else None
+        self.template = ChatTemplate(tokenizer)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._special = _special_tokens(tokenizer, self._backend)
+        self._kept: dict[frozenset[int], _BytePieces] = {}
 
     @property
     def chat(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self.template.source)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> list[int]:
         if not self.chat:
             raise RequestError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
-        if not messages:
-            raise RequestError("messages must have at least one message.", param="messages")
-        text = self._render([_as_dict(message) for message in messages])
+        text = self.template.render(messages, tools, template, continues)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:  # the template is the model's code, and may raise anything
-            raise RequestError(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+    def special_tokens(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, left out of a decoder's text by default."""
+        return {text: token for token, text in self._special.items() if text in texts}
 
-    def decoder(self) -> ByteDecoder | WindowDecoder:
-        if self._pieces is not None:
-            return ByteDecoder(self._pieces)
-        return WindowDecoder(self._tokenizer)
+    def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
+        kept = frozenset(self.special_tokens(markers).values()) if markers else frozenset()
+        if not _is_byte_level(self._backend):
+            return WindowDecoder(self._tokenizer, self._special.keys() - kept if kept else None)
+        pieces = self._kept.get(kept)
+        if pieces is None:
+            pieces = self._kept[kept] = _BytePieces(self._backend, self._special.keys() - kept)
+        return ByteDecoder(pieces)
 
 
-def _as_dict(message: ChatMessage) -> dict[str, str]:
-    fields = {"role": message.role, "content": message.content}
-    return fields if message.name is None else fields | {"name": message.name}
+def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
+    if backend is None:
+        return dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = backend.get_added_tokens_decoder()
+    return {token: piece.content for token, piece in added.items() if piece.special}
 
 
 # ---------------------------------------------------------------- byte-level tokenizers
@@ -79,11 +84,9 @@ def _is_byte_level(backend: Any) -> bool:
 class _BytePieces:
     """The bytes of each token, looked up once per token id and shared by all decoders."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, silent: Collection[int]) -> None:
         self._backend = backend
-        self._special = {
-            token for token, added in backend.get_added_tokens_decoder().items() if added.special
-        }
+        self._silent = silent  # tokens without text
         self._known: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
@@ -93,7 +96,7 @@ class _BytePieces:
         return piece
 
     def _look_up(self, token: int) -> bytes:
-        text = None if token in self._special else self._backend.id_to_token(token)
+        text = None if token in self._silent else self._backend.id_to_token(token)
         if text is None:
             return b""
         try:
@@ -136,13 +139,17 @@ class WindowDecoder:
     neighbour (a leading space that is dropped at the start, bytes that make a character).
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, silent: Collection[int] | None = None) -> None:
+        """Of the special tokens those in `silent` have no text; None: all of them."""
         self._tokenizer = tokenizer
+        self._silent = silent
         self._window: list[int] = []
         self._settled = 0  # tokens of the window whose text has been handed out
         self._settled_text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        if self._silent is not None:
+            token_ids = [token for token in token_ids if token not in self._silent]
         return "".join(self._push_one(token) for token in token_ids)
 
     def _push_one(self, token: int) -> str:
@@ -167,6 +174,8 @@ class WindowDecoder:
     def _decode(self, token_ids: list[int]) -> str:
         return str(
             self._tokenizer.decode(
-                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                token_ids,
+                skip_special_tokens=self._silent is None,
+                clean_up_tokenization_spaces=False,
             )
         )

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
@@ -43,10 +43,16 @@ class EchoCodec:
     def encode(self, text: str) -> list[int]:
         return list(map(ord, text))
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> list[int]:
         return list(map(ord, messages[-1].content))
 
-    def decoder(self) -> EchoDecoder:
+    def decoder(self, markers: Collection[str] = ()) -> EchoDecoder:
         return EchoDecoder()
 
 

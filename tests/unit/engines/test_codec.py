@@ -139,9 +139,9 @@ def single_bytes(tokenizer: Any, text: str) -> list[int]:
     """One token per byte of the text."""
     if tokenizer is SENTENCEPIECE:
         return [3 + byte for byte in text.encode()]
-    codec = TokenizerCodec(tokenizer)
-    assert codec._pieces is not None
-    by_bytes = {codec._pieces.of(token): token for token in range(len(tokenizer))}
+    decoder = TokenizerCodec(tokenizer).decoder()
+    assert isinstance(decoder, ByteDecoder)
+    by_bytes = {decoder._pieces.of(token): token for token in range(len(tokenizer))}
     return [by_bytes[bytes([byte])] for byte in text.encode()]
 
 
