@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from servekit.engines.base import Engine, Job, StepOutput
+from servekit.engines.base import Decoder, Engine, Job, StepOutput
 from servekit.errors import ContextLengthExceeded, EngineFailed, RequestError, WireError, WorkerLost
 from servekit.wire.connection import Connection
 from servekit.wire.messages import (
@@ -114,7 +114,7 @@ class Runner:
 
     def start(self, peer: Peer, request: Generate, job_id: int) -> None:
         """Start a request: nothing of it has been touched before, its prompt neither."""
-        if _length(request) > LONG_PROMPT_CHARS:
+        if request.tools or _length(request) > LONG_PROMPT_CHARS:
             task = self.loop.create_task(self._accept_long(peer, request, job_id))
             self._encoding.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._encoding.discard)
@@ -164,12 +164,20 @@ class Runner:
     def _start(self, peer: Peer, request: Generate, job_id: int, ids: list[int]) -> None:
         limit = completion_limit(len(ids), request.params.max_tokens, self._limits())
         params = _with_limit(request, limit)
-        text = TextStream(self.engine.codec.decoder(), params.stop, request.sent_chars)
+        text = TextStream(self._decoder(request), params.stop, request.sent_chars)
         self._tasks[job_id] = Task(peer, request, len(ids), text)
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")])
             return
         self.engine.submit(Job(job_id, ids, params, list(request.emitted)))
+
+    def _decoder(self, request: Generate) -> Decoder:
+        """Of a chat's text the gateway reads calls and thoughts: their markers stay in it."""
+        dialect = self.info.dialect
+        if request.messages is None or not dialect.tokens:
+            return self.engine.codec.decoder()
+        reads = request.tools or dialect.think_end or dialect.tools == "harmony"
+        return self.engine.codec.decoder([text for text, _ in dialect.tokens] if reads else ())
 
     def _limits(self) -> tuple[int, int | None]:
         default = self.engine.spec.sampling.get("max_tokens")
@@ -177,7 +185,9 @@ class Runner:
 
     def _encode(self, request: Generate) -> list[int]:
         if request.messages is not None:
-            return self.engine.codec.render_chat(request.messages)
+            return self.engine.codec.render_chat(
+                request.messages, request.tools, request.template, request.continues
+            )
         if isinstance(request.prompt, str):
             return self.engine.codec.encode(request.prompt)
         ids = request.prompt or []
