@@ -1,0 +1,195 @@
+"""How a model writes tool calls and thoughts, found out from its chat template.
+
+A turn in which the assistant calls a sentinel tool, and one in which it thinks, are rendered by
+the template itself; what it writes around them is what the model has learnt to write. A template
+that renders no calls, but tells the model how to write them, is known by the markers it names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from servekit.engines.chat import SENTINEL, SENTINEL_TOOL, SENTINEL_TURNS, ChatTemplate
+from servekit.wire.dialects import MARKERS, THOUGHTS
+from servekit.wire.messages import ChatMessage, Dialect
+
+_QUESTION = SENTINEL_TURNS[0]
+_ANSWER = "sentinel_answer"
+_THOUGHT = "sentinel_thought"
+_TAG = r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,30}\])"
+#: A rendered call in one of the shapes that need no markers to be recognised.
+_JSON = re.compile(
+    rf'\[?\s*\{{"name": "{SENTINEL}", "(?:arguments|parameters)": (?P<value>\{{[^{{}}]*\}})'
+    r"[^{}]*\}\s*\]?"
+)
+_SHAPES: list[tuple[str, re.Pattern[str]]] = [
+    ("harmony", re.compile(rf"\bto=functions\.{SENTINEL}\b.*<\|message\|>", re.DOTALL)),
+    ("mistral", re.compile(rf"\[TOOL_CALLS\].*{SENTINEL}", re.DOTALL)),
+    ("deepseek", re.compile(rf"<｜tool▁call▁begin｜>.*{SENTINEL}", re.DOTALL)),
+    ("kimi_k2", re.compile(rf"<\|tool_call_begin\|>\S*{SENTINEL}")),
+    ("function", re.compile(rf"<function={SENTINEL}>\s*\{{")),
+    (
+        "qwen3_coder",
+        re.compile(
+            rf"(?:{_TAG}\s*)?<function={SENTINEL}>\s*<parameter=sentinel_key>"
+            rf".*?</function>(?:\s*{_TAG})?",
+            re.DOTALL,
+        ),
+    ),
+    (
+        "invoke",
+        re.compile(
+            rf'(?:{_TAG}\s*)?<invoke name="{SENTINEL}">\s*<parameter name="sentinel_key">'
+            rf".*?</invoke>(?:\s*{_TAG})?",
+            re.DOTALL,
+        ),
+    ),
+    (
+        "glm",
+        re.compile(
+            rf"{_TAG}{SENTINEL}\s*<arg_key>sentinel_key</arg_key>.*?</arg_value>\s*{_TAG}",
+            re.DOTALL,
+        ),
+    ),
+    ("pythonic", re.compile(rf"(?:{_TAG}\s*)?\[{SENTINEL}\(sentinel_key=.*?\)\](?:\s*{_TAG})?")),
+]
+
+
+class _Calls(NamedTuple):
+    family: str = ""
+    begin: str = ""
+    end: str = ""
+
+
+#: Of templates that tell of calls without rendering any: all of these name the family.
+_NAMED: list[tuple[_Calls, tuple[str, ...]]] = [
+    (_Calls("qwen3_coder"), ("<tool_call>", "<function=")),
+    (_Calls("glm"), ("<tool_call>", "<arg_key>")),
+    (_Calls("hermes"), ("<tool_call>", "</tool_call>")),
+    (_Calls("pythonic"), ("<|tool_call_start|>",)),
+    (_Calls("pythonic"), ("<|tool_list_start|>",)),
+    (_Calls("mistral"), ("[TOOL_CALLS]",)),
+    (_Calls("deepseek"), ("<｜tool▁call▁begin｜>",)),
+    (_Calls("kimi_k2"), ("<|tool_call_begin|>",)),
+    (_Calls("harmony"), ("<|channel|>", "commentary")),
+    (_Calls("template", "<|tool_call|>"), ("<|tool_call|>",)),
+    (_Calls("llama3_json"), ("<|python_tag|>",)),
+]
+
+
+def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") -> Dialect:
+    """The dialect of a model with this template, its `tokens` left empty.
+
+    `tools`, a key of MARKERS, and `thoughts`, a key of THOUGHTS, are the file's own words on it;
+    "none" is one, too. "" leaves it to the template.
+    """
+    if not template.source:
+        return Dialect()
+    found = _calls(template)
+    if tools:
+        found = found if found.family == tools else _Calls(tools if tools in MARKERS else "")
+    begin, end = THOUGHTS.get(thoughts, ("", "")) if thoughts else _thoughts(template, found.family)
+    prompt = _rendered(lambda: template.render([_QUESTION])).rstrip()
+    at_once = bool(begin) and prompt.endswith(begin)
+    return Dialect(found.family, found.begin, found.end, begin, end, at_once)
+
+
+def takes_tools(template: ChatTemplate) -> bool:
+    """Whether the template tells the model of the tools it is given."""
+    return SENTINEL in _rendered(lambda: template.render_turns([_QUESTION], [SENTINEL_TOOL]))
+
+
+def _rendered(render: Callable[[], str]) -> str:
+    """What a template makes of a sentinel; "" where it refuses."""
+    try:
+        return render()
+    except Exception:  # the template is the model's code, and may raise anything
+        return ""
+
+
+# ---------------------------------------------------------------- calls
+
+
+def _calls(template: ChatTemplate) -> _Calls:
+    turn = _turn(_rendered(lambda: template.render_turns(SENTINEL_TURNS, [SENTINEL_TOOL])))
+    for family, shape in _SHAPES:
+        if found := shape.search(turn):
+            return _Calls(family, *_outer(family, found))
+    if found := _JSON.search(turn):
+        return _json(template, turn, found)
+    if SENTINEL in turn:  # rendered, in a way that nobody here reads
+        return _Calls()
+    return _named(template) if takes_tools(template) else _Calls()
+
+
+def _turn(text: str) -> str:
+    """What comes after the question: the assistant's turn, header included."""
+    return text.rpartition(_QUESTION.content)[2]
+
+
+def _outer(family: str, found: re.Match[str]) -> tuple[str, str]:
+    """The outer markers, where they are not the family's usual ones."""
+    if not found.groups():
+        return "", ""
+    begin, end = found.group(1) or "", found.group(2) or ""
+    known = MARKERS[family]
+    return ("", "") if begin in known or not begin.startswith("<") else (begin, end)
+
+
+def _json(template: ChatTemplate, turn: str, found: re.Match[str]) -> _Calls:
+    before = turn[len(_header(template, turn)) : found.start()].rstrip()
+    tag = re.search(rf"{_TAG}\Z", before)
+    if tag is None or tag.group(1) == "<|python_tag|>":
+        return _Calls("llama3_json" if tag or not before.strip() else "")
+    begin = tag.group(1)
+    if begin in _rendered(lambda: template.render_turns([_QUESTION, ChatMessage("user", _ANSWER)])):
+        return _Calls()  # it begins any turn
+    if begin == MARKERS["hermes"][0]:
+        return _Calls("hermes")
+    return _Calls("template", begin, _closing(template, turn[found.end() :].lstrip()))
+
+
+def _header(template: ChatTemplate, turn: str) -> str:
+    """How the turn begins where the model itself begins: by the generation prompt."""
+    prompt = _turn(_rendered(lambda: template.render([_QUESTION], [SENTINEL_TOOL])))
+    same = (at for at, (one, other) in enumerate(zip(turn, prompt, strict=False)) if one != other)
+    common = turn[: next(same, min(len(turn), len(prompt)))]
+    for left, right in ("<>", "[]"):  # never a part of a marker
+        if common.rfind(left) > common.rfind(right):
+            common = common[: common.rfind(left)]
+    return common
+
+
+def _closing(template: ChatTemplate, rest: str) -> str:
+    """The marker that ends calls: a tag that does not end every turn."""
+    plain = [_QUESTION, ChatMessage("assistant", _ANSWER)]
+    every = _rendered(lambda: template.render_turns(plain)).rpartition(_ANSWER)[2].strip()
+    tag = re.match(_TAG, rest)
+    return "" if tag is None or every.startswith(tag.group(1)) else tag.group(1)
+
+
+def _named(template: ChatTemplate) -> _Calls:
+    for calls, marks in _NAMED:
+        if all(mark in template.source for mark in marks):
+            return calls
+    return _Calls()
+
+
+# ---------------------------------------------------------------- thoughts
+
+
+def _thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:
+    if family == "harmony":  # its channels say what is thought
+        return "", ""
+    turn = [_QUESTION, ChatMessage("assistant", _ANSWER, reasoning=_THOUGHT)]
+    found = re.search(
+        rf"{_TAG}\s*{_THOUGHT}\s*{_TAG}", _rendered(lambda: template.render_turns(turn))
+    )
+    if found and all("think" in tag.lower() for tag in found.groups()):
+        return found.group(1), found.group(2)
+    for begin, end in THOUGHTS.values():
+        if begin in template.source and end in template.source:
+            return begin, end
+    return "", ""
