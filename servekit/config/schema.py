@@ -61,6 +61,22 @@ Host = Annotated[str, AfterValidator(_host)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "deepseek",
+    "kimi_k2",
+    "glm",
+    "invoke",
+    "function",
+    "harmony",
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "seed", "cohere"]
 
 
 class ServerConfig(Section):
@@ -196,6 +212,10 @@ class ModelConfig(Section):
     """Prompt and completion together, in tokens; by default the model's own."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes tool calls. auto: as its chat template tells."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model writes its thoughts. auto: as its chat template tells."""
     sampling: SamplingDefaults = SamplingDefaults()
     """Sampling where a request does not say."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0

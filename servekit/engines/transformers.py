@@ -27,13 +27,15 @@ from servekit.engines import weights
 from servekit.engines.assembly import assemble, cpu_threads, eos_ids, sampling_defaults, vocab_size
 from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.codec import TokenizerCodec
+from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint, Grammars
 from servekit.engines.guard import Limits, check
 from servekit.engines.pieces import Pieces
 from servekit.engines.rows import Row
 from servekit.engines.sampling import resolve
 from servekit.errors import EngineFailed, RequestError, Unsupported
-from servekit.wire.messages import Capability, Grammar, ModelInfo, WorkerSpec
+from servekit.wire.dialects import markers
+from servekit.wire.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +81,22 @@ class TransformersEngine(Engine):
         self._pieces = Pieces(tokenizer)
         self._grammars = _grammars(tokenizer, self.vocab_size, self._eos)
         self._limits = Limits(self.vocab_size, info.max_context)
-        return structs.replace(info, serves=self._served())
+        dialect = self._dialect()
+        return structs.replace(info, serves=self._served(dialect), dialect=dialect)
 
-    def _served(self) -> tuple[Capability, ...]:
+    def _dialect(self) -> Dialect:
+        found = find_dialect(
+            self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser
+        )
+        special = self.codec.special_tokens(markers(found))
+        tokens = [(text, token) for text, token in special.items() if token not in self._eos]
+        return structs.replace(found, tokens=tuple(tokens))
+
+    def _served(self, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
-        tools: tuple[Capability, ...] = ("tools",) if self.codec.chat else ()
+        read = dialect.tools or self.spec.tool_parser == "none"  # calls in the text, as wished
+        told = read and takes_tools(self.codec.template)
+        tools: tuple[Capability, ...] = ("tools",) if told else ()
         return (*SERVES, *grammar, *tools)
 
     # ---------------------------------------------------------------- the caller's side

@@ -215,4 +215,6 @@ def worker_spec(model: ModelConfig, place: Assignment, socket: str) -> WorkerSpe
         sampling=model.sampling.model_dump(exclude_none=True),
         options=model.engine_options().model_dump(exclude_none=True),
         socket=socket,
+        tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
+        reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
     )

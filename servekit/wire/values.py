@@ -148,6 +148,8 @@ class WorkerSpec(Value, frozen=True):
     sampling: dict[str, float | int]  # defaults from the file, by SamplingParams field
     options: dict[str, Any]  # the engine's own, already checked against its schema
     socket: str  # where the worker listens
+    tool_parser: str = ""  # a key of `dialects.MARKERS`, or "none"; "": as the template tells
+    reasoning_parser: str = ""  # a key of `dialects.THOUGHTS`, or "none"; "": as the template tells
 
 
 class ReplicaStatus(Value, frozen=True):
