@@ -85,9 +85,7 @@ class TransformersEngine(Engine):
         return structs.replace(info, serves=self._served(dialect), dialect=dialect)
 
     def _dialect(self) -> Dialect:
-        found = find_dialect(
-            self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser
-        )
+        found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
         special = self.codec.special_tokens(markers(found))
         tokens = [(text, token) for text, token in special.items() if token not in self._eos]
         return structs.replace(found, tokens=tuple(tokens))
