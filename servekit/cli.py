@@ -62,7 +62,12 @@ def up(
         int | None, typer.Option(min=0, max=65535, help="Listen here instead; 0: a free port.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Without API keys, whoever reaches it may use it.")
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="SERVEKIT_INSECURE",
+            help="Listen where others reach it, without API keys.",
+        ),
     ] = False,
     run_dir: RunDirectory = None,
     quiet: Annotated[
@@ -184,6 +189,29 @@ def chaos(
         findings = command.run(url, here, model, wish)
         print(command.told(findings, as_json=as_json))
         raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
+
+
+@app.command()
+def init(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+    ] = Path("servekit.yaml"),
+    from_huixiangdou: Annotated[
+        Path | None,
+        typer.Option("--from-huixiangdou", metavar="CONFIG_INI", help="Carry over what this says."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
+) -> None:
+    """Write a first configuration file, or one from HuixiangDou's config.ini."""
+    with _one_sentence():
+        from servekit import huixiangdou
+        from servekit import init as first
+
+        carried = None if from_huixiangdou is None else huixiangdou.convert(from_huixiangdou)
+        first.write(output, carried.text if carried else first.FIRST, force=force)
+        print(f"wrote {output}; check it with: servekit check {shlex.quote(str(output))}")
+        for line in carried.left_out if carried else ():
+            print(f"not carried over: {line}", file=sys.stderr)
 
 
 @key.command("new")

@@ -88,6 +88,19 @@ class Access:
             raise InvalidKey("this API key is not known here")
         return caller
 
+    async def visitor(self, authorization: str) -> Caller | None:
+        """Whose page it is, by its header, and one request more of theirs; None without keys.
+
+        Raises InvalidKey, Busy and RateLimited.
+        """
+        if not self.closed:
+            return None
+        key = key_of([(b"authorization", authorization.encode("latin-1"))], browser=True)
+        caller = self.known(key) or await self.verify(key)
+        if (refused := caller.charge()) is not None:
+            raise refused
+        return caller
+
     # ---- may they
 
     def admit(self, call: Call, model: str) -> None:

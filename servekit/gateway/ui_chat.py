@@ -17,6 +17,7 @@ import msgspec
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.call import Call
 from servekit.gateway.router import Router
+from servekit.gateway.caller import Caller
 from servekit.gateway.schema import ChatRequest, chat_messages, decode, sampling
 from servekit.wire.messages import FinishReason
 
@@ -36,6 +37,15 @@ class Turn(TypedDict):
 
 
 class Settings(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Who asks: a browser's session, its address, and the header with its key if it has one."""
+
+    session: str
+    client: str
+    authorization: str = ""
+
+
     """The sampling settings of one browser; None is the model's own default."""
 
     system: str | None = None
@@ -76,7 +86,7 @@ class Chats:
         self._answers: dict[str, Answer] = {}
 
     async def answer(
-        self, session: str, client: str, model: str, turns: Sequence[Turn], settings: Settings
+        self, visit: Visit, model: str, turns: Sequence[Turn], settings: Settings
     ) -> AsyncGenerator[View, None]:
         """Answer the last turn; ends early, with what is there, when stopped.
 
@@ -84,9 +94,11 @@ class Chats:
         session, or closed because the browser is gone.
         """
         self.drop(session)
+        session = visit.session
         answer = self._answers[session] = Answer(list(turns))
         try:
-            call = self._open(model, turns, settings, client)
+            caller = await self._router.access.visitor(visit.authorization)
+            call = self._open(model, turns, settings, visit.client, caller)
             answer.call = call
             async for view in self._follow(answer, call):
                 if answer.dropped:
@@ -112,13 +124,22 @@ class Chats:
             answer.dropped = True
             answer.cancel()
 
-    def _open(self, model: str, turns: Sequence[Turn], settings: Settings, client: str) -> Call:
+    def _open(
+        self,
+        model: str,
+        turns: Sequence[Turn],
+        settings: Settings,
+        client: str,
+        caller: Caller | None,
+    ) -> Call:
         request = request_of(model, turns, settings)
         route = self._router.find(model)
         if route.status.info is not None and not route.status.info.chat:
             raise RequestError(f"{model!r} has no chat template; use /v1/completions")
         messages = chat_messages(request)
-        return self._router.open(Call(model, sampling(request), messages=messages, key=client))
+        call = Call(model, sampling(request), messages=messages, key=client)
+        call.caller = caller
+        return self._router.open(call)
 
     async def _follow(self, answer: Answer, call: Call) -> AsyncGenerator[View, None]:
         saved_s = time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import gradio as gr
 
 from servekit.gateway.router import Router
-from servekit.gateway.ui_chat import Chats, Settings, Turn, View, turns_of
+from servekit.gateway.ui_chat import Chats, Settings, Turn, View, Visit, turns_of
 from servekit.gateway.ui_status import choices, error_note, progress_note, workers
 
 STATUS_EVERY_S = 1.0
@@ -150,6 +150,12 @@ def _chat() -> gr.Chatbot:
     )
 
 
+def _visit(request: gr.Request) -> Visit:
+    client = f"ui {request.client.host if request.client else ''}"
+    authorization = request.headers.get("authorization") or ""
+    return Visit(str(request.session_hash), client, authorization)
+
+
 class Events:
     """The callbacks. All are async, so that Gradio runs them on the event loop."""
 
@@ -225,11 +231,10 @@ class Events:
     async def _answer(
         self, turns: list[Turn], model: str, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncGenerator[Update, None]:
-        session = str(request.session_hash)
-        client = f"ui {request.client.host if request.client else ''}"
+        visit = _visit(request)
         chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
         yield {self._parts.chat: turns, self._parts.box: _box(busy=True, value="")}
-        views = self._chats.answer(session, client, model or "", turns, chosen)
+        views = self._chats.answer(visit, model or "", turns, chosen)
         async with aclosing(views):
             async for view in views:
                 yield self._show(view)

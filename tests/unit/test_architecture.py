@@ -47,9 +47,11 @@ MAY_IMPORT = {
     "chaos": {"errors", "wire", "config", "supervisor"},
     "tables": {"errors", "wire", "config", "supervisor"},
     "stories": {"wire", "tables"},
+    "init": {"errors"},
+    "huixiangdou": {"errors", "config"},
     "display": {"errors", "wire", "config", "tables"},
     "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
-    | {"stories"},
+    | {"stories", "init", "huixiangdou"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -9,7 +9,7 @@ import pytest
 
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.schema import sampling
-from servekit.gateway.ui_chat import Chats, Settings, Turn, View, request_of, turns_of
+from servekit.gateway.ui_chat import Chats, Settings, Turn, View, Visit, request_of, turns_of
 from tests.unit.gateway.conftest import DEADLINE_S, Service, until
 
 
@@ -20,7 +20,7 @@ def asked(text: str = "hello ") -> list[Turn]:
 async def views(chats: Chats, *, session: str = "s", tokens: int = 24) -> list[View]:
     settings = Settings(max_tokens=tokens)
     async with asyncio.timeout(DEADLINE_S):
-        return [view async for view in chats.answer(session, "ui", "m", asked(), settings)]
+        return [view async for view in chats.answer(Visit(session, "ui"), "m", asked(), settings)]
 
 
 async def test_an_answer_grows_and_ends_saved_with_its_figures(service: Service) -> None:
@@ -82,7 +82,7 @@ async def test_a_new_question_replaces_the_one_under_way(service: Service) -> No
 
 async def test_a_reader_who_leaves_cancels(service: Service) -> None:
     [worker] = await service.up(step_s=0.01)
-    answer = Chats(service.router).answer("s", "ui", "m", asked(), Settings(max_tokens=4000))
+    answer = Chats(service.router).answer(Visit("s", "ui"), "m", asked(), Settings(max_tokens=4000))
     async for view in answer:
         if view.progress.tokens:
             break
@@ -104,7 +104,7 @@ async def test_who_waits_is_told_the_position(service: Service) -> None:
 async def test_errors_end_an_answer_with_their_sentence(service: Service) -> None:
     [worker] = await service.up(step_s=0.01)
     chats = Chats(service.router)
-    async for view in chats.answer("s", "ui", "nobody", asked(), Settings()):
+    async for view in chats.answer(Visit("s", "ui"), "nobody", asked(), Settings()):
         assert "'nobody' is not served here" in view.error
         assert (view.turns, view.busy) == (asked(), False)
     task = asyncio.create_task(views(chats, tokens=4000))

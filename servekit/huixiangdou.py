@@ -1,0 +1,200 @@
+"""A configuration of ours from HuixiangDou's `config.ini`, which is TOML in spite of its name.
+
+What is read is `[llm]` and `[llm.server]`: what its standalone LLM server went by. All the rest is
+its own and stays where it is. The versions of the file, as its repository has them:
+
+    2024        [llm] enable_local, enable_remote, client_url
+                [llm.server] local_llm_path, local_llm_max_text_length, local_llm_bind_port, and
+                remote_type, remote_api_key, remote_llm_max_text_length, remote_llm_model, rpm
+    since then  the local keys are gone, the remote ones stay, and tpm is new: the server is any
+                that speaks OpenAI's API, remote_type "vllm" is one of one's own
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from servekit.config import paths
+from servekit.errors import ConfigError
+
+#: Longest answer its server gave; source: `llm_server_hybrid.py`, max_new_tokens of Qwen models.
+ANSWER_TOKENS = 512
+#: Where its standalone server listened if the file did not say.
+PORT = 8888
+
+_WHY_NOT = {
+    "remote_type": "servekit serves models of its own and passes nothing on to others",
+    "remote_api_key": "it is a remote service's; keys for servekit come from `servekit key new`",
+    "remote_llm_max_text_length": "it is a remote service's",
+    "remote_llm_model": "it is a remote service's",
+    "rpm": "it is a remote service's; for one's own see `keys[].requests_per_minute`",
+    "tpm": "it is a remote service's; for one's own see `keys[].tokens_per_minute`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The text of a configuration file, and a line for each thing that is not in it."""
+
+    text: str
+    left_out: tuple[str, ...]
+
+
+def convert(path: Path) -> Carried:
+    """Read a config.ini; raises ConfigError where there is no local model in it to serve."""
+    llm = _table(_read(path), "llm", path)
+    server = _table(llm, "server", path, "llm.")
+    model = server.get("local_llm_path")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(
+            f"{path}: [llm.server] has no local_llm_path, so it says of no model that it is to be"
+            " served here; write `models:` yourself, see `servekit init`"
+        )
+    notes = [*_notes(llm, server), *_path_notes(model, path)]
+    return Carried(_text(path, model, server, _port(llm, server)), tuple(notes))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML, as HuixiangDou's config.ini is: {error}") from None
+
+
+def _table(data: Mapping[str, Any], name: str, path: Path, prefix: str = "") -> Mapping[str, Any]:
+    found = data.get(name)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: has no [{prefix}{name}]; is it HuixiangDou's config.ini?")
+    return found
+
+
+# ---------------------------------------------------------------- what becomes of each key
+
+
+def _port(llm: Mapping[str, Any], server: Mapping[str, Any]) -> int:
+    """Where its clients look for it: the bind port, else the one in the client's URL."""
+    port = server.get("local_llm_bind_port")
+    if not _is_port(port):
+        try:
+            port = urlsplit(str(llm.get("client_url", ""))).port
+        except ValueError:
+            port = None
+    return port if _is_port(port) and isinstance(port, int) else PORT
+
+
+def _is_port(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 65535
+
+
+def _length(server: Mapping[str, Any]) -> int | None:
+    length = server.get("local_llm_max_text_length")
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
+    """What was not carried over, key by key, and why."""
+    if llm.get("enable_local") in (0, False):
+        yield "llm.enable_local: it is off there; the local model is served all the same"
+    if llm.get("enable_remote") in (1, True):
+        yield f"llm.enable_remote: {_WHY_NOT['remote_type']}; `backend` of a request is ignored"
+    for key in llm.keys() - {"enable_local", "enable_remote", "client_url", "server"}:
+        yield f"llm.{key}: not known here"
+    for key, value in server.items():
+        if key in _WHY_NOT:
+            yield f"llm.server.{key}: {_WHY_NOT[key]}"
+        elif key == "local_llm_bind_port" and not _is_port(value):
+            yield f"llm.server.{key}: {value!r} is no port"
+        elif key == "local_llm_max_text_length" and _length(server) is None:
+            yield f"llm.server.{key}: {value!r} is no length; the model's own holds"
+        elif not key.startswith("local_llm_"):
+            yield f"llm.server.{key}: not known here"
+    yield (
+        "its server listened on every interface; here it is this machine only, and others need"
+        " `host: 0.0.0.0` with `keys`, or with `servekit up --insecure`"
+    )
+    yield (
+        "trust_remote_code: HuixiangDou's server ran code that comes with a model; servekit does"
+        " so only where the file says so, and models that transformers knows need none"
+    )
+
+
+def _path_notes(model: str, path: Path) -> Iterator[str]:
+    try:
+        paths.check(model, path.absolute().parent)
+    except ValueError as error:
+        yield f"llm.server.local_llm_path: carried over as it is, but {error}"
+
+
+# ---------------------------------------------------------------- the file
+
+
+def _text(path: Path, model: str, server: Mapping[str, Any], port: int) -> str:
+    name = Path(model.rstrip("/")).name.lower() or "model"
+    return _TEMPLATE.format(
+        source=path.name,
+        name=json.dumps(_plain(name)),
+        path=json.dumps(_resolved(model, path), ensure_ascii=False),
+        context=_context(_length(server)),
+        port=port,
+        first_port=8000 if port != 8000 else 8001,
+    )
+
+
+def _plain(name: str) -> str:
+    """A name that requests can use."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+    return kept.strip("._-")[:128] or "model"
+
+
+def _resolved(model: str, path: Path) -> str:
+    """A local path as it is from anywhere; our file may stand elsewhere than theirs."""
+    try:
+        return paths.check(model, path.absolute().parent).text
+    except ValueError:
+        return model
+
+
+def _context(length: int | None) -> str:
+    if length is None:
+        return ""
+    context = length + ANSWER_TOKENS
+    return _CONTEXT.format(length=length, answer=ANSWER_TOKENS, context=context)
+
+
+_CONTEXT = """\
+    # local_llm_max_text_length = {length}, in characters, of which a token has one or more; and
+    # its server's answers had up to {answer} tokens.
+    max_context: {context}
+"""
+
+_TEMPLATE = """\
+# Made from HuixiangDou's {source} by `servekit init --from-huixiangdou`. Check it, then serve it:
+#
+#     servekit check THIS_FILE
+#     servekit up --config THIS_FILE
+#
+# HuixiangDou goes on as it is: its `client_url` finds this service where its own server was.
+
+models:
+  - name: {name}
+    path: {path}  # local_llm_path
+{context}    sampling:
+      temperature: 0                   # as its server answered: always the likeliest token
+    # trust_remote_code: true          # only if the model brings code of its own that you trust
+
+server:
+  host: 127.0.0.1                      # this machine only; others need `keys`, see README.md
+  port: {first_port}                           # the OpenAI API and the chat page
+  legacy: huixiangdou                  # answer /inference and /stream as its own server did,
+  legacy_port: {port}                    # where its clients look for it (local_llm_bind_port)
+"""
