@@ -156,6 +156,8 @@ class EchoOptions(Section):
     """Requests it runs at once."""
     max_context: Annotated[int, Field(ge=2)] = 8192
     """Prompt and completion together, in characters."""
+    embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Numbers in its embeddings, which are hashes."""
     load_error: str | None = None
     """Fail to load, with this message."""
     exit_on_load: int | None = None

@@ -75,8 +75,8 @@ class StepOutput:
     finish: Literal["stop", "length"] | None = None
     error: str | None = None
     param: str | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of `token_ids`, where asked for
-    vectors: list[bytes] = field(default_factory=list)  # float32 [embedding_size], little-endian
+    logprobs: list[TokenLogprob] | None = None  # of `token_ids`, where asked for
+    vectors: list[bytes] | None = None  # of all inputs, float32 [embedding_size], little-endian
 
 
 Emit = Callable[[Sequence[StepOutput]], None]

@@ -3,17 +3,24 @@
 It answers with the prompt's own characters, over and over, one token each (a token id is a code
 point), until `max_tokens` (by default one pass over the prompt). With a seed, or a temperature
 other than 0, the answer is a rotation of the prompt drawn from the seed and the position, so that
-tests can tell sampled from greedy and see a continuation go on exactly.
+tests can tell sampled from greedy and see a continuation go on exactly. Once that is drawn every
+token is certain: its log probability is 0, and it has no alternatives.
+
+Its embeddings are hashes of the text, of length 1: equal for equal texts, and nothing more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import math
 import mmap
 import os
+import re
 import secrets
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -21,17 +28,29 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.errors import LoadError
-from servekit.wire.messages import ChatMessage, ModelInfo, Progress, WorkerSpec
+from servekit.wire.messages import (
+    Capability,
+    ChatMessage,
+    ModelInfo,
+    Progress,
+    TokenLogprob,
+    WorkerSpec,
+)
 
 #: Tokens handed over per job and step when no step time is set: a stream, but in few messages.
 BURST = 16
+#: Halves of UTF-16 characters are code points, but no characters, and UTF-8 cannot say them.
+_HALVES = re.compile("[\ud800-\udfff]")
+#: It knows no tools, and what it says is settled: there is nothing to bias or to bind.
+SERVES: tuple[Capability, ...] = ("generate", "embed", "tokenize", "detokenize", "logprobs")
 
 
 class EchoDecoder:
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
+        text = "".join(map(chr, token_ids))
+        return text if text.isascii() else _HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
     def flush(self) -> str:
         return ""
@@ -59,7 +78,7 @@ class EchoCodec:
 class Run:
     """One job under way: what it will say, and how far it is."""
 
-    __slots__ = ("done", "id", "limit", "prompt", "seed")
+    __slots__ = ("best", "done", "id", "limit", "prompt", "seed")
 
     def __init__(self, job: Job) -> None:
         params = job.params
@@ -68,6 +87,7 @@ class Run:
         self.prompt = job.prompt_ids
         self.limit = params.max_tokens or len(job.prompt_ids)
         self.done = len(job.emitted)
+        self.best = params.logprobs
         self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
 
     def take(self, count: int) -> StepOutput:
@@ -76,7 +96,23 @@ class Run:
         stop = min(self.done + count, self.limit) + self.seed
         tokens = [prompt[i % size] for i in range(first, stop)]
         self.done += len(tokens)
-        return StepOutput(self.id, tokens, "length" if self.done >= self.limit else None)
+        output = StepOutput(self.id, tokens, "length" if self.done >= self.limit else None)
+        if self.best is not None:
+            output.logprobs = [_certain(token, self.best) for token in tokens]
+        return output
+
+
+def _certain(token: int, best: int) -> TokenLogprob:
+    text = EchoDecoder().push([token]).encode()
+    return TokenLogprob(text, 0.0, ((text, 0.0),) if best else ())
+
+
+def _vector(ids: Sequence[int], size: int) -> bytes:
+    """A point on the unit sphere, by SHAKE-128 of the token ids; float32, little-endian."""
+    digest = hashlib.shake_128(struct.pack(f"<{len(ids)}I", *ids)).digest(4 * size)
+    numbers = [value / 2**31 - 1 for value in struct.unpack(f"<{size}I", digest)]
+    length = math.hypot(*numbers) or 1.0
+    return struct.pack(f"<{size}f", *(number / length for number in numbers))
 
 
 class EchoEngine(Engine):
@@ -87,6 +123,7 @@ class EchoEngine(Engine):
         self._options: dict[str, Any] = spec.options
         self._runs: dict[int, Run] = {}
         self._hung = False
+        self._size: int = spec.options.get("embedding_size", 16)
         self._progress_at = time.monotonic()
         self._changed = threading.Condition()
         self._closed = False
@@ -118,6 +155,8 @@ class EchoEngine(Engine):
             dtype="none",
             device="cpu",
             detail="answers with the prompt",
+            serves=SERVES,
+            embedding_size=self._size,
         )
 
     def start(self, emit: Emit) -> None:
@@ -127,8 +166,14 @@ class EchoEngine(Engine):
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
+    def embed(self, job: EmbedJob) -> None:
+        for ids in job.inputs:
+            self._misbehave(ids)
+        vectors = [_vector(ids, self._size) for ids in job.inputs]
+        self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
+
     def submit(self, job: Job) -> None:
-        self._misbehave(job)
+        self._misbehave(job.prompt_ids)
         run = Run(job)
         if not self._step_s and not self._hung and run.limit - run.done <= BURST:
             self._emit([self._count(run.take(BURST))])  # a short answer needs no thread
@@ -187,11 +232,11 @@ class EchoEngine(Engine):
 
     # ---- misbehaviour
 
-    def _misbehave(self, job: Job) -> None:
+    def _misbehave(self, ids: list[int]) -> None:
         options = self._options
         if not (options.get("crash_on") or options.get("hang_on")):
             return
-        text = "".join(map(chr, job.prompt_ids))
+        text = "".join(map(chr, ids))
         if (mark := options.get("crash_on")) and mark in text:
             os.kill(os.getpid(), signal.SIGKILL)
         if (mark := options.get("hang_on")) and mark in text:

@@ -110,7 +110,7 @@ class Row:
         self.completion.append(token)
         output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
         if self.scores is not None:
-            output.logprobs.append(self._logprob(token, self.scores))
+            output.logprobs = [self._logprob(token, self.scores)]
             self.scores = None
         if constraint is not None:
             constraint.take(token)

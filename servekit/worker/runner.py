@@ -6,15 +6,16 @@ Everything here runs on the worker's event loop; only `emit` may be called from 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
 
-from servekit.engines.base import Decoder, Engine, Job, StepOutput
-from servekit.errors import ContextLengthExceeded, EngineFailed, RequestError, WireError, WorkerLost
+from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
+from servekit.errors import EngineFailed, RequestError, WireError, WorkerLost
 from servekit.wire.connection import Connection
 from servekit.wire.messages import (
     PROOF_TOKENS,
@@ -24,14 +25,13 @@ from servekit.wire.messages import (
     Generate,
     ModelInfo,
 )
+from servekit.worker.intake import Intake, Prepared, completion_limit
 from servekit.worker.peer import Peer
 from servekit.worker.text import TextStream
 from servekit.worker.ward import Held, Ward
 
 log: Any = structlog.get_logger("servekit.worker")
 
-#: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
-LONG_PROMPT_CHARS = 16_384
 #: A request that was cancelled may be in the step that runs, and kill yet.
 STEP_S = 0.1
 
@@ -61,11 +61,13 @@ class Task:
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is None:
-            return Delta(self.id, text, output.token_ids)
+            return Delta(self.id, text, output.token_ids, logprobs=output.logprobs or [])
         if not self.text.stopped:
             text += self.text.finish()
             finish = "stop" if self.text.stopped else finish
-        return Delta(self.id, text, output.token_ids, finish, self.prompt_tokens, self.completion)
+        counts = (self.prompt_tokens, self.completion)
+        lists = (output.logprobs or [], output.vectors or [])
+        return Delta(self.id, text, output.token_ids, finish, *counts, *lists)
 
 
 class Runner:
@@ -82,6 +84,7 @@ class Runner:
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
         self._next_job = 0
+        self._intake = Intake(engine, info)
         self._encoding: set[asyncio.Task[None]] = set()
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
@@ -114,12 +117,13 @@ class Runner:
 
     def start(self, peer: Peer, request: Generate, job_id: int) -> None:
         """Start a request: nothing of it has been touched before, its prompt neither."""
-        if request.tools or _length(request) > LONG_PROMPT_CHARS:
-            task = self.loop.create_task(self._accept_long(peer, request, job_id))
+        if self._intake.takes_long(request):
+            task = self.loop.create_task(self._start_later(peer, request, job_id))
             self._encoding.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._encoding.discard)
         else:
-            self._guard(peer, request, job_id, self._encode)
+            with self._answering(peer, request, job_id):
+                self._start(peer, request, job_id, self._intake.prepare(request))
 
     @property
     def settled(self) -> bool:
@@ -134,34 +138,39 @@ class Runner:
         task = self._tasks.get(held.job_id)
         return task is not None and task.proven and held.request.alone_until == "proven"
 
-    async def _accept_long(self, peer: Peer, request: Generate, job_id: int) -> None:
+    async def _start_later(self, peer: Peer, request: Generate, job_id: int) -> None:
+        with self._answering(peer, request, job_id):
+            prepared = await self._intake.prepare_aside(request)
+            if peer.jobs.get(request.id) == job_id:  # not cancelled meanwhile
+                self._start(peer, request, job_id, prepared)
+
+    @contextlib.contextmanager
+    def _answering(self, peer: Peer, request: Generate, job_id: int) -> Iterator[None]:
+        """Whatever a request does wrong is answered to it alone."""
         try:
-            ids = await asyncio.to_thread(self._encode, request)
-        except RequestError as error:
-            peer.fail(request.id, error)
+            yield
             return
+        except RequestError as error:
+            refusal = error
         except Exception:
             log.exception("request refused", request=request.id)
-            peer.fail(request.id, EngineFailed("the engine failed to take this request"))
-            return
-        if peer.jobs.get(request.id) == job_id:  # not cancelled meanwhile
-            self._guard(peer, request, job_id, lambda _: ids)
+            refusal = EngineFailed("the engine failed to take this request")
+        self._tasks.pop(job_id, None)
+        if peer.jobs.get(request.id) == job_id:
+            peer.fail(request.id, refusal)
+            self._check_idle()
 
-    def _guard(
-        self, peer: Peer, request: Generate, job_id: int, encode: Callable[[Generate], list[int]]
-    ) -> None:
-        """Start a request; whatever it does wrong is answered to it alone."""
-        try:
-            self._start(peer, request, job_id, encode(request))
-        except RequestError as error:
-            self._tasks.pop(job_id, None)
-            peer.fail(request.id, error)
-        except Exception:
-            log.exception("request refused", request=request.id)
-            self._tasks.pop(job_id, None)
-            peer.fail(request.id, EngineFailed("the engine failed to take this request"))
+    def _start(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
+        match request.task:
+            case "generate":
+                self._generate(peer, request, job_id, prepared)
+            case "embed":
+                self._embed(peer, request, job_id, prepared)
+            case _:
+                self._answer(peer, request, prepared)
 
-    def _start(self, peer: Peer, request: Generate, job_id: int, ids: list[int]) -> None:
+    def _generate(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
+        ids = prepared.ids
         limit = completion_limit(len(ids), request.params.max_tokens, self._limits())
         params = _with_limit(request, limit)
         text = TextStream(self._decoder(request), params.stop, request.sent_chars)
@@ -169,7 +178,20 @@ class Runner:
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")])
             return
-        self.engine.submit(Job(job_id, ids, params, list(request.emitted)))
+        self.engine.submit(Job(job_id, ids, params, list(request.emitted), prepared.constraint))
+
+    def _embed(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
+        count = sum(map(len, prepared.inputs))
+        text = TextStream(self.engine.codec.decoder(), ())
+        self._tasks[job_id] = Task(peer, request, count, text)
+        self.engine.embed(EmbedJob(job_id, prepared.inputs))
+
+    def _answer(self, peer: Peer, request: Generate, prepared: Prepared) -> None:
+        """What needs no engine is answered at once."""
+        ids = prepared.ids if request.task == "tokenize" else []
+        peer.add(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
+        del peer.jobs[request.id]
+        self._check_idle()
 
     def _decoder(self, request: Generate) -> Decoder:
         """Of a chat's text the gateway reads calls and thoughts: their markers stay in it."""
@@ -182,20 +204,6 @@ class Runner:
     def _limits(self) -> tuple[int, int | None]:
         default = self.engine.spec.sampling.get("max_tokens")
         return self.info.max_context, None if default is None else int(default)
-
-    def _encode(self, request: Generate) -> list[int]:
-        if request.messages is not None:
-            return self.engine.codec.render_chat(
-                request.messages, request.tools, request.template, request.continues
-            )
-        if isinstance(request.prompt, str):
-            return self.engine.codec.encode(request.prompt)
-        ids = request.prompt or []
-        if ids and not (min(ids) >= 0 and max(ids) < self.engine.vocab_size):
-            raise RequestError(
-                f"token ids must be between 0 and {self.engine.vocab_size - 1}", param="prompt"
-            )
-        return ids
 
     def cancel(self, peer: Peer, request_id: int) -> None:
         job_id = peer.jobs.pop(request_id, None)
@@ -236,7 +244,7 @@ class Runner:
                 continue  # cancelled while the step ran
             if output.error is not None:
                 self._end(output.id, task)
-                task.peer.fail(task.id, EngineFailed(output.error))
+                task.peer.fail(task.id, _error(output.error, output.param))
                 continue
             delta = task.delta(output)
             if delta.finish is not None:
@@ -266,29 +274,11 @@ class Runner:
         self._on_idle()
 
 
-def completion_limit(prompt: int, asked: int | None, limits: tuple[int, int | None]) -> int:
-    """How many tokens may be generated; raises RequestError where none or too few fit."""
-    context, default = limits
-    if not prompt:
-        raise RequestError("the prompt is empty", param="prompt")
-    room = context - prompt
-    if room < 1 or (asked is not None and asked > room):
-        wanted = f" and max_tokens is {asked}" if asked is not None else ""
-        raise ContextLengthExceeded(
-            f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
-            "Shorten the prompt or ask for fewer tokens",
-            param="messages" if asked is None else "max_tokens",
-        )
-    return asked if asked is not None else min(room, default or room)
+def _error(message: str, param: str | None) -> RequestError:
+    return EngineFailed(message) if param is None else RequestError(message, param=param)
 
 
 def _with_limit(request: Generate, limit: int) -> Any:
     from msgspec.structs import replace
 
     return replace(request.params, max_tokens=limit)
-
-
-def _length(request: Generate) -> int:
-    if request.messages is not None:
-        return sum(len(message.content) for message in request.messages)
-    return len(request.prompt) if isinstance(request.prompt, str) else 0

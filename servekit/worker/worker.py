@@ -152,7 +152,7 @@ class Worker:
             await self._listen(spec, info)
             with self._phase("warm-up"):
                 self._report(Progress("warm-up"))
-                await self._probe(spec.socket)
+                await self._probe(spec.socket, info)
         except LoadError as error:
             self._boot_failed(error.message, error.permanent)
         except Exception as error:
@@ -160,13 +160,13 @@ class Worker:
             self._boot_failed(f"{type(error).__name__}: {error}", permanent=False)
         else:
             self._control.send(Ready(info, self._timings_s))
-            self._probe_task = self._loop.create_task(self._probe_when_idle(spec.socket))
+            self._probe_task = self._loop.create_task(self._probe_when_idle(spec.socket, info))
 
-    async def _probe(self, socket_path: str) -> None:
+    async def _probe(self, socket_path: str, info: ModelInfo) -> None:
         self._probes += 1
-        await warm_up(socket_path)
+        await warm_up(socket_path, info)
 
-    async def _probe_when_idle(self, socket_path: str) -> None:
+    async def _probe_when_idle(self, socket_path: str, info: ModelInfo) -> None:
         """Send a request of our own whenever nobody else's has completed for a while.
 
         Health stays true that way: an engine that would hang on the next request hangs on this
@@ -178,7 +178,7 @@ class Worker:
             if self._finished != before or (self._runner is not None and self._runner.busy):
                 continue
             try:
-                await self._probe(socket_path)
+                await self._probe(socket_path, info)
             except (LoadError, OSError) as error:
                 if self._runner is not None and not self._runner.draining:
                     log.error("the health probe failed", error=str(error))
@@ -231,8 +231,8 @@ class Worker:
             self._control.send(Loading(progress))
 
 
-async def warm_up(socket_path: str, timeout_s: float = 600.0) -> None:
-    """Bring one token back along the path that requests take; raises LoadError if none comes."""
+async def warm_up(socket_path: str, info: ModelInfo, timeout_s: float = 600.0) -> None:
+    """Bring one answer back along the path that requests take; raises LoadError if none comes."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_message(message: WorkerToGateway) -> None:
@@ -250,10 +250,17 @@ async def warm_up(socket_path: str, timeout_s: float = 600.0) -> None:
 
     connection = await dial(socket_path, lambda: Connection(WorkerToGateway, on_message, on_close))
     connection.send(Hello(PROTOCOL, "probe", "warm-up"))
-    connection.send(Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello"))
+    connection.send(_probe_request(info))
     try:
         await asyncio.wait_for(done, timeout_s)
     except TimeoutError:
         raise LoadError(f"no warm-up token within {timeout_s:g} s", permanent=False) from None
     finally:
         connection.close()
+
+
+def _probe_request(info: ModelInfo) -> Generate:
+    """A token or two, or an embedding from a model that makes nothing else."""
+    if "generate" in info.serves:
+        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
+    return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])

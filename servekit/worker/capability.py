@@ -1,0 +1,52 @@
+"""What the loaded model and its engine do not serve is refused by name, never passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from servekit.errors import Unsupported
+from servekit.wire.messages import Capability, Generate, ModelInfo, WorkerSpec
+
+_TASKS: dict[Capability, str] = {
+    "generate": "generate text",
+    "embed": "make embeddings",
+    "tokenize": "tokenise",
+    "detokenize": "detokenise",
+}
+
+
+def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
+    """Raise Unsupported for a task or parameter that is not among `info.serves`."""
+    if request.task not in info.serves:
+        raise Unsupported(
+            f"model: the {spec.engine} engine of '{spec.model}' does not {_TASKS[request.task]}"
+            f"{_hint(request, info)}",
+            param="model",
+        )
+    for capability, param in _asked(request):
+        if capability not in info.serves:
+            raise Unsupported(
+                f"{param}: the {spec.engine} engine of '{spec.model}' does not take it",
+                param=param,
+            )
+
+
+def _hint(request: Generate, info: ModelInfo) -> str:
+    if request.task == "generate" and "embed" in info.serves:
+        return "; it is an embedding model, for /v1/embeddings"
+    if request.task == "embed" and "generate" in info.serves:
+        return "; it is a language model without a pooling of its own"
+    return ""
+
+
+def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
+    """The optional capabilities that a request needs, and the parameters that do."""
+    params = request.params
+    if params.logprobs is not None:
+        yield "logprobs", "logprobs"
+    if params.logit_bias:
+        yield "logit_bias", "logit_bias"
+    if params.grammar is not None:
+        yield "grammar", "response_format"
+    if request.tools:
+        yield "tools", "tools"

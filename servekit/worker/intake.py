@@ -1,0 +1,147 @@
+"""What a request is before the engine gets it: token ids, a compiled grammar, or a refusal.
+
+What takes long is done in threads: long prompts in the event loop's own, grammars in two of their
+own, so that whoever sends explosive ones waits for himself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from servekit.engines.base import Engine
+from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.wire.messages import Generate, ModelInfo
+from servekit.worker.capability import check
+
+#: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
+LONG_PROMPT_CHARS = 16_384
+#: Grammars that are compiled at once.
+COMPILERS = 2
+#: How long a grammar may take, the wait for its turn included. The engine has limits of its own,
+#: which end the work; this one ends the wait on a machine that is too busy.
+COMPILE_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a task needs: `ids` and `constraint` to generate, `inputs` to embed, or an answer."""
+
+    ids: list[int] = field(default_factory=list)
+    constraint: object | None = None
+    inputs: list[list[int]] = field(default_factory=list)
+    text: str = ""
+
+
+class Intake:
+    """Prepares requests for one engine."""
+
+    def __init__(self, engine: Engine, info: ModelInfo) -> None:
+        self._engine = engine
+        self._info = info
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+
+    def takes_long(self, request: Generate) -> bool:
+        """Whether it is too much work for the event loop."""
+        slow = request.params.grammar is not None or bool(request.tools)
+        return slow or _length(request) > LONG_PROMPT_CHARS
+
+    def prepare(self, request: Generate) -> Prepared:
+        """From any thread. Raises RequestError."""
+        check(request, self._info, self._engine.spec)
+        match request.task:
+            case "detokenize":
+                return self._detokenized(request)
+            case "embed":
+                return Prepared(inputs=self._inputs(request.inputs))
+            case _:
+                return Prepared(self._encode(request), self._constraint(request))
+
+    async def prepare_aside(self, request: Generate) -> Prepared:
+        """In another thread. Raises RequestError."""
+        if request.params.grammar is None:
+            return await asyncio.to_thread(self.prepare, request)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                return await loop.run_in_executor(self._compilers, self.prepare, request)
+        except TimeoutError:
+            raise RequestError(
+                f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it",
+                param="response_format",
+            ) from None
+
+    def _encode(self, request: Generate) -> list[int]:
+        if request.messages is not None:
+            return self._engine.codec.render_chat(
+                request.messages, request.tools, request.template, request.continues
+            )
+        if isinstance(request.prompt, str):
+            return self._engine.codec.encode(request.prompt)
+        ids = request.prompt or []
+        self._check_ids(ids, "prompt")
+        return ids
+
+    def _constraint(self, request: Generate) -> object | None:
+        grammar = request.params.grammar
+        return None if grammar is None else self._engine.constrain(grammar, request.emitted)
+
+    def _detokenized(self, request: Generate) -> Prepared:
+        ids = request.prompt if isinstance(request.prompt, list) else []
+        self._check_ids(ids, "tokens")
+        decoder = self._engine.codec.decoder()
+        return Prepared(ids, text=decoder.push(ids) + decoder.flush())
+
+    def _inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+        if not inputs:
+            raise RequestError("there is no input", param="input")
+        encode = self._engine.codec.encode
+        found = [encode(one) if isinstance(one, str) else one for one in inputs]
+        for index, ids in enumerate(found):
+            self._check_input(ids, f"input[{index}]" if len(found) > 1 else "input")
+        return found
+
+    def _check_input(self, ids: list[int], name: str) -> None:
+        if not ids:
+            raise RequestError(f"{name} is empty", param="input")
+        self._check_ids(ids, "input")
+        if len(ids) > self._info.max_context:
+            raise ContextLengthExceeded(
+                f"{name} has {len(ids)} tokens, and this model reads at most "
+                f"{self._info.max_context}. Shorten it",
+                param="input",
+            )
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        size = self._engine.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            raise RequestError(f"token ids must be between 0 and {size - 1}", param=param)
+
+
+def completion_limit(prompt: int, asked: int | None, limits: tuple[int, int | None]) -> int:
+    """How many tokens may be generated; raises RequestError where none or too few fit."""
+    context, default = limits
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    room = context - prompt
+    if room < 1 or (asked is not None and asked > room):
+        wanted = f" and max_tokens is {asked}" if asked is not None else ""
+        raise ContextLengthExceeded(
+            f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
+            "Shorten the prompt or ask for fewer tokens",
+            param="messages" if asked is None else "max_tokens",
+        )
+    return asked if asked is not None else min(room, default or room)
+
+
+def _length(request: Generate) -> int:
+    """Characters, and for ids that are to become text, as many tokens."""
+    if request.inputs:
+        return sum(map(len, request.inputs))
+    if request.messages is not None:
+        return sum(len(message.content) for message in request.messages)
+    if isinstance(request.prompt, str) or request.task == "detokenize":
+        return len(request.prompt or ())
+    return 0
