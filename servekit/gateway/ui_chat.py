@@ -16,8 +16,8 @@ import msgspec
 
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.call import Call
-from servekit.gateway.router import Router
 from servekit.gateway.caller import Caller
+from servekit.gateway.router import Router
 from servekit.gateway.schema import ChatRequest, chat_messages, decode, sampling
 from servekit.wire.messages import FinishReason
 
@@ -36,7 +36,6 @@ class Turn(TypedDict):
     content: str
 
 
-class Settings(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Visit:
     """Who asks: a browser's session, its address, and the header with its key if it has one."""
@@ -46,6 +45,7 @@ class Visit:
     authorization: str = ""
 
 
+class Settings(msgspec.Struct, frozen=True):
     """The sampling settings of one browser; None is the model's own default."""
 
     system: str | None = None
@@ -93,8 +93,8 @@ class Chats:
         Cancels in the engine when it is stopped, dropped, replaced by a newer question of the same
         session, or closed because the browser is gone.
         """
-        self.drop(session)
         session = visit.session
+        self.drop(session)
         answer = self._answers[session] = Answer(list(turns))
         try:
             caller = await self._router.access.visitor(visit.authorization)
