@@ -9,13 +9,27 @@ each engine step as an event of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import structlog
+
 from servekit.errors import ClientClosed, RequestError, ServekitError
 from servekit.gateway.answer import CHAT, COMPLETION, Answer, Shape
+from servekit.gateway.asking import (
+    Prompt,
+    chat_messages,
+    chat_sampling,
+    check_echo,
+    completion_prompts,
+    completion_sampling,
+    continues,
+    template_arguments,
+    tool_choice,
+)
 from servekit.gateway.call import Call
+from servekit.gateway.chat import ChatForm, CompletionForm
 from servekit.gateway.http import (
     EVENT_STREAM,
     ClientGone,
@@ -29,23 +43,16 @@ from servekit.gateway.http import (
 )
 from servekit.gateway.protocol import Exchange, Handler
 from servekit.gateway.pump import Pump
+from servekit.gateway.respond import Form, OverExchange, Watch, respond
 from servekit.gateway.router import Router
-from servekit.gateway.schema import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    chat_messages,
-    completion_prompt,
-    completion_sampling,
-    decode,
-    sampling,
-)
+from servekit.gateway.schema import ChatRequest, Common, CompletionRequest, decode
+from servekit.gateway.turn import Ask, Turn
 
-#: A client that leaves within this time of its request is noticed only then: most requests on a
-#: fast engine are over before a task that watches the connection would pay.
-WATCH_AFTER_S = 0.01
+log: Any = structlog.get_logger("servekit.gateway")
 
-Parse = Callable[[bytes, str], tuple[Shape, Common, Call]]
+Plain = tuple[Shape, Common, Call]
+Rich = tuple[Ask, Form]
+Parse = Callable[[bytes, str], Plain | Rich]
 
 STREAM_STARTS = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM}
 
@@ -56,6 +63,7 @@ class OpenAI:
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
         self._max_body_bytes = max_body_bytes
+        self._tasks: set[asyncio.Task[None]] = set()
         self.routes: dict[str, Callable[[Scope, Receive, Send], Any]] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
@@ -71,39 +79,114 @@ class OpenAI:
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guard(scope, receive, send, self._completion)
 
-    def _chat(self, body: bytes, key: str) -> tuple[Shape, Common, Call]:
+    def _chat(self, body: bytes, key: str) -> Plain | Rich:
         request = decode(ChatRequest, body)
+        if not self._is_plain(request):
+            return self._rich_chat(request, key)
         call = Call(
             request.model,
-            sampling(request),
-            messages=chat_messages(request),
+            chat_sampling(request),
+            messages=chat_messages(request.messages),
             stream=bool(request.stream),
             key=key,
             priority=request.priority or 0,
         )
         return CHAT, request, call
 
-    def _completion(self, body: bytes, key: str) -> tuple[Shape, Common, Call]:
+    def _is_plain(self, request: ChatRequest) -> bool:
+        """One choice, nothing but text."""
+        if (
+            (request.n or 1) > 1
+            or request.tools
+            or request.logprobs
+            or request.chat_template_kwargs
+            or request.reasoning_effort
+            or request.continue_final_message
+            or request.add_generation_prompt is False
+        ):
+            return False
+        info = self._router.find(request.model).status.info
+        return info is None or not (info.dialect.think_end or info.dialect.tools == "harmony")
+
+    def _rich_chat(self, request: ChatRequest, key: str) -> Rich:
+        options = request.stream_options
+        ask = Ask(
+            model=request.model,
+            params=chat_sampling(request),
+            messages=chat_messages(request.messages),
+            n=request.n or 1,
+            tools=request.tools or [],
+            tool_choice=tool_choice(request),
+            parallel=request.parallel_tool_calls is not False,
+            template=template_arguments(request),
+            continues=continues(request),
+            reasoning=request.separate_reasoning is not False,
+            stream=bool(request.stream),
+            follow=bool(options and options.queue_position),
+            key=key,
+            priority=request.priority or 0,
+            timeout_s=request.timeout_s,
+        )
+        usage = bool(options and options.include_usage)
+        return ask, ChatForm(usage=usage, logprobs=bool(request.logprobs))
+
+    def _completion(self, body: bytes, key: str) -> Plain | Rich:
         request = decode(CompletionRequest, body)
+        prompts = completion_prompts(request)
+        if len(prompts) > 1 or (request.n or 1) > 1 or request.logprobs is not None or request.echo:
+            return self._rich_completion(request, prompts, key)
         call = Call(
             request.model,
             completion_sampling(request),
-            prompt=completion_prompt(request),
+            prompt=prompts[0],
             stream=bool(request.stream),
             key=key,
             priority=request.priority or 0,
         )
         return COMPLETION, request, call
 
+    def _rich_completion(self, request: CompletionRequest, prompts: list[Prompt], key: str) -> Rich:
+        options = request.stream_options
+        check_echo(request, prompts)
+        ask = Ask(
+            model=request.model,
+            params=completion_sampling(request),
+            prompts=prompts,
+            n=request.n or 1,
+            stream=bool(request.stream),
+            follow=bool(options and options.queue_position),
+            key=key,
+            priority=request.priority or 0,
+            timeout_s=request.timeout_s,
+        )
+        usage, logprobs = bool(options and options.include_usage), request.logprobs is not None
+        return ask, CompletionForm(usage=usage, logprobs=logprobs, echo=bool(request.echo))
+
     def _begin(self, parse: Parse, exchange: Exchange) -> None:
         """Take a request on the short way; raises ServekitError for what is wrong with it."""
         key = str(exchange.header(b"authorization"), "latin-1")
-        shape, request, call = parse(bytes(exchange.body), key)
+        parsed = parse(bytes(exchange.body), key)
+        if len(parsed) == 2:
+            ask, form = parsed
+            over = OverExchange(exchange)
+            self._spawn(respond(Turn(self._router, ask), form, over.receive, over.send))
+            return
+        shape, request, call = parsed
         self._router.open(call, request.timeout_s)
         pump = Pump(exchange, call, self._answer_to(shape, request, call))
         if call.stream and (options := request.stream_options) and options.queue_position:
             self._router.follow(call)
             pump.tell_places()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("unexpected error", exc_info=error)
 
     def _answer_to(self, shape: Shape, request: Common, call: Call) -> Answer:
         options = request.stream_options
@@ -114,14 +197,21 @@ class OpenAI:
         """Answer one request; what goes wrong before its first byte gets the envelope."""
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
-            shape, request, call = parse(body, _key(scope))
-            self._router.open(call, request.timeout_s)
+            parsed = parse(body, _key(scope))
+            if len(parsed) == 2:
+                turn, form = Turn(self._router, parsed[0]), parsed[1]
+            else:
+                shape, request, call = parsed
+                self._router.open(call, request.timeout_s)
         except ClientGone:
             return
         except ServekitError as error:
             await send_error(send, error)
             return
-        await self._answer(shape, request, call, receive, send)
+        if len(parsed) == 2:
+            await respond(turn, form, receive, send)
+        else:
+            await self._answer(shape, request, call, receive, send)
 
     async def _answer(
         self, shape: Shape, request: Common, call: Call, receive: Receive, send: Send
@@ -190,32 +280,6 @@ async def stream_with_places(answer: Answer, call: Call, send: Send) -> None:
         await send({"type": "http.response.body", "body": comment, "more_body": True})
         place = await call.place_after(place)
     await stream(answer, call, send, started=True)
-
-
-class Watch:
-    """Cancels the call when its client goes away."""
-
-    __slots__ = ("_call", "_receive", "_task", "_timer")
-
-    def __init__(self, call: Call, receive: Receive) -> None:
-        self._call = call
-        self._receive = receive
-        self._task: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(WATCH_AFTER_S, self._start)
-
-    def _start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._wait())
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._call.cancel()
-
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
 
 
 def _key(scope: Scope) -> str:

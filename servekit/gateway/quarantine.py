@@ -21,8 +21,9 @@ SHOWN = 16
 
 
 def fingerprint(model: str, call: Call) -> str:
-    """sha256 over the model, the prompt or messages and the parameters, in hex."""
-    return hashlib.sha256(_encode((model, call.params, call.prompt, call.messages))).hexdigest()
+    """sha256 over the model and all that the request asks of it, in hex."""
+    asked = (model, call.params, call.prompt, call.messages, call.more)
+    return hashlib.sha256(_encode(asked)).hexdigest()
 
 
 def refusal(entry: Quarantined, now: float) -> RequestQuarantined:

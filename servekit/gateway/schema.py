@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's chat completions and completions, and what they become here.
+"""The bodies of OpenAI's chat completions and completions.
 
 Decoded by msgspec on the hot path; the OpenAPI document is made from the same types. Parameters
 that OpenAI knows and servekit does not serve yet are declared, so that they are refused by name
@@ -8,13 +8,12 @@ rather than ignored; what OpenAI does not know is ignored, as there.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
-from servekit.wire.messages import ChatMessage, SamplingParams
 
 INT64 = 2**63
 MAX_STOPS = 32
@@ -33,6 +32,8 @@ Priority = Annotated[
 Timeout = Annotated[
     float, Meta(gt=0, description="s, waiting included; capped by the model's own timeout_s")
 ]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -45,6 +46,45 @@ class StreamOptions(msgspec.Struct):
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """What `response_format` asks for where its type is json_schema."""
+
+    name: str = ""
+    schema: dict[str, Any] | bool = True
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """The one tool that is to be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(msgspec.Struct):
+    """A call that the assistant made in an earlier turn."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
 
 
 class InMessage(msgspec.Struct):
@@ -53,7 +93,12 @@ class InMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    #: What the assistant thought, as servekit gave it; some templates show it to the model.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -75,13 +120,11 @@ class Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     user: str | None = None
+    n: Choices | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=4096)] | None = None
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None
-    # declared to be refused by name where they ask for something:
-    n: Any = None
-    logprobs: Any = None
-    logit_bias: Any = None
 
 
 class ChatRequest(Common, kw_only=True):
@@ -89,10 +132,21 @@ class ChatRequest(Common, kw_only=True):
 
     messages: Annotated[list[InMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
-    top_logprobs: Any = None
-    response_format: Any = None
-    tools: Any = None
-    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    #: More arguments of the chat template, such as `{"enable_thinking": false}`.
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    #: Leave thoughts in `content` as the model wrote them.
+    separate_reasoning: bool | None = None
+    #: The last message is the assistant's own beginning, to be gone on with.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    # declared to be refused by name where they ask for something:
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -104,21 +158,19 @@ class ChatRequest(Common, kw_only=True):
 class CompletionRequest(Common, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)]
+    prompt: (
+        str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1, max_length=1048576)]
+    )
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    response_format: ResponseFormat | None = None
+    # declared to be refused by name where they ask for something:
     best_of: Any = None
-    echo: Any = None
     suffix: Any = None
 
 
 #: Values of the declared-but-unserved parameters that ask for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "logit_bias": (None, {}),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "audio": (None,),
@@ -126,8 +178,13 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
+}
+
+_INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "best_of": "ask for n choices and choose among them",
 }
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
@@ -154,7 +211,9 @@ def decode(kind: type[Request], body: bytes) -> Request:
     for name in _UNSERVED[kind]:
         value = getattr(request, name)
         if value is not None and not _asks_nothing(value, _NOTHING[name]):
-            raise Unsupported(f"{name} is not supported yet; leave it out", param=name)
+            raise Unsupported(
+                f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}", param=name
+            )
     return request
 
 
@@ -180,90 +239,3 @@ def _explain(text: str) -> RequestError:
         return RequestError(f"{name} is required", param=name)
     name = path.replace("[...]", "")
     return RequestError(f"{path or 'the body'}: {said[:1].lower()}{said[1:]}", param=name or None)
-
-
-# ---------------------------------------------------------------- into our own terms
-
-
-def sampling(request: Common) -> SamplingParams:
-    """The request's sampling, None where it leaves the choice to the model."""
-    stop = request.stop
-    limit = request.max_tokens
-    if isinstance(request, ChatRequest):
-        limit = request.max_completion_tokens or limit
-    if request.min_tokens and limit is not None:
-        _check_min_tokens(request.min_tokens, limit)
-    return SamplingParams(
-        max_tokens=limit,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=None if request.top_k is None else max(0, request.top_k),
-        min_p=request.min_p,
-        seed=request.seed,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty,
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        ignore_eos=bool(request.ignore_eos),
-        min_tokens=request.min_tokens or 0,
-    )
-
-
-def completion_sampling(request: CompletionRequest) -> SamplingParams:
-    """As `sampling`; OpenAI's default of 16 tokens applies to plain completions."""
-    params = sampling(request)
-    if params.max_tokens:
-        return params
-    _check_min_tokens(params.min_tokens, PLAIN_MAX_TOKENS)
-    return msgspec.structs.replace(params, max_tokens=PLAIN_MAX_TOKENS)
-
-
-def _check_min_tokens(least: int, most: int) -> None:
-    if least > most:
-        raise RequestError(
-            f"min_tokens is {least}, over the limit of {most} tokens; raise max_tokens, too",
-            param="min_tokens",
-        )
-
-
-def completion_prompt(request: CompletionRequest) -> str | list[int]:
-    """The one prompt: text or token ids. OpenAI takes a list of several, which are refused."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return prompt
-    kinds = set(map(type, prompt))
-    if kinds == {int}:
-        return cast(list[int], prompt)
-    if len(kinds) > 1:
-        raise RequestError("prompt: text and token ids are mixed in one list", param="prompt")
-    if len(prompt) > 1:
-        raise Unsupported("several prompts in one request are not supported yet", param="prompt")
-    only = cast(str | list[int], prompt[0])
-    if only == []:
-        raise RequestError("prompt[0]: expected at least one token id", param="prompt")
-    return only
-
-
-def chat_messages(request: ChatRequest) -> list[ChatMessage]:
-    """The messages as the chat template gets them; raises RequestError for what is not text."""
-    return [_message(message, at) for at, message in enumerate(request.messages)]
-
-
-def _message(message: InMessage, at: int) -> ChatMessage:
-    where = f"messages[{at}].content"
-    role = "system" if message.role == "developer" else message.role
-    if message.tool_calls:
-        raise Unsupported("tool calls are not supported yet", param=f"messages[{at}].tool_calls")
-    if isinstance(message.content, str):
-        return ChatMessage(role, message.content, message.name)
-    if message.content is None:
-        raise RequestError(f"{where} is required", param=where)
-    return ChatMessage(role, "\n".join(_part(p, where) for p in message.content), message.name)
-
-
-def _part(part: ContentPart, where: str) -> str:
-    if part.type != "text":
-        raise Unsupported(f"{where}: the model takes text, not {part.type!r}", param=where)
-    if part.text is None:
-        raise RequestError(f"{where}: a text part needs `text`", param=where)
-    return part.text

@@ -15,10 +15,11 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from servekit.errors import ModelUnavailable, RequestError
+from servekit.gateway.asking import chat_messages, sampling
 from servekit.gateway.call import Call
 from servekit.gateway.caller import Caller
 from servekit.gateway.router import Router
-from servekit.gateway.schema import ChatRequest, chat_messages, decode, sampling
+from servekit.gateway.schema import ChatRequest, decode
 from servekit.wire.messages import FinishReason
 
 #: Between two updates of one page, s; each answer under way adds its share, so that what all pages
@@ -136,7 +137,7 @@ class Chats:
         route = self._router.find(model)
         if route.status.info is not None and not route.status.info.chat:
             raise RequestError(f"{model!r} has no chat template; use /v1/completions")
-        messages = chat_messages(request)
+        messages = chat_messages(request.messages)
         call = Call(model, sampling(request), messages=messages, key=client)
         call.caller = caller
         return self._router.open(call)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.engines.base import StepOutput
 from servekit.engines.echo import EchoEngine
@@ -37,12 +38,13 @@ async def until(condition: Callable[[], Any], what: str = "the condition") -> No
 class EchoWorker:
     """One worker at a socket; `kill` is what SIGKILL looks like from a gateway."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, said: dict[str, Any] | None = None, **options: Any) -> None:
+        """`said` are further fields of its spec."""
         self.path = path
         spec = WorkerSpec(
             path.stem, "m", "echo", "-", None, "cpu", "auto", None, False, {}, options, str(path)
         )
-        self.engine = EchoEngine(spec)
+        self.engine = EchoEngine(replace(spec, **(said or {})))
         info = self.engine.load(lambda progress: None)
         self.runner = Runner(self.engine, info, on_idle=lambda: None)
         self.steps: list[StepOutput] = []

@@ -12,23 +12,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servekit.errors import RequestError
-from servekit.gateway.schema import (
-    _NOTHING,
-    ChatRequest,
-    CompletionRequest,
+from servekit.gateway.asking import (
     chat_messages,
-    completion_prompt,
+    chat_sampling,
+    check_echo,
+    completion_prompts,
     completion_sampling,
-    decode,
+    continues,
     sampling,
+    template_arguments,
+    tool_choice,
 )
+from servekit.gateway.schema import _NOTHING, ChatRequest, CompletionRequest, decode
 from servekit.wire.messages import ChatMessage, SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 
 
+HALF_A_CALL = {"function": {"name": "f", "arguments": "["}}
+
+
 def chat(**fields: Any) -> ChatRequest:
     return decode(ChatRequest, json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+
+
+def take_chat(request: ChatRequest) -> None:
+    """All that is read from a body."""
+    chat_messages(request.messages)
+    chat_sampling(request)
+    tool_choice(request)
+    continues(request)
+    template_arguments(request)
 
 
 def refused(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> RequestError:
@@ -36,9 +50,10 @@ def refused(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Requ
     with pytest.raises(RequestError) as error:
         request = decode(kind, data)
         if kind is ChatRequest:
-            chat_messages(request), sampling(request)
+            take_chat(request)
         else:
-            completion_prompt(request), completion_sampling(request)
+            check_echo(request, completion_prompts(request))
+            completion_sampling(request)
     assert error.value.status == 400
     return error.value
 
@@ -65,17 +80,28 @@ def test_a_plain_completion_has_openais_default_length() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "taken"),
-    [("a", "a"), (["a"], "a"), ([""], ""), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        ([""], [""]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2]], [[1], [2]]),
+    ],
 )
-def test_one_prompt_may_be_in_a_list(prompt: Any, taken: Any) -> None:
+def test_prompts_come_alone_or_in_a_list(prompt: Any, taken: Any) -> None:
     body = json.dumps({"model": "m", "prompt": prompt}).encode()
-    assert completion_prompt(decode(CompletionRequest, body)) == taken
+    assert completion_prompts(decode(CompletionRequest, body)) == taken
 
 
 def test_message_parts_and_roles() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "developer", "content": "d"}, {**USER, "content": parts}])
-    assert chat_messages(request) == [ChatMessage("system", "d"), ChatMessage("user", "a\nb")]
+    assert chat_messages(request.messages) == [
+        ChatMessage("system", "d"),
+        ChatMessage("user", "a\nb"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +129,19 @@ def test_message_parts_and_roles() -> None:
         ({"model": "m", "prompt": "a", "stop": ["x"] * 100}, "stop", "<= 32"),
         ({"model": "m", "prompt": [], "stop": None}, "prompt", "length >= 1"),
         ({"model": "m", "prompt": [1, "a"]}, "prompt", "mixed"),
-        ({"model": "m", "prompt": ["a", "b"]}, "prompt", "several prompts"),
-        ({"model": "m", "prompt": [[1], [2]]}, "prompt", "several prompts"),
+        ({"model": "m", "prompt": ["a"] * 70, "n": 2}, "prompt", "over the limit of 128"),
         ({"model": "m", "prompt": [[]]}, "prompt", "at least one"),
         ({"model": "m", "prompt": [1.5]}, "prompt", "expected"),
         ({"model": "m", "prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens", "over"),
         ({"model": "m", "prompt": "a", "min_tokens": 17}, "min_tokens", "over the limit of 16"),
-        ({"model": "m", "prompt": "a", "n": 2}, "n", "not supported"),
-        ({"model": "m", "prompt": "a", "n": True}, "n", "not supported"),
-        ({"model": "m", "prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
-        ({"model": "m", "prompt": "a", "echo": True}, "echo", "not supported"),
+        ({"model": "m", "prompt": "a", "n": 0}, "n", ">= 1"),
+        ({"model": "m", "prompt": "a", "n": True}, "n", "expected `int"),
+        ({"model": "m", "prompt": "a", "logprobs": 21}, "logprobs", "<= 20"),
+        ({"model": "m", "prompt": [1], "echo": True}, "echo", "has to be text"),
+        ({"model": "m", "prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported"),
+        ({"model": "m", "prompt": "a", "best_of": 2}, "best_of", "ask for n choices"),
+        ({"model": "m", "prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+        ({"model": "m", "prompt": "a", "logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
     ],
 )
 def test_refusals_name_the_field(
@@ -131,9 +160,27 @@ def test_refusals_name_the_field(
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content"),
-        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [USER], "logprobs": True}, "logprobs"),
+        ({"messages": [USER], "tools": {}}, "tools"),
+        ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
+        ({"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
+        (
+            {"messages": [USER], "response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
+        ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "["}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls",
+        ),
         ({"messages": [USER], "max_completion_tokens": 1, "min_tokens": 2}, "min_tokens"),
     ],
 )
@@ -161,7 +208,7 @@ def test_no_value_of_any_field_is_worse_than_a_refusal(field: str, value: Any) -
     body = msgspec.json.encode({"model": "m", "messages": [USER], field: value})
     try:
         request = decode(ChatRequest, body)
-        sampling(request), chat_messages(request)
+        take_chat(request)
     except RequestError as error:
         assert error.status == 400
         assert error.message

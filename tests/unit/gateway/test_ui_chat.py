@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servekit.errors import ModelUnavailable, RequestError
-from servekit.gateway.schema import sampling
+from servekit.gateway.asking import sampling
 from servekit.gateway.ui_chat import Chats, Settings, Turn, View, Visit, request_of, turns_of
 from tests.unit.gateway.conftest import DEADLINE_S, Service, until
 

@@ -1,0 +1,249 @@
+"""OpenAI's chat completions and completions where they are not plain: several choices, tools,
+thoughts, log probabilities. What is plain goes the short way, by `answer`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import msgspec
+
+from servekit.gateway.parsing import CallArguments, CallBegins, Event, Reasoning, Text
+from servekit.gateway.respond import Form
+from servekit.gateway.turn import Choice, Piece, Turn
+from servekit.wire.messages import TokenLogprob
+
+_encode = msgspec.json.Encoder().encode
+_random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
+
+DONE = b"data: [DONE]\n\n"
+#: Where JSON has no minus infinity; OpenAI's own lowest.
+LOWEST = -9999.0
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id, as OpenAI's look."""
+    return f"{prefix}{_random_bits(96):024x}"
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+def usage(turn: Turn) -> dict[str, int]:
+    prompt, completion = turn.prompt_tokens, turn.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+class ChatForm(Form):
+    """The answer to POST /v1/chat/completions."""
+
+    def __init__(self, *, usage: bool, logprobs: bool) -> None:
+        self._id = new_id("chatcmpl-")
+        self._created = int(time.time())
+        self._usage = usage
+        self._logprobs = logprobs
+
+    def _head(self, turn: Turn, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": turn.model}
+
+    # ---- whole
+
+    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+        head = self._head(turn, "chat.completion")
+        listed = [self._whole(index, choice) for index, choice in enumerate(choices)]
+        return _encode(head | {"choices": listed, "usage": usage(turn)})
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.text if choice.text or not choice.calls else None,
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = [
+                called(call.id, call.name, call.arguments) for call in choice.calls
+            ]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs_of(choice.logprobs),
+            "finish_reason": choice.finish,
+        }
+
+    # ---- streamed
+
+    def opening(self, turn: Turn) -> bytes:
+        first = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(turn, index, first) for index in range(turn.ask.n))
+
+    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+        return b"".join([chunk for piece in pieces for chunk in self._chunks(turn, piece)])
+
+    def _chunks(self, turn: Turn, piece: Piece) -> list[bytes]:
+        deltas = [delta_of(event) for event in piece.events]
+        if piece.logprobs and not deltas:
+            deltas = [{"content": ""}]
+        chunks = [
+            # what the tokens of this piece said goes with the first of what they became
+            self._chunk(turn, piece.choice, delta, piece.logprobs if at == 0 else [])
+            for at, delta in enumerate(deltas)
+        ]
+        if piece.finish is not None:
+            chunks.append(self._chunk(turn, piece.choice, {}, [], piece.finish))
+        return chunks
+
+    def _chunk(
+        self,
+        turn: Turn,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: list[TokenLogprob] | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs_of(logprobs) if logprobs else None,
+            "finish_reason": finish,
+        }
+        head = self._head(turn, "chat.completion.chunk") | {"choices": [choice]}
+        return event(head | {"usage": None} if self._usage else head)
+
+    def closing(self, turn: Turn) -> bytes:
+        if not self._usage:
+            return DONE
+        head = self._head(turn, "chat.completion.chunk")
+        return event(head | {"choices": [], "usage": usage(turn)}) + DONE
+
+    def _logprobs_of(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        return {"content": [logprob_of(one) for one in logprobs or ()], "refusal": None}
+
+
+def called(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool in a whole message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def delta_of(event: Event) -> dict[str, Any]:
+    """What a chunk says of one event."""
+    match event:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegins(index, id, name):
+            return {"tool_calls": [{"index": index, **called(id, name, "")}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def logprob_of(one: TokenLogprob) -> dict[str, Any]:
+    """A token's log probability, in the form that chats have."""
+    best = [_token(token, logprob) for token, logprob in one.best]
+    return _token(one.token, one.logprob) | {"top_logprobs": best}
+
+
+def _token(token: bytes, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token.decode(errors="replace"),
+        "logprob": max(logprob, LOWEST),
+        "bytes": list(token),
+    }
+
+
+class CompletionForm(Form):
+    """The answer to POST /v1/completions. `echo`: each answer begins with its prompt."""
+
+    def __init__(self, *, usage: bool, logprobs: bool, echo: bool) -> None:
+        self._id = new_id("cmpl-")
+        self._created = int(time.time())
+        self._usage = usage
+        self._logprobs = logprobs
+        self._echo = echo
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
+
+    def _head(self, turn: Turn) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": turn.model,
+        }
+
+    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+        listed = [
+            self._choice(index, self._prompt(turn, index) + one.text, one.logprobs, one.finish)
+            for index, one in enumerate(choices)
+        ]
+        return _encode(self._head(turn) | {"choices": listed, "usage": usage(turn)})
+
+    def opening(self, turn: Turn) -> bytes:
+        if not self._echo:
+            return b""
+        count = len(turn.ask.prompts) * turn.ask.n
+        return b"".join(
+            self._chunk(turn, index, self._prompt(turn, index), [], None) for index in range(count)
+        )
+
+    def _prompt(self, turn: Turn, index: int) -> str:
+        if not self._echo:
+            return ""
+        prompt = turn.ask.prompts[index // turn.ask.n]
+        assert isinstance(prompt, str)
+        return prompt
+
+    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+        chunks = []
+        for piece in pieces:
+            text = "".join(event.text for event in piece.events if isinstance(event, Text))
+            if text or piece.logprobs or piece.finish:
+                args = (piece.choice, text, piece.logprobs, piece.finish)
+                chunks.append(self._chunk(turn, *args))
+        return b"".join(chunks)
+
+    def _chunk(
+        self, turn: Turn, index: int, text: str, logprobs: list[TokenLogprob], finish: str | None
+    ) -> bytes:
+        chunk = self._head(turn) | {"choices": [self._choice(index, text, logprobs, finish)]}
+        return event(chunk | {"usage": None} if self._usage else chunk)
+
+    def _choice(
+        self, index: int, text: str, logprobs: list[TokenLogprob], finish: str | None
+    ) -> dict[str, Any]:
+        told = self._tell(index, logprobs) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
+
+    def _tell(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Log probabilities in the form that plain completions have."""
+        tokens = [one.token.decode(errors="replace") for one in logprobs]
+        offsets, at = [], self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        self._offsets[index] = at
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(one.logprob, LOWEST) for one in logprobs],
+            "top_logprobs": [
+                {token.decode(errors="replace"): max(value, LOWEST) for token, value in one.best}
+                for one in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def closing(self, turn: Turn) -> bytes:
+        if not self._usage:
+            return DONE
+        return event(self._head(turn) | {"choices": [], "usage": usage(turn)}) + DONE

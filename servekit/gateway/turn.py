@@ -1,0 +1,260 @@
+"""One turn of a conversation in neutral terms: what every API but the plainest is made of.
+
+An `Ask` says what is wanted, whoever's dialect of HTTP it came in. A `Turn` has it answered: by
+one call for each choice, each through the same queue as any other, each with a parser that tells
+text, thoughts and tool calls apart.
+
+    turn = Turn(router, ask)                 # raises RequestError: nothing has been sent yet
+    async for pieces in turn: ...            # or: choices = await turn.whole()
+    turn.cancel()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from servekit.errors import RequestError, Unsupported
+from servekit.gateway.call import Call, Deltas
+from servekit.gateway.parsing import (
+    CallArguments,
+    CallBegins,
+    Event,
+    Parser,
+    Reasoning,
+    Text,
+    begins_thinking,
+    parser,
+)
+from servekit.gateway.router import Router
+from servekit.wire.messages import (
+    ChatMessage,
+    Dialect,
+    Grammar,
+    SamplingParams,
+    TokenLogprob,
+    ToolCall,
+)
+
+Finish = Literal["stop", "length", "tool_calls"]
+Tools = list[dict[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Ask:
+    """What a client wants. Exactly one of `messages` and `prompts` is set."""
+
+    model: str
+    params: SamplingParams
+    messages: list[ChatMessage] | None = None
+    prompts: list[str | list[int]] = field(default_factory=list)
+    n: int = 1  # choices for each prompt; with a seed, each gets the next one
+    tools: Tools = field(default_factory=list)  # OpenAI's definitions, checked
+    tool_choice: str = "auto"  # "none", "auto", "required", or the name of the one to be called
+    parallel: bool = True  # it may call several at once
+    template: dict[str, Any] = field(default_factory=dict)  # more for the chat template
+    continues: bool = False  # the last message is the beginning of the answer
+    reasoning: bool = True  # tell thoughts from text, where the model thinks
+    stream: bool = True
+    follow: bool = False  # also wake for each new place in the queue
+    key: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+class Piece(msgspec.Struct, gc=False):
+    """What has come for one choice. `finish` is set on its last."""
+
+    choice: int
+    events: list[Event]
+    logprobs: list[TokenLogprob] = []
+    finish: Finish | None = None
+
+
+class Choice:
+    """One answer as a whole."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish: Finish = "stop"
+
+    def add(self, piece: Piece) -> None:
+        for event in piece.events:
+            match event:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegins(_, id, name):
+                    self.calls.append(ToolCall(id, name, ""))
+                case CallArguments(index, text):
+                    call = self.calls[index]
+                    self.calls[index] = replace(call, arguments=call.arguments + text)
+        self.logprobs += piece.logprobs
+        self.finish = piece.finish or self.finish
+
+
+class Turn:
+    """The answers to one Ask. Opened at once: raises what `Router.open` does, and Unsupported."""
+
+    def __init__(self, router: Router, ask: Ask) -> None:
+        route = router.find(ask.model)
+        info = route.status.info
+        self.model = route.status.name
+        self.ask = ask
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self._dialect = dialect = Dialect() if info is None else info.dialect
+        self._calls_tools = _check_tools(ask, self.model, dialect)
+        thinking = begins_thinking(dialect, ask.template, ask.continues)
+        self._news = asyncio.Event()
+        self._calls = list(self._make_calls(thinking))
+        self._parsers = [self._parser(thinking) for _ in self._calls]
+        self._called = [False for _ in self._calls]
+        self._left = set(range(len(self._calls)))
+        self._open(router)
+
+    def _parser(self, thinking: bool) -> Parser | None:
+        """None where all is text."""
+        thinks = self.ask.reasoning and self.ask.messages is not None
+        tools = self.ask.tools if self._calls_tools else []
+        if not tools and not (thinks and (self._dialect.think_end or self._dialect.tools)):
+            return None
+        return parser(self._dialect, tools=tools, reasoning=thinks, thinking=thinking)
+
+    def _make_calls(self, thinking: bool) -> Iterator[Call]:
+        ask = self.ask
+        more: dict[str, Any] = {}
+        if ask.tools and ask.tool_choice != "none":
+            more["tools"] = ask.tools
+        if ask.template:
+            more["template"] = ask.template
+        if ask.continues:
+            more["continues"] = True
+        params = replace(ask.params, grammar=self._grammar(thinking))
+        prompts: list[str | list[int] | None] = [*ask.prompts] or [None]
+        for prompt in prompts:
+            for index in range(ask.n):
+                call = Call(
+                    ask.model, _seeded(params, index), prompt=prompt, messages=ask.messages,
+                    stream=ask.stream, key=ask.key, priority=ask.priority, more=more,
+                )  # fmt: skip
+                call.sink = self._news.set
+                yield call
+
+    def _grammar(self, thinking: bool) -> Grammar | None:
+        return self.ask.params.grammar
+
+    def _open(self, router: Router) -> None:
+        for call in self._calls:
+            try:
+                router.open(call, self.ask.timeout_s)
+            except BaseException:
+                self.cancel()
+                raise
+        if self.ask.follow:
+            router.follow(self._calls[0])
+
+    # ---- what comes of it
+
+    @property
+    def place(self) -> int | None:
+        """How many requests go before it, where that is followed; None once it runs."""
+        return self._calls[0].place
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """What has come, up to the end of all choices; nothing at all where only its place is new.
+
+        Cancels what runs if left early. Raises RequestError where one of the calls fails.
+        """
+        try:
+            while self._left:
+                pieces = self._collect()
+                if pieces or self.ask.follow:
+                    yield pieces
+                if self._left and not pieces:
+                    await self._news.wait()
+        finally:
+            self.cancel()
+
+    async def whole(self) -> list[Choice]:
+        """All choices, once they are there."""
+        choices = [Choice() for _ in self._calls]
+        async for pieces in self:
+            for piece in pieces:
+                choices[piece.choice].add(piece)
+        return choices
+
+    def cancel(self) -> None:
+        """The client is gone, or wants no more."""
+        for call in self._calls:
+            call.cancel()
+
+    def _collect(self) -> list[Piece]:
+        self._news.clear()
+        return [
+            self._piece(index, deltas)
+            for index in sorted(self._left)
+            if (deltas := self._calls[index].collect())
+        ]
+
+    def _piece(self, index: int, deltas: Deltas) -> Piece:
+        text = "".join([delta.text for delta in deltas])
+        last = deltas[-1]
+        events = self._events(index, text, ended=last.finish is not None)
+        self._called[index] |= any(type(event) is CallBegins for event in events)
+        logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+        if last.finish is None:
+            return Piece(index, events, logprobs)
+        self._left.discard(index)
+        if index % self.ask.n == 0:  # choices of one prompt share it
+            self.prompt_tokens += last.prompt_tokens
+        self.completion_tokens += last.completion_tokens
+        return Piece(index, events, logprobs, self._finish(index, last.finish))
+
+    def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
+        parse = self._parsers[index]
+        if parse is None:
+            return [Text(text)] if text else []
+        events = parse.feed(text) if text else []
+        return events + parse.end() if ended else events
+
+    def _finish(self, index: int, finish: str) -> Finish:
+        if finish == "length":
+            return "length"
+        named = self.ask.tool_choice not in ("none", "auto", "required")
+        # as OpenAI has it: a call that was ordered by name just stops
+        return "tool_calls" if self._called[index] and not named else "stop"
+
+
+def _check_tools(ask: Ask, model: str, dialect: Dialect) -> bool:
+    """Whether calls are to be looked for; raises RequestError for tools that cannot be used."""
+    if not ask.tools or ask.tool_choice == "none":
+        return False
+    if not dialect.tools:
+        raise Unsupported(
+            f"tools: nothing is known of how the model {model!r} calls tools; its operator can say"
+            " so with `tool_parser`",
+            param="tools",
+        )
+    if ask.params.grammar is not None and ask.tool_choice != "auto":
+        raise RequestError(
+            "response_format: a call of a tool is asked for already; leave out one of the two",
+            param="response_format",
+        )
+    return True
+
+
+def _seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """With the seed of the choice at `index`; round the end of 64 bits."""
+    if not index or params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
