@@ -18,7 +18,7 @@ import structlog
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway.caller import Caller
 from servekit.gateway.verifier import Verifier
-from servekit.wire.messages import AccessRules
+from servekit.wire.messages import AccessRules, Spent
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call
@@ -72,6 +72,21 @@ class Access:
     def callers(self) -> dict[str, Caller]:
         """By the names of their keys."""
         return self._callers
+
+    # ---- the other gateways
+
+    def spent(self, gateway: str) -> Spent | None:
+        """What the others are to know of this gateway's callers, if there is anything new."""
+        if not self.closed:
+            return None
+        uses = tuple(use for caller in self._callers.values() if (use := caller.use()))
+        return Spent(gateway, uses) if uses else None
+
+    def hear(self, spent: Spent) -> None:
+        """Count what keys have used at another gateway."""
+        for use in spent.uses:
+            if (caller := self._callers.get(use.name)) is not None:
+                caller.hear(spent.gateway, use)
 
     # ---- whose request is it
 

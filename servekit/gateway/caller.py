@@ -8,26 +8,38 @@ from typing import TYPE_CHECKING
 
 from servekit.errors import Forbidden, RateLimited, RequestError
 from servekit.gateway.bucket import Bucket
-from servekit.wire.messages import Delta, KeyRule
+from servekit.wire.messages import Delta, KeyRule, KeyUse
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call
 
 #: Characters of a prompt that count as a token, where a request ends before its worker has said.
 CHARS_PER_TOKEN = 4
+#: How long another gateway's word of what is under way there holds; it is renewed every second.
+FORGET_S = 3.0
 
 
 class Caller:
     """One key's rule and its use. A request is charged when it comes, its tokens when it ends."""
 
-    __slots__ = ("_models", "active", "elsewhere", "requests", "rule", "spent", "tokens")
+    __slots__ = (
+        "_elsewhere",
+        "_models",
+        "_told_active",
+        "_untold",
+        "active",
+        "requests",
+        "rule",
+        "tokens",
+    )
 
     def __init__(self, rule: KeyRule, now_s: float) -> None:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.active = 0  # calls under way at this gateway
-        self.elsewhere = 0  # and at the others, when they last told
-        self.spent = [0, 0]  # requests and tokens that the others have not been told of
+        self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: how many, heard when
+        self._untold = [0, 0]  # requests and tokens that the others do not know of
+        self._told_active = 0
         self.become(rule, now_s)
 
     def become(self, rule: KeyRule, now_s: float) -> None:
@@ -58,7 +70,7 @@ class Caller:
             return self._too_many("tokens", tokens.limit, tokens.wait_s(1.0, now_s))
         if requests is not None:
             requests.take(1, now_s)
-            self.spent[0] += 1
+            self._untold[0] += 1
         return None
 
     def _too_many(self, what: str, limit: int, wait_s: float) -> RequestError:
@@ -91,7 +103,7 @@ class Caller:
         if not self.may_use(model):
             raise Forbidden(f"the key {rule.name!r} may not use {call.model!r}", param="model")
         most = rule.max_concurrent
-        if most is not None and self.active + self.elsewhere >= most:
+        if most is not None and self.active + self._active_elsewhere() >= most:
             raise RateLimited(
                 f"the key {rule.name!r} has {most} requests under way already, its limit",
                 retry_after_s=1,
@@ -109,7 +121,32 @@ class Caller:
         if self.tokens is not None:
             used = _tokens(call, last)
             self.tokens.take(used, time.monotonic())
-            self.spent[1] += used
+            self._untold[1] += used
+
+    # ---- the other gateways
+
+    def use(self) -> KeyUse | None:
+        """What the others are to be told; None if there is nothing to tell."""
+        (requests, tokens), active = self._untold, self.active
+        matters = self.rule.max_concurrent is not None and (active or self._told_active)
+        if not (requests or tokens or matters):
+            return None
+        self._untold, self._told_active = [0, 0], active
+        return KeyUse(self.rule.name, requests, tokens, active)
+
+    def hear(self, gateway: str, use: KeyUse) -> None:
+        """Count what the key has used at another gateway."""
+        now_s = time.monotonic()
+        if self.requests is not None:
+            self.requests.take(use.requests, now_s)
+        if self.tokens is not None:
+            self.tokens.take(use.tokens, now_s)
+        self._elsewhere[gateway] = (use.active, now_s)
+
+    def _active_elsewhere(self) -> int:
+        """What others told of lately: one that died tells no more."""
+        since_s = time.monotonic() - FORGET_S
+        return sum(active for active, heard_s in self._elsewhere.values() if heard_s > since_s)
 
 
 def _bucket(old: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:

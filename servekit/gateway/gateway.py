@@ -29,7 +29,7 @@ from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
 from servekit.wire.connection import Connection, adopt
 from servekit.wire.lifeline import end_group
-from servekit.wire.messages import Drain, Serving, Stop, ToGateway, Topology, Traffic
+from servekit.wire.messages import Drain, Serving, Spent, Stop, ToGateway, Topology, Traffic
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -101,6 +101,8 @@ class Gateway:
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
                 self._told.set()
+            case Spent():
+                self._router.access.hear(message)
             case Drain():
                 self._router.drain()
                 self._loop.create_task(self._stop_when_idle())
@@ -128,6 +130,8 @@ class Gateway:
             router = self._router
             queued = {name: route.waiting for name, route in router.routes.items()}
             now = Traffic(router.requests, router.in_flight, queued)
+            if (spent := router.access.spent(self._settings.name)) is not None:
+                self._control.send(spent)
             if now != last:
                 self._control.send(now)
                 last = now

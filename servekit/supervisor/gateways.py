@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -16,6 +17,7 @@ from servekit.wire.messages import (
     GatewayStatus,
     Quarantined,
     Serving,
+    Spent,
     Topology,
     Traffic,
 )
@@ -28,9 +30,17 @@ class Gateway(Life[FromGateway]):
 
     incoming = FromGateway
 
-    def __init__(self, index: int, listen_fd: int, server: ServerConfig, host: Host) -> None:
+    def __init__(
+        self,
+        index: int,
+        listen_fd: int,
+        server: ServerConfig,
+        host: Host,
+        tell_others: Callable[[Spent], None],
+    ) -> None:
         super().__init__(f"gateway/{index}", host)
         self.traffic = Traffic(0, 0, {})
+        self._tell_others = tell_others
         self._listen_fd = listen_fd
         self._server = server
         self._topology = Topology(())
@@ -72,6 +82,11 @@ class Gateway(Life[FromGateway]):
         if self.child is not None:
             self.child.send(topology)
 
+    def hear(self, spent: Spent) -> None:
+        """Tell it what keys have used at another gateway."""
+        if spent.gateway != self.name and self.child is not None:
+            self.child.send(spent)
+
     def receive(self, message: FromGateway) -> None:
         match message:
             case Serving():
@@ -80,6 +95,8 @@ class Gateway(Life[FromGateway]):
                 self.came_up()
             case Quarantined():
                 self.host.quarantine(message)
+            case Spent():
+                self._tell_others(message)
             case Traffic():
                 self.traffic = message
                 self.host.changed()

@@ -44,6 +44,7 @@ from servekit.wire.messages import (
     ModelStatus,
     Quarantined,
     Refused,
+    Spent,
     Status,
     Stop,
     Topology,
@@ -92,7 +93,7 @@ class Supervisor:
         self._signals = Signals(self._requests.put_nowait)
         server = plan.config.server
         self._gateways = [
-            Gateway(index, self._listener.fileno(), server, self)
+            Gateway(index, self._listener.fileno(), server, self, self._spent)
             for index in range(server.gateways)
         ]
         self._fleets = Fleets(plan, self, self._run)
@@ -240,6 +241,10 @@ class Supervisor:
             self._observer.line(name, text)
         except Exception:  # whatever a line does to a display, the child's output flows on
             log.exception("the display failed", child=name)
+
+    def _spent(self, spent: Spent) -> None:
+        for gateway in self._gateways:
+            gateway.hear(spent)
 
     def quarantine(self, request: Quarantined) -> None:
         self._quarantine.add(request)

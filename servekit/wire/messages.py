@@ -7,7 +7,8 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
     supervisor → worker    Load · Ping · Dump · Drain · Stop
     worker → supervisor    Loading · Ready · BootFailed · Pong
     supervisor → gateway   Topology · Drain · Stop
-    gateway → supervisor   Serving · Traffic · Quarantined
+    gateway → supervisor   Serving · Traffic · Quarantined · Spent
+    supervisor → gateway   Spent, of the others
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
@@ -31,6 +32,7 @@ from servekit.wire.values import (
     GatewayStatus,
     Grammar,
     KeyRule,
+    KeyUse,
     ModelInfo,
     ModelStatus,
     Progress,
@@ -72,6 +74,7 @@ __all__ = [
     "Grammar",
     "Hello",
     "KeyRule",
+    "KeyUse",
     "Load",
     "Loading",
     "Message",
@@ -89,6 +92,7 @@ __all__ = [
     "SamplingParams",
     "Serving",
     "Shutdown",
+    "Spent",
     "Status",
     "Stop",
     "Task",
@@ -201,6 +205,13 @@ class Traffic(Message, frozen=True):
     requests: int
     in_flight: int
     queued: dict[str, int]  # by model
+
+
+class Spent(Message, frozen=True):
+    """What limited keys have used at a gateway, once a second; the others are told, and count it."""
+
+    gateway: str
+    uses: tuple[KeyUse, ...]
 
 
 # ---------------------------------------------------------------- gateway ↔ worker
@@ -327,8 +338,8 @@ class Refused(Message, frozen=True):
 
 ToWorker = Load | Ping | Dump | Drain | Stop
 FromWorker = Loading | Ready | BootFailed | Pong
-ToGateway = Topology | Drain | Stop
-FromGateway = Serving | Traffic | Quarantined
+ToGateway = Topology | Drain | Stop | Spent
+FromGateway = Serving | Traffic | Quarantined | Spent
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed | Alone | Together
 ToSupervisor = GetStatus | Shutdown | GetWhy | Reload

@@ -274,6 +274,15 @@ class KeyRule(Value, frozen=True):
     admin: bool = False
 
 
+class KeyUse(Value, frozen=True):
+    """What one key has used at one gateway since it was last told, and what it has under way."""
+
+    name: str
+    requests: int
+    tokens: int
+    active: int
+
+
 class RequestLimits(Value, frozen=True):
     """What one request may hold; see `config.access.LimitsConfig`."""
 
