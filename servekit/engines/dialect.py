@@ -34,7 +34,7 @@ _SHAPES: list[tuple[str, re.Pattern[str]]] = [
         "qwen3_coder",
         re.compile(
             rf"(?:{_TAG}\s*)?<function={SENTINEL}>\s*<parameter=sentinel_key>"
-            rf".*?</function>(?:\s*{_TAG})?",
+            r".*?</function>",
             re.DOTALL,
         ),
     ),
@@ -42,18 +42,18 @@ _SHAPES: list[tuple[str, re.Pattern[str]]] = [
         "invoke",
         re.compile(
             rf'(?:{_TAG}\s*)?<invoke name="{SENTINEL}">\s*<parameter name="sentinel_key">'
-            rf".*?</invoke>(?:\s*{_TAG})?",
+            r".*?</invoke>",
             re.DOTALL,
         ),
     ),
     (
         "glm",
         re.compile(
-            rf"{_TAG}{SENTINEL}\s*<arg_key>sentinel_key</arg_key>.*?</arg_value>\s*{_TAG}",
+            rf"{_TAG}{SENTINEL}\s*<arg_key>sentinel_key</arg_key>.*?</arg_value>",
             re.DOTALL,
         ),
     ),
-    ("pythonic", re.compile(rf"(?:{_TAG}\s*)?\[{SENTINEL}\(sentinel_key=.*?\)\](?:\s*{_TAG})?")),
+    ("pythonic", re.compile(rf"(?:{_TAG}\s*)?\[{SENTINEL}\(sentinel_key=.*?\)\]")),
 ]
 
 
@@ -114,12 +114,13 @@ def _rendered(render: Callable[[], str]) -> str:
 
 def _calls(template: ChatTemplate) -> _Calls:
     turn = _turn(_rendered(lambda: template.render_turns(SENTINEL_TURNS, [SENTINEL_TOOL])))
+    body = turn[len(_header(template, turn)) :]
     for family, shape in _SHAPES:
-        if found := shape.search(turn):
-            return _Calls(family, *_outer(family, found))
-    if found := _JSON.search(turn):
-        return _json(template, turn, found)
-    if SENTINEL in turn:  # rendered, in a way that nobody here reads
+        if found := shape.search(body):
+            return _Calls(family, *_outer(template, family, found))
+    if found := _JSON.search(body):
+        return _json(template, found)
+    if SENTINEL in body:  # rendered, in a way that nobody here reads
         return _Calls()
     return _named(template) if takes_tools(template) else _Calls()
 
@@ -129,17 +130,16 @@ def _turn(text: str) -> str:
     return text.rpartition(_QUESTION.content)[2]
 
 
-def _outer(family: str, found: re.Match[str]) -> tuple[str, str]:
+def _outer(template: ChatTemplate, family: str, found: re.Match[str]) -> tuple[str, str]:
     """The outer markers, where they are not the family's usual ones."""
-    if not found.groups():
+    begin = found.group(1) if found.groups() else None
+    if not begin or begin in MARKERS[family]:
         return "", ""
-    begin, end = found.group(1) or "", found.group(2) or ""
-    known = MARKERS[family]
-    return ("", "") if begin in known or not begin.startswith("<") else (begin, end)
+    return begin, _closing(template, found)
 
 
-def _json(template: ChatTemplate, turn: str, found: re.Match[str]) -> _Calls:
-    before = turn[len(_header(template, turn)) : found.start()].rstrip()
+def _json(template: ChatTemplate, found: re.Match[str]) -> _Calls:
+    before = found.string[: found.start()].rstrip()
     tag = re.search(rf"{_TAG}\Z", before)
     if tag is None or tag.group(1) == "<|python_tag|>":
         return _Calls("llama3_json" if tag or not before.strip() else "")
@@ -148,7 +148,7 @@ def _json(template: ChatTemplate, turn: str, found: re.Match[str]) -> _Calls:
         return _Calls()  # it begins any turn
     if begin == MARKERS["hermes"][0]:
         return _Calls("hermes")
-    return _Calls("template", begin, _closing(template, turn[found.end() :].lstrip()))
+    return _Calls("template", begin, _closing(template, found))
 
 
 def _header(template: ChatTemplate, turn: str) -> str:
@@ -162,8 +162,9 @@ def _header(template: ChatTemplate, turn: str) -> str:
     return common
 
 
-def _closing(template: ChatTemplate, rest: str) -> str:
-    """The marker that ends calls: a tag that does not end every turn."""
+def _closing(template: ChatTemplate, found: re.Match[str]) -> str:
+    """The marker that ends calls: a tag behind the last that does not end every turn."""
+    rest = found.string[found.end() :].lstrip()
     plain = [_QUESTION, ChatMessage("assistant", _ANSWER)]
     every = _rendered(lambda: template.render_turns(plain)).rpartition(_ANSWER)[2].strip()
     tag = re.match(_TAG, rest)

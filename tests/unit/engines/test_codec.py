@@ -223,3 +223,30 @@ def test_whatever_a_template_raises_is_about_the_messages() -> None:
     tokenizer.chat_template = "{{ 1 // 0 }}"
     with pytest.raises(RequestError, match="chat template refuses"):
         TokenizerCodec(tokenizer).render_chat([ChatMessage("user", "x")])
+
+
+# ---------------------------------------------------------------- markers
+
+
+def with_markers(tokenizer: Any) -> Any:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "<other>"]})
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like])
+def test_markers_stay_in_the_text_and_no_other_special_token(make: Any) -> None:
+    tokenizer = with_markers(make())
+    codec = TokenizerCodec(tokenizer)
+    assert set(codec.special_tokens(["[TOOL_CALLS]", "the"])) == {"[TOOL_CALLS]"}
+    ids = tokenizer(
+        f"the{tokenizer.eos_token}[TOOL_CALLS]the<other>ab 🎉", add_special_tokens=False
+    )["input_ids"]
+    for size in (1, len(ids)):
+        kept, plain = codec.decoder(["[TOOL_CALLS]"]), codec.decoder()
+        texts = ["", ""]
+        for at in range(0, len(ids), size):
+            texts[0] += kept.push(ids[at : at + size])
+            texts[1] += plain.push(ids[at : at + size])
+        texts = [text + end.flush() for text, end in zip(texts, (kept, plain), strict=True)]
+        assert texts[1] == whole(tokenizer, ids)
+        assert texts[0].replace(" ", "") == "the[TOOL_CALLS]theab🎉"
