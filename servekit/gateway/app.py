@@ -29,6 +29,7 @@ from servekit.gateway.http import (
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
 from servekit.gateway.router import Route, Router
+from servekit.gateway.vectors import Vectors
 
 
 class Application:
@@ -37,7 +38,7 @@ class Application:
     def __init__(self, router: Router, max_body_bytes: int, *, ui: bool) -> None:
         self.router = router
         openai = OpenAI(router, max_body_bytes)
-        self.hot = openai.routes
+        self.hot = openai.routes | Vectors(router, max_body_bytes).routes
         self.gate = Gate(router.access, openai.exchanges)
         self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None

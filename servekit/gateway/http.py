@@ -65,6 +65,14 @@ async def send_error(send: Send, error: ServekitError) -> None:
     await send_json(send, envelope(error), error.status, error_headers(error))
 
 
+def api_key(scope: Scope) -> str:
+    """What fairness goes by where no keys are asked for: the one the client sends, as it is."""
+    for name, value in scope["headers"]:
+        if name in (b"authorization", b"x-api-key", b"api-key"):
+            return str(value, "latin-1")
+    return ""
+
+
 class MethodNotAllowed(RequestError):
     """The path is right, the method is not; `allow` is the one that is."""
 

@@ -36,6 +36,7 @@ from servekit.gateway.http import (
     Receive,
     Scope,
     Send,
+    api_key,
     envelope,
     read_body,
     send_error,
@@ -197,7 +198,7 @@ class OpenAI:
         """Answer one request; what goes wrong before its first byte gets the envelope."""
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
-            parsed = parse(body, _key(scope))
+            parsed = parse(body, api_key(scope))
             if len(parsed) == 2:
                 turn, form = Turn(self._router, parsed[0]), parsed[1]
             else:
@@ -280,11 +281,3 @@ async def stream_with_places(answer: Answer, call: Call, send: Send) -> None:
         await send({"type": "http.response.body", "body": comment, "more_body": True})
         place = await call.place_after(place)
     await stream(answer, call, send, started=True)
-
-
-def _key(scope: Scope) -> str:
-    """What fairness goes by: the API key the client sends, as it is."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return str(value, "latin-1")
-    return ""

@@ -8,7 +8,9 @@ rather than ignored; what OpenAI does not know is ignored, as there.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Hashable
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -187,28 +189,33 @@ _INSTEAD = {
     "best_of": "ask for n choices and choose among them",
 }
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
-}
-_UNSERVED = {
-    kind: tuple(f.name for f in msgspec.structs.fields(kind) if f.name in _NOTHING)
-    for kind in (ChatRequest, CompletionRequest)
-}
+Request = TypeVar("Request")
+
+
+@cache
+def _decoder(kind: Hashable) -> tuple[msgspec.json.Decoder[Any], tuple[str, ...]]:
+    """How bodies of this type are decoded, and which of its fields are declared but not served."""
+    unserved = [
+        field.name for field in msgspec.structs.fields(cast(type, kind)) if field.name in _NOTHING
+    ]
+    return msgspec.json.Decoder(cast(type, kind)), tuple(unserved)
+
+
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
 def decode(kind: type[Request], body: bytes) -> Request:
     """Decode and check a body; raises RequestError that names the field."""
+    decoder, unserved = _decoder(cast(Hashable, kind))
     try:
-        request: Request = _DECODERS[kind].decode(body)
+        request: Request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    for name in _UNSERVED[kind]:
+    for name in unserved:
         value = getattr(request, name)
         if value is not None and not _asks_nothing(value, _NOTHING[name]):
             raise Unsupported(

@@ -144,7 +144,7 @@ def test_what_http_makes_unusual_is_answered_too(service: Service) -> None:
 
 
 def test_errors_leave_the_connection_to_the_next_request(service: Service) -> None:
-    bad = (post(b"{oops"), post({**ONE, "model": "x"}), post({**ONE, "n": 2}), post(ONE))
+    bad = (post(b"{oops"), post({**ONE, "model": "x"}), post({**ONE, "suffix": "x"}), post(ONE))
     with service.connect() as connection:
         for request, status in zip(bad, (400, 404, 400, 200), strict=True):
             connection.sendall(request)
