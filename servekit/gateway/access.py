@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from servekit.errors import Forbidden, InvalidKey
+from servekit.gateway import bounds
 from servekit.gateway.caller import Caller
 from servekit.gateway.verifier import Verifier
 from servekit.wire.messages import AccessRules, Spent
+from servekit.wire.values import RequestLimits
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call
@@ -59,7 +61,7 @@ class Access:
             self._callers[rule.name] = caller
         self.rules = rules
         self.closed = bool(rules.keys)
-        self.watchful = self.closed or rules.log_prompts
+        self.watchful = self.closed or rules.log_prompts or rules.limits != RequestLimits()
         self._verifier.apply(rules)
         for listener in self._listeners:
             listener()
@@ -121,13 +123,15 @@ class Access:
     def admit(self, call: Call, model: str) -> None:
         """Take a call for a model, by the model's own name.
 
-        Raises Forbidden and RateLimited, and InvalidKey where nobody is known to ask for it.
+        Raises Forbidden and RateLimited, RequestError for what is too much, and InvalidKey where
+        nobody is known to ask for it.
         """
         if self.closed:
             caller = call.caller or ACTING.get()
             if caller is None:
                 raise InvalidKey("an API key is needed")
             caller.admit(call, model)
+        bounds.check_call(call, self.rules.limits)
         if self.rules.log_prompts:
             prompt = call.prompt if call.messages is None else call.messages
             log.info("prompt", key=call.key if self.closed else "", model=model, prompt=prompt)

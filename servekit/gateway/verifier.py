@@ -16,6 +16,8 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from servekit.config import keys
 from servekit.errors import RequestError
@@ -27,6 +29,9 @@ MAX_WRONG = 4096
 MAX_WAITING = 32
 #: After a wrong key, in lengths of its verification.
 PAUSE = 3.0
+
+
+Candidates = Sequence[tuple[keys.Hash, str]]
 
 
 class Busy(RequestError):
@@ -93,33 +98,29 @@ class Verifier:
             self._known[digest] = name
         return name
 
-    def _begin(
-        self, key: bytes, digest: bytes, candidates: Sequence[tuple[keys.Hash, str]]
-    ) -> asyncio.Task[str | None]:
+    def _begin(self, key: bytes, digest: bytes, candidates: Candidates) -> asyncio.Task[str | None]:
         """The verification of this key, begun by now if it had not been."""
         task = self._verifying.get(digest)
         if task is None:
             if len(self._verifying) >= MAX_WAITING:
                 raise Busy("too many unknown keys are being looked at; try later", retry_after_s=2)
-            task = asyncio.get_running_loop().create_task(self._verify(key, digest, candidates))
-            self._verifying[digest] = task
+            verifying = self._verify(key, digest, candidates, self._rules)
+            task = self._verifying[digest] = asyncio.get_running_loop().create_task(verifying)
+            task.add_done_callback(partial(_forget, self._verifying, digest))
         return task
 
     async def _verify(
-        self, key: bytes, digest: bytes, candidates: Sequence[tuple[keys.Hash, str]]
+        self, key: bytes, digest: bytes, candidates: Candidates, rules: AccessRules
     ) -> str | None:
-        verifying, rules = self._verifying, self._rules
-        try:
-            async with self._one_at_a_time:
-                if rules is not self._rules:
-                    return None
-                loop = asyncio.get_running_loop()
-                began_s = loop.time()
-                name = await asyncio.to_thread(_matching, key, candidates)
-                if name is None:
-                    await asyncio.sleep(PAUSE * (loop.time() - began_s))
-        finally:
-            verifying.pop(digest, None)
+        """By the rules of the moment it was asked for; nothing comes of it under others."""
+        async with self._one_at_a_time:
+            if rules is not self._rules:
+                return None
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            name = await asyncio.to_thread(_matching, key, candidates)
+            if name is None:
+                await asyncio.sleep(PAUSE * (loop.time() - began_s))
         if rules is self._rules:
             self._remember(digest, name)
         return name
@@ -133,7 +134,11 @@ class Verifier:
             self._wrong.popitem(last=False)
 
 
-def _matching(key: bytes, candidates: Sequence[tuple[keys.Hash, str]]) -> str | None:
+def _forget(verifying: dict[bytes, Any], digest: bytes, _: Any) -> None:
+    verifying.pop(digest, None)
+
+
+def _matching(key: bytes, candidates: Candidates) -> str | None:
     return next((name for known, name in candidates if known.matches(key)), None)
 
 

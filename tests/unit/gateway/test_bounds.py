@@ -1,0 +1,74 @@
+"""How much one request may hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from servekit.errors import RequestError
+from servekit.gateway.bounds import check_call, check_depth, check_images, check_schema
+from servekit.gateway.call import Call
+from servekit.wire.messages import AccessRules, ChatMessage, SamplingParams
+from servekit.wire.values import RequestLimits
+from tests.unit.gateway.conftest import Service
+
+LIMITS = RequestLimits(messages=2, stop_strings=1, images=1, json_depth=8, schema_depth=3)
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for i in range(depth - 1):
+        value = [value] if i % 2 else {"x": value}
+    return value
+
+
+def schema(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    for i in range(depth - 1):
+        found = [{"items": found}, {"properties": {"a": found}}, {"anyOf": [found]}][i % 3]
+    return found
+
+
+def test_depth() -> None:
+    check_depth(nested(8), LIMITS, "tools")
+    check_depth("text", LIMITS, "tools")
+    with pytest.raises(RequestError, match="tools is nested deeper than the limit of 8") as error:
+        check_depth(nested(9), LIMITS, "tools")
+    assert error.value.param == "tools"
+    with pytest.raises(RequestError):
+        check_depth(nested(50_000), LIMITS, "tools")
+
+
+def test_schemas() -> None:
+    check_schema(schema(3), LIMITS, "response_format")
+    check_schema(True, LIMITS, "response_format")
+    for depth in (4, 6):
+        with pytest.raises(RequestError, match=r"see server\.limits\."):
+            check_schema(schema(depth), LIMITS, "response_format")
+
+
+def test_a_schema_that_is_wide_or_wrong_is_not_deep() -> None:
+    wide = {"properties": {str(i): {"items": {}} for i in range(1000)}, "anyOf": 3, "items": [1]}
+    check_schema(wide, LIMITS, "response_format")
+
+
+def test_counts() -> None:
+    stop = SamplingParams(stop=("a", "b"))
+    messages = [ChatMessage("user", "x")] * 3
+    with pytest.raises(RequestError, match="messages: 3 are over the limit of 2"):
+        check_call(Call("m", SamplingParams(), messages=messages), LIMITS)
+    with pytest.raises(RequestError, match="stop: 2 are over the limit of 1"):
+        check_call(Call("m", stop, prompt="x"), LIMITS)
+    with pytest.raises(RequestError, match="images"):
+        check_images(2, LIMITS)
+    check_images(1, LIMITS)
+
+
+async def test_the_router_keeps_them(service: Service) -> None:
+    await service.up()
+    service.router.access.apply(AccessRules(limits=LIMITS))
+    with pytest.raises(RequestError, match=r"see server\.limits\.stop_strings"):
+        service.router.open(Call("m", SamplingParams(stop=("a", "b")), prompt="x"))
+    asked = service.router.open(Call("m", SamplingParams(max_tokens=2), prompt="x"))
+    assert [delta async for delta in asked]
