@@ -53,12 +53,16 @@ class TokenizerCodec:
         text = self.template.render(messages, tools, template, continues)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def special_tokens(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of `texts` that are special tokens, left out of a decoder's text by default."""
-        return {text: token for token, text in self._special.items() if text in texts}
+    def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are tokens of their own, added to the vocabulary, special or not.
+
+        A grammar takes them only as tokens, never letter by letter.
+        """
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {str(piece): int(token) for token, piece in added.items() if str(piece) in texts}
 
     def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
-        kept = frozenset(self.special_tokens(markers).values()) if markers else frozenset()
+        kept = frozenset(token for token, text in self._special.items() if text in markers)
         if not _is_byte_level(self._backend):
             return WindowDecoder(self._tokenizer, self._special.keys() - kept if kept else None)
         pieces = self._kept.get(kept)

@@ -230,6 +230,7 @@ def test_whatever_a_template_raises_is_about_the_messages() -> None:
 
 def with_markers(tokenizer: Any) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "<other>"]})
+    tokenizer.add_tokens(["<plain>"])
     return tokenizer
 
 
@@ -237,9 +238,11 @@ def with_markers(tokenizer: Any) -> Any:
 def test_markers_stay_in_the_text_and_no_other_special_token(make: Any) -> None:
     tokenizer = with_markers(make())
     codec = TokenizerCodec(tokenizer)
-    assert set(codec.special_tokens(["[TOOL_CALLS]", "the"])) == {"[TOOL_CALLS]"}
+    own = codec.tokens_of(["[TOOL_CALLS]", "<plain>", "the"])
+    assert own == dict(zip(own, tokenizer.convert_tokens_to_ids(list(own)), strict=True))
+    assert set(own) == {"[TOOL_CALLS]", "<plain>"}
     ids = tokenizer(
-        f"the{tokenizer.eos_token}[TOOL_CALLS]the<other>ab 🎉", add_special_tokens=False
+        f"the{tokenizer.eos_token}[TOOL_CALLS]the<other><plain>ab 🎉", add_special_tokens=False
     )["input_ids"]
     for size in (1, len(ids)):
         kept, plain = codec.decoder(["[TOOL_CALLS]"]), codec.decoder()
@@ -249,4 +252,4 @@ def test_markers_stay_in_the_text_and_no_other_special_token(make: Any) -> None:
             texts[1] += plain.push(ids[at : at + size])
         texts = [text + end.flush() for text, end in zip(texts, (kept, plain), strict=True)]
         assert texts[1] == whole(tokenizer, ids)
-        assert texts[0].replace(" ", "") == "the[TOOL_CALLS]theab🎉"
+        assert texts[0].replace(" ", "") == "the[TOOL_CALLS]the<plain>ab🎉"
