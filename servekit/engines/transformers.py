@@ -86,8 +86,8 @@ class TransformersEngine(Engine):
 
     def _dialect(self) -> Dialect:
         found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        special = self.codec.special_tokens(markers(found))
-        tokens = [(text, token) for text, token in special.items() if token not in self._eos]
+        known = self.codec.tokens_of(markers(found))
+        tokens = [(text, token) for text, token in known.items() if token not in self._eos]
         return structs.replace(found, tokens=tuple(tokens))
 
     def _served(self, dialect: Dialect) -> tuple[Capability, ...]:

@@ -111,7 +111,7 @@ class Dialect(Value, frozen=True):
     think_begin: str = ""  # "" for a model that does not think aloud
     think_end: str = ""
     thinks_at_once: bool = False  # the template has already written `think_begin`
-    tokens: tuple[tuple[str, int], ...] = ()  # its markers that are special tokens: text, id
+    tokens: tuple[tuple[str, int], ...] = ()  # its markers that are tokens: text, id
 
 
 class ModelInfo(Value, frozen=True):
