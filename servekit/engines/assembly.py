@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +28,10 @@ LEAST_CONTEXT = 16
 _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
-class Runner(Protocol):
+R = TypeVar("R")  # what it takes for a row
+
+
+class Runner(Protocol[R]):
     """Runs rows step by step; called by the engine's thread only."""
 
     capacity: int
@@ -39,13 +42,13 @@ class Runner(Protocol):
     def waiting(self) -> int: ...
     @property
     def kv_used(self) -> float: ...
-    def add(self, row: Row) -> None: ...
-    def cancel(self, row: Row) -> None: ...
-    def step(self) -> list[tuple[Row, StepOutput]]: ...
+    def add(self, row: R) -> None: ...
+    def cancel(self, row: R) -> None: ...
+    def step(self) -> list[tuple[R, StepOutput]]: ...
     def close(self) -> None: ...
 
 
-def assemble(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
+def assemble(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner[Row], ModelInfo]:
     """The runner for this model, and what it can do. Raises LoadError."""
     wish = spec.options.get("batching", "auto")
     reason = "the configuration says static" if wish == "static" else _obstacle(model)
@@ -85,7 +88,7 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 def _continuous(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, by_request: bool, attention: str
-) -> tuple[Runner, ModelInfo]:
+) -> tuple[Runner[Row], ModelInfo]:
     context = _context(model, spec)
     plan = _plan(model, spec, context)
     runner = _with_less_on_failure(
@@ -101,7 +104,7 @@ def _continuous(
     return runner, _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)
 
 
-def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner, ModelInfo]:
+def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner[Row], ModelInfo]:
     context = _context(model, spec)
     default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
     chunk = spec.options.get("max_batch_tokens") or default
@@ -114,7 +117,7 @@ def _info(
     model: PreTrainedModel,
     spec: WorkerSpec,
     chat: bool,
-    runner: Runner,
+    runner: Runner[Row],
     slots: int,
     kv_bytes: int,
     detail: str,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from servekit.engines.base import Job
+from servekit.engines.base import EmbedJob, Job
 from servekit.errors import ContextLengthExceeded, RequestError
 from servekit.wire.messages import SamplingParams
 
@@ -33,6 +33,17 @@ def check(job: Job, limits: Limits) -> None:
     _check_params(job.params)
     _check_bias(job.params, limits.vocab_size)
     _check_length(job, limits)
+
+
+def check_inputs(job: EmbedJob, limits: Limits) -> None:
+    """The same for texts to embed."""
+    for ids in job.inputs:
+        if not 0 < len(ids) <= limits.max_context:
+            raise ContextLengthExceeded(
+                f"An input has {len(ids)} tokens; it must have 1 to {limits.max_context}.",
+                param="input",
+            )
+        _check_ids(ids, limits.vocab_size)
 
 
 def _check_ids(ids: list[int], vocab_size: int) -> None:

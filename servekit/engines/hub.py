@@ -35,6 +35,9 @@ _TEXT = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template.*", "additional_chat_templates/*"),
+    # of an embedding model, what comes after its transformer
+    *("modules.json", "sentence_*_config.json", "[0-9]*_*/config.json"),
+    "[0-9]*_*/model.safetensors",
 )
 
 

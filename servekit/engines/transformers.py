@@ -1,9 +1,10 @@
-"""The transformers engine: any causal language model that the library can load.
+"""The transformers engine: any causal language model that the library can load, and embeddings.
 
 Requests share batches through `continuous.ContinuousRunner` where the model can, and run one by
-one through `static.StaticRunner` where it cannot. Either way the loop is here, in a thread of
-its own: take what was submitted and cancelled, run one step, emit what it brought, all of it at
-once. Nothing but this thread touches the runner.
+one through `static.StaticRunner` where it cannot. A folder that says how hidden states become a
+vector is an embedding model, run by `embedding.EmbeddingRunner`. In any case the loop is here, in a
+thread of its own: take what was submitted and cancelled, run one step, emit what it brought, all of
+it at once. Nothing but this thread touches the runner.
 
 Should a step raise, the loop cannot be trusted any more: every request under way gets an error,
 `fatal` is set, and the worker is expected to exit and be started again.
@@ -23,13 +24,20 @@ from typing import Any, cast
 import torch
 from msgspec import structs
 
-from servekit.engines import weights
-from servekit.engines.assembly import assemble, cpu_threads, eos_ids, sampling_defaults, vocab_size
-from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines import embedding, pooling, weights
+from servekit.engines.assembly import (
+    Runner,
+    assemble,
+    cpu_threads,
+    eos_ids,
+    sampling_defaults,
+    vocab_size,
+)
+from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint, Grammars
-from servekit.engines.guard import Limits, check
+from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
 from servekit.engines.rows import Row
 from servekit.engines.sampling import resolve
@@ -46,6 +54,9 @@ SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize", "logprob
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
+Request = Row | embedding.EmbedRow
+
+
 class TransformersEngine(Engine):
     """See the module's docstring; options are `config.schema.TransformersOptions`."""
 
@@ -54,7 +65,8 @@ class TransformersEngine(Engine):
         self.fatal: Exception | None = None
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, Request] = {}
+        self._runner: Runner[Any]
         self._serial = count()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -70,6 +82,8 @@ class TransformersEngine(Engine):
             torch.set_num_threads(cpu_threads(options.get("threads")))
         folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
         tokenizer = weights.load_tokenizer(folder, self.spec)
+        if pooling.is_embedder(folder):
+            return self._load_embedder(folder, tokenizer, report)
         model = weights.load_model(folder, self.spec, options.get("attention"), report)
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self.vocab_size = vocab_size(model)
@@ -83,6 +97,17 @@ class TransformersEngine(Engine):
         self._limits = Limits(self.vocab_size, info.max_context)
         dialect = self._dialect()
         return structs.replace(info, serves=self._served(dialect), dialect=dialect)
+
+    def _load_embedder(self, folder: Path, tokenizer: Any, report: Report) -> ModelInfo:
+        attention = self.spec.options.get("attention")
+        model = weights.load_model(folder, self.spec, attention, report, for_embeddings=True)
+        self.codec = TokenizerCodec(tokenizer)
+        self.vocab_size = vocab_size(model)
+        how = pooling.read(folder, model.device)
+        with weights.explained(folder, self.spec):
+            self._runner, info = embedding.assemble(model, how, tokenizer, self.spec)
+        self._limits = Limits(self.vocab_size, info.max_context)
+        return info
 
     def _dialect(self) -> Dialect:
         found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
@@ -104,24 +129,38 @@ class TransformersEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    def embed(self, job: EmbedJob) -> None:
+        if not isinstance(self._runner, embedding.EmbeddingRunner):
+            raise Unsupported("This model has no pooling to make embeddings with.", param="model")
+        check_inputs(job, self._limits)
+        self._take(embedding.EmbedRow(self._key(job.id), job))
+
     def submit(self, job: Job) -> None:
+        if isinstance(self._runner, embedding.EmbeddingRunner):
+            raise Unsupported("This model makes embeddings only.", param="model")
         check(job, self._limits)
         sampling = resolve(job.params, self._defaults, self.vocab_size)
         bound = job.constraint is not None
         if bound != (job.params.grammar is not None):
             raise ValueError("a job with a grammar comes with what `constrain` made of it")
         eos = self._eos if bound or not job.params.ignore_eos else frozenset()
+        limit = job.params.max_tokens or 1
+        row = Row(self._key(job.id), job, sampling, eos, limit, self._pieces.of)
+        row.constraint = cast(Constraint | None, job.constraint)
+        self._take(row)
+
+    def _key(self, job_id: int) -> str:
+        return f"{job_id}#{next(self._serial)}"
+
+    def _take(self, row: Request) -> None:
         with self._changed:
             if self.fatal is not None or self._closing:
                 raise EngineFailed("The engine has stopped; the worker is being restarted.")
-            if job.id in self._rows:
-                raise RequestError(f"Request id {job.id} is already in flight.")
+            if row.job.id in self._rows:
+                raise RequestError(f"Request id {row.job.id} is already in flight.")
             if not self._rows:
                 self._progress_at = time.monotonic()  # what was idle until now is not late
-            key = f"{job.id}#{next(self._serial)}"
-            row = Row(key, job, sampling, eos, job.params.max_tokens or 1, self._pieces.of)
-            row.constraint = cast(Constraint | None, job.constraint)
-            self._rows[job.id] = row
+            self._rows[row.job.id] = row
             self._post(lambda: self._add(row))
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
@@ -180,7 +219,7 @@ class TransformersEngine(Engine):
             if self._runner.running or self._runner.waiting:
                 return True
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: Request) -> None:
         if row.cancelled:
             return
         if (ended := row.ended) is None:
@@ -193,7 +232,7 @@ class TransformersEngine(Engine):
         self._progress_at = time.monotonic()
         self._deliver(outputs)
 
-    def _deliver(self, outputs: list[tuple[Row, StepOutput]]) -> None:
+    def _deliver(self, outputs: Sequence[tuple[Request, StepOutput]]) -> None:
         """Emit one step's outputs, without those cancelled meanwhile.
 
         Under the lock, so that nothing of a job is emitted once `cancel` has returned.

@@ -8,13 +8,14 @@ becomes a LoadError that says what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging as library_logging
 
 from servekit.engines.base import Report
@@ -33,12 +34,23 @@ def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
 
 
 def load_model(
-    folder: Path, spec: WorkerSpec, attention: str | None, report: Report
+    folder: Path,
+    spec: WorkerSpec,
+    attention: str | None,
+    report: Report,
+    *,
+    for_embeddings: bool = False,
 ) -> transformers.PreTrainedModel:
-    """The model in evaluation mode on `spec.device`, every tensor loaded straight there."""
+    """The model in evaluation mode on `spec.device`, every tensor loaded straight there.
+
+    A causal language model, or `for_embeddings` the bare transformer.
+    """
     device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+    if not for_embeddings:
+        _require_a_head(folder)
+    kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
     with explained(folder, spec), _progress(report):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: transformers.PreTrainedModel = kind.from_pretrained(
             folder,
             dtype=_dtype(spec),
             device_map={"": device},
@@ -52,6 +64,27 @@ def load_model(
         raise LoadError(f"Parameters of {spec.model} landed on {', '.join(strays)}, not {device}.")
     model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
     return model
+
+
+def _require_a_head(folder: Path) -> None:
+    """The library would make an encoder, or a model without its head, say random words."""
+    named = _architectures(folder)
+    heads = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    others = {
+        *_flat(modeling_auto.MODEL_MAPPING_NAMES.values()),
+        *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(),
+        *modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(),
+    }
+    if named in others - heads:
+        raise LoadError(
+            f"{named} cannot generate text. If it is an embedding model, its folder needs the "
+            "modules.json and 1_Pooling/config.json that say how its output becomes a vector."
+        )
+
+
+def _flat(names: Iterable[Any]) -> Iterator[str]:
+    for name in names:
+        yield from [name] if isinstance(name, str) else name
 
 
 def _dtype(spec: WorkerSpec) -> torch.dtype | str:

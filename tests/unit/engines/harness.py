@@ -153,7 +153,7 @@ class Harness:
 
     def logprobs(self, job_id: int) -> list[TokenLogprob]:
         self.tokens(job_id)
-        return [one for output in self.outputs[job_id] for one in output.logprobs]
+        return [one for output in self.outputs[job_id] for one in output.logprobs or ()]
 
     def ended(self, job_id: int) -> bool:
         last = self.outputs.get(job_id, [])[-1:]

@@ -1,0 +1,179 @@
+"""From a model's hidden states to one vector per text, as the model's own files say.
+
+An embedding model in the layout of sentence-transformers has a `modules.json` that lists what
+follows the transformer: a pooling (`1_Pooling/config.json`), perhaps dense layers, perhaps a
+normalisation. The formulas are those of sentence-transformers 5, and so are the names in the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from servekit.errors import LoadError
+
+Layer = Callable[[Tensor], Tensor]
+Mode = Callable[[Tensor, Tensor], Tensor]
+
+
+def is_embedder(folder: Path) -> bool:
+    """Whether the folder says how its model's hidden states become one vector."""
+    return (folder / "modules.json").is_file()
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What follows the transformer, and what is said of it there."""
+
+    modes: tuple[Mode, ...]
+    layers: tuple[Layer, ...]
+    max_tokens: int | None  # of one text
+
+    def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Vectors, float32 [texts, size].
+
+        `hidden` is [texts, tokens, width], `mask` [texts, tokens] with 1 for a token and 0 for the
+        padding after it.
+        """
+        states, weights = hidden.float(), mask.unsqueeze(-1).float()
+        vectors = torch.cat([mode(states, weights) for mode in self.modes], dim=-1)
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return vectors
+
+
+# ---------------------------------------------------------------- the formulas
+
+
+def _first(states: Tensor, mask: Tensor) -> Tensor:
+    return states[:, 0]
+
+
+def _last(states: Tensor, mask: Tensor) -> Tensor:
+    last = mask.squeeze(-1).sum(1).long() - 1
+    return states[torch.arange(len(states), device=states.device), last]
+
+
+def _maximum(states: Tensor, mask: Tensor) -> Tensor:
+    return states.masked_fill(mask == 0, -torch.inf).amax(1)
+
+
+def _mean(states: Tensor, mask: Tensor) -> Tensor:
+    return (states * mask).sum(1) / mask.sum(1)
+
+
+def _mean_by_root(states: Tensor, mask: Tensor) -> Tensor:
+    return (states * mask).sum(1) / mask.sum(1).sqrt()
+
+
+def _weighted_mean(states: Tensor, mask: Tensor) -> Tensor:
+    """Later tokens weigh more: 1, 2, 3, …"""
+    places = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=states.dtype)
+    return _mean(states, mask * places[None, :, None])
+
+
+#: In the order in which several are joined.
+_MODES: dict[str, tuple[str, Mode]] = {
+    "cls": ("pooling_mode_cls_token", _first),
+    "max": ("pooling_mode_max_tokens", _maximum),
+    "mean": ("pooling_mode_mean_tokens", _mean),
+    "mean_sqrt_len_tokens": ("pooling_mode_mean_sqrt_len_tokens", _mean_by_root),
+    "weightedmean": ("pooling_mode_weightedmean_tokens", _weighted_mean),
+    "lasttoken": ("pooling_mode_lasttoken", _last),
+}
+
+
+# ---------------------------------------------------------------- reading the files
+
+
+def read(folder: Path, device: torch.device) -> Pooling:
+    """Raises LoadError for what is missing, or not known here."""
+    try:
+        return _read(folder, device)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(
+            f"{folder} does not say how to make embeddings: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read(folder: Path, device: torch.device) -> Pooling:
+    modes: tuple[Mode, ...] = ()
+    layers: list[Layer] = []
+    for module in _json(folder / "modules.json"):
+        kind, path = str(module["type"]).rpartition(".")[2], folder / module["path"]
+        match kind:
+            case "Transformer":
+                if path != folder:
+                    raise LoadError(f"{folder} keeps its transformer in {module['path']}.")
+            case "Pooling":
+                modes = _modes(_json(path / "config.json"))
+            case "Dense":
+                layers.append(_dense(path, device))
+            case "Normalize":
+                layers.append(_normalise)
+            case _:
+                raise LoadError(f"Embeddings that go through a {kind} layer are not supported.")
+    if not modes:
+        raise LoadError(f"{folder} names no pooling in its modules.json.")
+    return Pooling(modes, tuple(layers), _max_tokens(folder))
+
+
+def _modes(config: dict[str, Any]) -> tuple[Mode, ...]:
+    """By one name or several in `pooling_mode`, as newer files have it, or by a switch each."""
+    named = config.get("pooling_mode")
+    names: Sequence[str] = [named] if isinstance(named, str) else named or ()
+    unknown = set(names) - set(_MODES)
+    if unknown:
+        raise LoadError(f"Pooling by {', '.join(sorted(unknown))} is not supported.")
+    chosen = {name for name, (switch, _) in _MODES.items() if name in names or config.get(switch)}
+    return tuple(mode for name, (_, mode) in _MODES.items() if name in chosen)
+
+
+def _normalise(vectors: Tensor) -> Tensor:
+    return nn.functional.normalize(vectors, dim=-1)
+
+
+def _dense(path: Path, device: torch.device) -> Layer:
+    weights = path / "model.safetensors"
+    if not weights.is_file():
+        raise LoadError(f"{path} has no model.safetensors; a pickle of weights is not read.")
+    tensors = {name: value.float().to(device) for name, value in load_file(weights).items()}
+    name = _json(path / "config.json").get("activation_function", "torch.nn.Identity")
+    activation = _activation(name)
+
+    def dense(vectors: Tensor) -> Tensor:
+        product = nn.functional.linear(
+            vectors, tensors["linear.weight"], tensors.get("linear.bias")
+        )
+        return activation(product)
+
+    return dense
+
+
+def _activation(name: str) -> Layer:
+    """A class of torch by its dotted name; nothing else is ever imported."""
+    kind = getattr(nn, name.rpartition(".")[2], None)
+    if name.startswith("torch.nn.") and isinstance(kind, type) and issubclass(kind, nn.Module):
+        activation: Layer = kind()
+        return activation
+    raise LoadError(f"A dense layer with {name} is not supported.")
+
+
+def _max_tokens(folder: Path) -> int | None:
+    """The longest text that the model was made for; its file has had several names."""
+    for path in sorted(folder.glob("sentence_*_config.json")):
+        stated = _json(path).get("max_seq_length")
+        if isinstance(stated, int) and stated > 0:
+            return stated
+    return None
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_bytes())
