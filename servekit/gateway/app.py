@@ -28,6 +28,7 @@ from servekit.gateway.http import (
 )
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
+from servekit.gateway.responses import Responses
 from servekit.gateway.router import Route, Router
 from servekit.gateway.vectors import Vectors
 
@@ -38,7 +39,9 @@ class Application:
     def __init__(self, router: Router, max_body_bytes: int, *, ui: bool) -> None:
         self.router = router
         openai = OpenAI(router, max_body_bytes)
-        self.hot = openai.routes | Vectors(router, max_body_bytes).routes
+        self.hot = openai.routes
+        for more in (Vectors, Responses):
+            self.hot |= more(router, max_body_bytes).routes
         self.gate = Gate(router.access, openai.exchanges)
         self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None
