@@ -30,9 +30,11 @@ from typing import Any
 
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.errors import LoadError
+from servekit.wire.dialects import MARKERS, THOUGHTS
 from servekit.wire.messages import (
     Capability,
     ChatMessage,
+    Dialect,
     ModelInfo,
     Progress,
     TokenLogprob,
@@ -155,7 +157,8 @@ class EchoEngine(Engine):
             dtype="none",
             device="cpu",
             detail="answers with the prompt",
-            serves=SERVES,
+            serves=(*SERVES, "tools") if self.spec.tool_parser in MARKERS else SERVES,
+            dialect=_dialect(self.spec),
             embedding_size=self._size,
         )
 
@@ -260,6 +263,13 @@ def _map_segment(size_bytes: int) -> mmap.mmap:
     with open(path, "w+b") as file:  # noqa: PTH123  (no path of the user's)
         file.truncate(size_bytes)
         return mmap.mmap(file.fileno(), size_bytes)
+
+
+def _dialect(spec: WorkerSpec) -> Dialect:
+    """Only what the file says: a prompt that looks like a call, or thoughts, is echoed as one."""
+    tools = spec.tool_parser if spec.tool_parser in MARKERS else ""
+    begin, end = THOUGHTS.get(spec.reasoning_parser, ("", ""))
+    return Dialect(tools=tools, think_begin=begin, think_end=end)
 
 
 def _load_slowly(load_s: float, report: Report, steps: int = 20) -> None:
