@@ -4,7 +4,7 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 (`servekit.wire.connection`). Imperatives go to children; facts come back. Fields are only ever
 added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
-    supervisor → worker    Load · Ping · Dump · Drain · Stop
+    supervisor → worker    Load · Ping · Drain · Stop
     worker → supervisor    Loading · Ready · BootFailed · Pong
     supervisor → gateway   Topology · Drain · Stop
     gateway → supervisor   Serving · Traffic · Quarantined · Spent
@@ -59,7 +59,6 @@ __all__ = [
     "Delta",
     "Dialect",
     "Drain",
-    "Dump",
     "ExitRecord",
     "Failed",
     "FinishReason",
@@ -129,10 +128,6 @@ class Load(Message, frozen=True):
 
 class Ping(Message, frozen=True):
     seq: int
-
-
-class Dump(Message, frozen=True):
-    """Write the stacks of all threads to stderr."""
 
 
 class Drain(Message, frozen=True):
@@ -336,7 +331,7 @@ class Refused(Message, frozen=True):
     invalid: bool = False  # what was asked for is wrong, not the moment
 
 
-ToWorker = Load | Ping | Dump | Drain | Stop
+ToWorker = Load | Ping | Drain | Stop
 FromWorker = Loading | Ready | BootFailed | Pong
 ToGateway = Topology | Drain | Stop | Spent
 FromGateway = Serving | Traffic | Quarantined | Spent

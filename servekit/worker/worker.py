@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import signal
 import socket
 import time
@@ -27,7 +26,6 @@ from servekit.wire.messages import (
     PROTOCOL,
     BootFailed,
     Drain,
-    Dump,
     Failed,
     Generate,
     Hello,
@@ -113,8 +111,6 @@ class Worker:
                 self._boot_task = self._loop.create_task(self._boot(spec))
             case Ping(seq):
                 self._control.send(self._pong(seq))
-            case Dump():
-                faulthandler.dump_traceback(all_threads=True)
             case Drain():
                 self._drain()
             case Stop():
