@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,6 +113,74 @@ def test_poison_takes_nobody_along(tmp_path: Path) -> None:
         assert time.monotonic() - began < 2.0
         assert ask(client, "another", 7)[0] == "another"
         assert sum(instance.replica(f"m/{n}").restarts for n in range(2)) == 3
+
+
+def through_each(
+    instance: Instance, url: str, count: int
+) -> list[list[http.client.HTTPConnection]]:
+    """So many connections to each of the gateways; which of them accepts is the kernel's choice."""
+    host, port = url.removeprefix("http://").split(":")
+    pids = [gateway.pid for gateway in instance.status().gateways]
+    mine: dict[int, http.client.HTTPConnection] = {}
+
+    def enough() -> bool:
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection.connect()
+        assert alive(connection.sock)
+        mine[connection.sock.getsockname()[1]] = connection
+        return all(len(mine.keys() & ports(pid)) >= count for pid in pids)
+
+    poll("each has connections", enough, 30)
+    found = [[mine.pop(port) for port in list(mine.keys() & ports(pid))[:count]] for pid in pids]
+    for connection in mine.values():
+        connection.close()
+    return found
+
+
+def complete_on(connection: http.client.HTTPConnection, prompt: str, tokens: int) -> str:
+    """The text of a completion, or the code of its error, on a connection that is kept."""
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": tokens})
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = json.load(connection.getresponse())
+    return str(answer["error"]["code"] if "error" in answer else answer["choices"][0]["text"])
+
+
+def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
+    """Innocents that have only just begun, all the time, on both: they become suspects, too."""
+    models = [echo("m", replicas=2, step_s=0.01, crash_on="poison", slots=32)]
+    with (
+        ThreadPoolExecutor(20) as pool,
+        Instance.up(tmp_path, models, server={"gateways": 2}) as instance,
+    ):
+        url = instance.until_settled().url
+        sides = through_each(instance, url, 7)
+        over = threading.Event()
+
+        def innocent(connection: http.client.HTTPConnection, name: str) -> int:
+            rounds = 0
+            while not over.is_set():
+                prompt = f"{name} in round {rounds} "
+                assert complete_on(connection, prompt, 12) == lap(prompt, 12)
+                rounds += 1
+            return rounds
+
+        long = [pool.submit(complete_on, side.pop(), TEXT, 300) for side in sides]
+        short = [
+            pool.submit(innocent, connection, f"{chr(97 + at)}{number}")
+            for at, side in enumerate(sides)
+            for number, connection in enumerate(side[1:])
+        ]
+        poll("they run", lambda: running(url) > 2, 10)
+        poisons = [pool.submit(complete_on, sides[n][0], f"poison {n}", 5) for n in range(2)]
+        said = [poison.result(60) for poison in poisons]
+        over.set()
+        assert said == ["request_quarantined"] * 2
+        assert all(request.result(60) > 0 for request in short)
+        assert [request.result(60) for request in long] == [lap(TEXT, 300)] * 2
+        poll("it is whole again", lambda: ready(url), 20)
+        assert 3 < sum(instance.replica(f"m/{n}").restarts for n in range(2)) <= 6
+        assert instance.log.count("quarantined") >= 2
 
 
 # ---------------------------------------------------------------- gateways
