@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
+from servekit.gateway.anthropic import Anthropic
 from servekit.gateway.gate import Gate
 from servekit.gateway.http import (
     ASGIApp,
@@ -43,6 +44,9 @@ class Application:
         for more in (Vectors, Responses):
             self.hot |= more(router, max_body_bytes).routes
         self.gate = Gate(router.access, openai.exchanges)
+        for dialect in (Anthropic(router, max_body_bytes),):
+            self.hot |= dialect.routes
+            self.gate.envelopes |= dialect.envelopes
         self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
@@ -64,7 +68,8 @@ class Application:
             if scope["method"] == "POST":
                 await hot(scope, receive, send)
             else:
-                await send_error(send, MethodNotAllowed(path, "POST"))
+                refuse = self.gate.envelopes.get(path, send_error)
+                await refuse(send, MethodNotAllowed(path, "POST"))
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
             await self._ui(scope, receive, send)
         elif scope["method"] == "HEAD":  # uvicorn leaves the body out

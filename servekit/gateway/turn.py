@@ -60,6 +60,7 @@ class Ask:
     template: dict[str, Any] = field(default_factory=dict)  # more for the chat template
     continues: bool = False  # the last message is the beginning of the answer
     reasoning: bool = True  # tell thoughts from text, where the model thinks
+    calling: type[Call] = Call  # what its calls are, for those who want to know more of them
     stream: bool = True
     follow: bool = False  # also wake for each new place in the queue
     key: str = ""
@@ -74,6 +75,7 @@ class Piece(msgspec.Struct, gc=False):
     events: list[Event]
     logprobs: list[TokenLogprob] = []
     finish: Finish | None = None
+    stop: str = ""  # the stop string that ended it, if one did
 
 
 class Choice:
@@ -85,6 +87,7 @@ class Choice:
         self.calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish = "stop"
+        self.stop = ""
 
     def add(self, piece: Piece) -> None:
         for event in piece.events:
@@ -100,6 +103,7 @@ class Choice:
                     self.calls[index] = replace(call, arguments=call.arguments + text)
         self.logprobs += piece.logprobs
         self.finish = piece.finish or self.finish
+        self.stop = piece.stop
 
 
 class Turn:
@@ -143,7 +147,7 @@ class Turn:
         prompts: list[str | list[int] | None] = [*ask.prompts] or [None]
         for prompt in prompts:
             for index in range(ask.n):
-                call = Call(
+                call = ask.calling(
                     ask.model, _seeded(params, index), prompt=prompt, messages=ask.messages,
                     stream=ask.stream, key=ask.key, priority=ask.priority, more=more,
                 )  # fmt: skip
@@ -193,6 +197,11 @@ class Turn:
                 choices[piece.choice].add(piece)
         return choices
 
+    @property
+    def first(self) -> Call:
+        """The call of its first choice."""
+        return self._calls[0]
+
     def cancel(self) -> None:
         """The client is gone, or wants no more."""
         for call in self._calls:
@@ -218,7 +227,7 @@ class Turn:
         if index % self.ask.n == 0:  # choices of one prompt share it
             self.prompt_tokens += last.prompt_tokens
         self.completion_tokens += last.completion_tokens
-        return Piece(index, events, logprobs, self._finish(index, last.finish))
+        return Piece(index, events, logprobs, self._finish(index, last.finish), last.stop)
 
     def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
         parse = self._parsers[index]

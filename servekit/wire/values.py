@@ -72,6 +72,7 @@ class SamplingParams(Value, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, [-100, 100] added to its logit
     logprobs: int | None = None  # report log probabilities, and those of so many best, 0 to 20
     grammar: Grammar | None = None
+    clamp: bool = False  # lower max_tokens to the room there is, rather than refuse the request
 
 
 class ToolCall(Value, frozen=True):
@@ -214,6 +215,7 @@ class Delta(Value, frozen=True):
     completion_tokens: int = 0
     logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
     vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
+    stop: str = ""  # the stop string that ended it, if one did
 
 
 class ExitRecord(Value, frozen=True):

@@ -120,12 +120,19 @@ class Intake:
             raise RequestError(f"token ids must be between 0 and {size - 1}", param=param)
 
 
-def completion_limit(prompt: int, asked: int | None, limits: tuple[int, int | None]) -> int:
-    """How many tokens may be generated; raises RequestError where none or too few fit."""
+def completion_limit(
+    prompt: int, asked: int | None, limits: tuple[int, int | None], *, clamp: bool = False
+) -> int:
+    """How many tokens may be generated; raises RequestError where none or too few fit.
+
+    `clamp`: as many as fit, where that is fewer than asked for.
+    """
     context, default = limits
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     room = context - prompt
+    if clamp and asked is not None:
+        asked = max(1, min(asked, room))
     if room < 1 or (asked is not None and asked > room):
         wanted = f" and max_tokens is {asked}" if asked is not None else ""
         raise ContextLengthExceeded(

@@ -67,7 +67,7 @@ class Task:
             finish = "stop" if self.text.stopped else finish
         counts = (self.prompt_tokens, self.completion)
         lists = (output.logprobs or [], output.vectors or [])
-        return Delta(self.id, text, output.token_ids, finish, *counts, *lists)
+        return Delta(self.id, text, output.token_ids, finish, *counts, *lists, self.text.stop)
 
 
 class Runner:
@@ -171,7 +171,8 @@ class Runner:
 
     def _generate(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
         ids = prepared.ids
-        limit = completion_limit(len(ids), request.params.max_tokens, self._limits())
+        params = request.params
+        limit = completion_limit(len(ids), params.max_tokens, self._limits(), clamp=params.clamp)
         params = _with_limit(request, limit)
         text = TextStream(self._decoder(request), params.stop, request.sent_chars)
         self._tasks[job_id] = Task(peer, request, len(ids), text)

@@ -13,22 +13,24 @@ class StopScanner:
     Text that could be the beginning of a stop string is held back until it is certain.
     """
 
-    __slots__ = ("_held", "_longest", "_stops")
+    __slots__ = ("_held", "_longest", "_stops", "found")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
+        self.found = ""  # the stop string that was found
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may leave, and whether a stop string was found right after it."""
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            at, self.found = min(found)
+            return text[:at], True
         keep = self._could_begin(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -61,6 +63,11 @@ class TextStream:
         self._scanner = StopScanner(stops)
         self._skip = sent_chars
         self.stopped = False
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has been found; "" while there is none."""
+        return self._scanner.found
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that may leave; `stopped` is set once a stop string has been found."""

@@ -1,0 +1,79 @@
+"""Anthropic's definitions of tools, and which of them may or must be called."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from servekit.errors import RequestError, Unsupported
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+
+
+class Tool(msgspec.Struct):
+    """A tool of the client's own; those that Anthropic runs have other types."""
+
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
+    """OpenAI's definitions of the same tools; raises RequestError for what is wrong with them."""
+    seen: set[str] = set()
+    defined = []
+    for at, tool in enumerate(given or ()):
+        defined.append({"type": "function", "function": _function(tool, f"tools[{at}]")})
+        if tool.name in seen:
+            raise RequestError(f"tools: there are two named {tool.name!r}", param="tools")
+        seen.add(tool.name)
+    return defined
+
+
+def _function(tool: Tool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise Unsupported(
+            f"{where}: {tool.type!r} is a tool that Anthropic provides; give tools of your own,"
+            " with an input_schema",
+            param="tools",
+        )
+    if not _NAME.fullmatch(tool.name):
+        raise RequestError(
+            f"{where}.name: expected 1 to 128 letters, digits, _ or -", param="tools"
+        )
+    if tool.input_schema is None:
+        raise RequestError(f"{where}.input_schema is required", param="tools")
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return function
+
+
+def tool_choice(choice: ToolChoice | None, given: list[Tool] | None) -> tuple[str, bool]:
+    """Which tool may be called, in the terms of `Ask.tool_choice`; whether several at once."""
+    if choice is None:
+        return "auto", True
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "none":
+        return "none", parallel
+    if not given:
+        raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+    if choice.type != "tool":
+        return {"auto": "auto", "any": "required"}[choice.type], parallel
+    if choice.name not in {tool.name for tool in given}:
+        raise RequestError(
+            f"tool_choice.name: there is no tool named {choice.name!r}", param="tool_choice"
+        )
+    return choice.name or "", parallel

@@ -1,0 +1,89 @@
+"""POST endpoints of other dialects than OpenAI's: a body in, an answer out, errors as they look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.gateway.http import ClientGone, Receive, Scope, Send, api_key, read_body, send_json
+from servekit.gateway.respond import Form, Watch, respond
+from servekit.gateway.router import Router
+from servekit.gateway.turn import Ask, Turn
+from servekit.gateway.vectors import Asked
+from servekit.wire.messages import Delta
+
+Refuse = Callable[[Send, ServekitError], Awaitable[None]]
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+#: From a body and the client's key to what is asked, and how it is answered.
+ParseTurn = Callable[[bytes, str], tuple[Ask, Form]]
+ParseCalls = Callable[[bytes, str], tuple[Asked, Callable[[list[Delta]], bytes]]]
+ParsePlain = Callable[[bytes], bytes]
+
+
+class Door:
+    """Makes the endpoints of one dialect. `refuse` writes an error as its clients expect it."""
+
+    def __init__(self, router: Router, max_body_bytes: int, refuse: Refuse) -> None:
+        self._router = router
+        self._max_body_bytes = max_body_bytes
+        self._refuse = refuse
+
+    def turn(self, parse: ParseTurn) -> Endpoint:
+        """An endpoint whose answer is a turn, streamed or whole."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                body = await read_body(scope, receive, self._max_body_bytes)
+                ask, form = parse(body, api_key(scope))
+                turn = Turn(self._router, ask)
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await self._refuse(send, error)
+                return
+            await respond(turn, form, receive, send)
+
+        return endpoint
+
+    def calls(self, parse: ParseCalls) -> Endpoint:
+        """An endpoint whose answer is made of some calls that come as a whole."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                body = await read_body(scope, receive, self._max_body_bytes)
+                asked, write = parse(body, api_key(scope))
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await self._refuse(send, error)
+                return
+            watch = Watch(asked, receive)
+            try:
+                answers = await asked.answers()
+                # thousands of vectors are not written on the loop that streams live on
+                await send_json(send, await asyncio.to_thread(write, answers))
+            except ClientClosed:
+                return
+            except RequestError as error:
+                await self._refuse(send, error)
+            finally:
+                watch.end()
+                asked.cancel()
+
+        return endpoint
+
+    def plain(self, parse: ParsePlain) -> Endpoint:
+        """An endpoint that is answered from what the gateway knows."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                answer = parse(await read_body(scope, receive, self._max_body_bytes))
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await self._refuse(send, error)
+                return
+            await send_json(send, answer)
+
+        return endpoint
