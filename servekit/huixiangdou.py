@@ -38,6 +38,9 @@ _WHY_NOT = {
 }
 
 
+_CARRIED = {"local_llm_path", "local_llm_max_text_length", "local_llm_bind_port"}
+
+
 @dataclass(frozen=True, slots=True)
 class Carried:
     """The text of a configuration file, and a line for each thing that is not in it."""
@@ -116,7 +119,7 @@ def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
             yield f"llm.server.{key}: {value!r} is no port"
         elif key == "local_llm_max_text_length" and _length(server) is None:
             yield f"llm.server.{key}: {value!r} is no length; the model's own holds"
-        elif not key.startswith("local_llm_"):
+        elif key not in _CARRIED:
             yield f"llm.server.{key}: not known here"
     yield (
         "its server listened on every interface; here it is this machine only, and others need"

@@ -46,11 +46,15 @@ def echo(name: str, *, replicas: int = 1, **options: object) -> dict[str, Any]:
 
 
 def write_config(
-    folder: Path, models: Sequence[Mapping[str, Any]], server: Mapping[str, Any] | None = None
+    folder: Path,
+    models: Sequence[Mapping[str, Any]],
+    server: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Any] | None = None,
 ) -> Path:
     """A configuration file on a free port. JSON is YAML."""
     path = folder / "servekit.yaml"
     settings = {"models": list(models), "server": {"port": 0, "ui": False, **(server or {})}}
+    settings |= sections or {}
     path.write_text(json.dumps(settings, indent=2))
     return path
 
@@ -101,13 +105,16 @@ class Instance:
         models: Sequence[Mapping[str, Any]],
         *args: str,
         server: Mapping[str, Any] | None = None,
+        sections: Mapping[str, Any] | None = None,
         **start: Any,
     ) -> Iterator[Instance]:
         """An instance that has taken its run directory and its port; its models may load yet.
 
         `start` are the keywords of `Instance` itself.
         """
-        with cls.begun(folder, models, *args, server=server, **start) as instance:
+        with cls.begun(
+            folder, models, *args, server=server, sections=sections, **start
+        ) as instance:
             instance.until("it answers on its control socket", instance.running, within_s=20)
             yield instance
 
@@ -119,10 +126,11 @@ class Instance:
         models: Sequence[Mapping[str, Any]],
         *args: str,
         server: Mapping[str, Any] | None = None,
+        sections: Mapping[str, Any] | None = None,
         **start: Any,
     ) -> Iterator[Instance]:
         """An instance that has only just been started."""
-        instance = cls(folder, write_config(folder, models, server), *args, **start)
+        instance = cls(folder, write_config(folder, models, server, sections), *args, **start)
         try:
             yield instance
         finally:
