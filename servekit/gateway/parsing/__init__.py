@@ -8,6 +8,8 @@
 No character is lost: what is neither a call nor a thought, nor the markers around one, is text.
 """
 
+from servekit.gateway.parsing.choice import tool_grammar
+from servekit.gateway.parsing.definitions import Choice, Tool, check_tools, choose
 from servekit.gateway.parsing.events import (
     CallArguments,
     CallBegins,
@@ -17,15 +19,22 @@ from servekit.gateway.parsing.events import (
     Text,
 )
 from servekit.gateway.parsing.families import FAMILIES, begins_thinking, parser
+from servekit.gateway.parsing.lark import after_thoughts
 
 __all__ = [
     "FAMILIES",
     "CallArguments",
     "CallBegins",
+    "Choice",
     "Event",
     "Parser",
     "Reasoning",
     "Text",
+    "Tool",
+    "after_thoughts",
     "begins_thinking",
+    "check_tools",
+    "choose",
     "parser",
+    "tool_grammar",
 ]

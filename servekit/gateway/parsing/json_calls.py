@@ -9,7 +9,7 @@ import json
 from functools import partial
 
 from servekit.gateway.parsing.calls import Body, Calls
-from servekit.gateway.parsing.json_text import is_json
+from servekit.gateway.parsing.json_text import is_encodable, is_json
 from servekit.gateway.parsing.tape import Malformed, Script, Tape
 
 #: What models call the two members; the first of each that comes counts.
@@ -108,21 +108,28 @@ def _arguments(tape: Tape, calls: Calls, name: str) -> Script[None]:
 def _as_object(written: str) -> str:
     """Arguments that are no object as they stand: some models quote theirs, or write null."""
     if written.startswith('"'):
-        written = json.loads(written, strict=False).strip() or "{}"
+        written = _unquoted(written).strip() or "{}"
     if written == "null":
         return "{}"
-    if not written.startswith("{") or not is_json(written):
+    if not (written.startswith("{") and is_json(written) and is_encodable(written)):
         raise Malformed
     return written
+
+
+def _unquoted(written: str) -> str:
+    try:
+        return str(json.loads(written, strict=False))
+    except ValueError:  # an escape that there is not
+        raise Malformed from None
 
 
 def _string(tape: Tape) -> Script[str]:
     if (yield from tape.skip_space()) != '"':
         raise Malformed
-    try:
-        return str(json.loads((yield from _collect(tape)), strict=False))
-    except ValueError:
-        raise Malformed from None
+    text = _unquoted((yield from _collect(tape)))
+    if not is_encodable(text):
+        raise Malformed
+    return text
 
 
 def _collect(tape: Tape) -> Script[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -138,6 +140,37 @@ def is_json(text: str) -> bool:
     """Whether this is one JSON value and nothing else."""
     reader = JsonReader()
     return reader.scan(text + " ", 0) >= len(text) and reader.done
+
+
+def is_strict_json(text: str) -> bool:
+    """Whether a strict reader takes this as JSON."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def written_as_json(value: Any) -> str:
+    """A value as JSON text that can be encoded: half a surrogate pair stays escaped.
+
+    Raises ValueError or TypeError for what JSON does not have.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_encodable(text) else json.dumps(value, allow_nan=False)
+
+
+def is_encodable(text: str) -> bool:
+    """Whether this is text that UTF-8 can hold: no half surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _skip(text: str, at: int) -> int:

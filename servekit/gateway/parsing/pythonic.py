@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from functools import partial
 
 from servekit.gateway.parsing.calls import Calls, Family
 from servekit.gateway.parsing.json_calls import close
-from servekit.gateway.parsing.json_text import is_json
+from servekit.gateway.parsing.json_text import is_strict_json, written_as_json
 from servekit.gateway.parsing.tape import MAX_HELD, Malformed, Script, Tape
 
-_MARKERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+#: What opens a list of calls in text, and what closes it.
+PYTHON_MARKERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 #: What `ast.literal_eval` raises for what is no literal, or too deep or long a one.
 _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
@@ -19,7 +21,7 @@ _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 def pythonic(begin: str, end: str) -> Family:
     """A bare list at the very beginning, or one in markers: the known ones and the template's."""
-    markers = _MARKERS | ({begin: end} if begin else {})
+    markers = PYTHON_MARKERS | ({begin: end} if begin else {})
     return Family(tuple(markers), partial(_read, markers=markers), bare="[")
 
 
@@ -85,9 +87,10 @@ def _literal(tape: Tape) -> Script[str]:
 
 def _as_json(source: str) -> str:
     """The same value as JSON; what is JSON already stays to the letter."""
-    if is_json(source) and "\\" not in source:
+    if is_strict_json(source):
         return source
     try:
-        return json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False)
+        with warnings.catch_warnings(action="ignore"):  # an unknown escape is as it is
+            return written_as_json(ast.literal_eval(source))
     except _NO_LITERAL:
         raise Malformed from None

@@ -19,6 +19,8 @@ from servekit.gateway.parsing.tape import Malformed, Script, Tape
 
 #: Of each tool, the arguments that are text and nothing else.
 TextArguments = Mapping[str, frozenset[str]]
+#: References in a schema are followed so far.
+_MAX_DEPTH = 8
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -72,19 +74,51 @@ def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
     found: dict[str, frozenset[str]] = {}
     for tool in tools:
         function = tool.get("function") or {}
-        properties = (function.get("parameters") or {}).get("properties") or {}
+        root = function.get("parameters") or {}
+        properties = properties_of(root)
         found[function.get("name", "")] = frozenset(
-            key for key, schema in properties.items() if _is_text(schema)
+            key for key, schema in properties.items() if kinds(schema, root) == {"text"}
         )
     return found
 
 
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    if "enum" in schema:
-        return all(isinstance(value, str) for value in schema["enum"])
-    return schema.get("type") == "string"
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties that a schema names; what is wrong with it is for its compiler to say."""
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """What a value of this schema may be: "text", "other" or both.
+
+    `root` is the schema that `schema` is a part of, and may refer to.
+    """
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return {"text", "other"}
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        texts = {isinstance(value, str) for value in values} if isinstance(values, list) else set()
+        return {"text" if text else "other" for text in texts} or {"text", "other"}
+    if stated := schema.get("type"):
+        named = stated if isinstance(stated, list) else [stated]
+        return {"text" if kind == "string" else "other" for kind in named}
+    if "$ref" in schema:
+        return kinds(_referred(schema["$ref"], root), root, depth + 1)
+    for several in ("anyOf", "oneOf"):
+        if isinstance(schema.get(several), list) and schema[several]:
+            return set().union(*(kinds(one, root, depth + 1) for one in schema[several]))
+    return {"text", "other"}
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """What a reference within the schema points to; None for any other."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for key in reference[2:].split("/"):
+        root = (
+            root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+        )
+    return root
 
 
 def _read(tape: Tape, calls: Calls, *, tags: Tags, texts: TextArguments) -> Script[None]:
