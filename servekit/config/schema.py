@@ -230,9 +230,9 @@ class ModelConfig(Section):
     """A worker with work and no progress, or without a sign of life, for so long is replaced."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The same while it loads: progress, however slow, is enough."""
-    env: Annotated[dict[EnvName, str], Field(default_factory=dict)]
+    env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this model's workers."""
-    options: Annotated[dict[str, Any], Field(default_factory=dict)]
+    options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
 
     @field_validator("replicas")

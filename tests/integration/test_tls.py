@@ -49,7 +49,7 @@ def address(instance: Instance) -> tuple[str, int]:
 
 
 def test_the_openai_client(instance: Instance, trust: ssl.SSLContext) -> None:
-    http = httpx.Client(verify=trust)
+    http = openai.DefaultHttpxClient(verify=trust)
     with openai.OpenAI(base_url=f"{instance.url}/v1", api_key="x", http_client=http) as client:
         for _ in range(3):  # on one connection
             answer = client.completions.create(model="a", prompt="hello", max_tokens=5)

@@ -26,7 +26,12 @@ def nested(depth: int) -> Any:
 def schema(depth: int) -> dict[str, Any]:
     found: dict[str, Any] = {"type": "string"}
     for i in range(depth - 1):
-        found = [{"items": found}, {"properties": {"a": found}}, {"anyOf": [found]}][i % 3]
+        ways: list[dict[str, Any]] = [
+            {"items": found},
+            {"properties": {"a": found}},
+            {"anyOf": [found]},
+        ]
+        found = ways[i % 3]
     return found
 
 
