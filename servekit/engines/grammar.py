@@ -10,8 +10,8 @@ torch, triton and tvm-ffi; an engine without torch could not use it), a schema c
 ms where xgrammar took 132 (vocabulary of 49 000), it bounds the work that a regular expression can
 make in units of its own rather than in time, and it works without the GIL.
 
-What explodes does so at compile time or in the first step, which is taken at compile time too. The
-limits below keep either under about a second, and later steps under a few milliseconds.
+What explodes does so at compile time or, mostly, in the first steps, which are tried at compile
+time too. The limits below keep all that under about 0.1 s, and later steps too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ KEPT = 64
 #: on with for ever.
 WHITESPACE = r"[ \n\r\t]{0,40}"
 _LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,  # an enumeration of ten thousand values fits
+    max_items_in_row=10_000,  # an object of a thousand optional properties fits
     step_lexer_fuel=50_000,
-    step_max_items=20_000,
     max_lexer_states=30_000,  # one or two kB each
     verbose_errors=False,  # they would repeat the request's text
 )
@@ -55,6 +56,9 @@ _PLAINLY = {
     "too many expressions": "it is too complex",
     "too many states": "it is too complex",
     "fuel": "it is too complex",
+    "items; max is": "it is too complex",
+    "Too many items": "it is too complex",
+    "too big": "it is too large",
 }
 
 
@@ -155,12 +159,23 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
         except ValueError as error:  # no JSON, or no object
             raise _refusal(grammar.kind, str(error)) from None
-        if not matcher.is_error():
-            mask = np.zeros(mask_words(self._vocab_size), np.int32)
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            raise _refusal(grammar.kind, matcher.get_error())
+        reason = matcher.get_error() or self._try(matcher)
+        if reason:
+            raise _refusal(grammar.kind, reason)
         return matcher
+
+    def _try(self, matcher: LLMatcher) -> str:
+        """Take the first step, and a second one in a copy; says what is wrong with them."""
+        mask = np.zeros(mask_words(self._vocab_size), np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+        if matcher.is_error() or not len(allowed):
+            return matcher.get_error() or _UNSATISFIABLE
+        copy = matcher.deep_copy()
+        copy.consume_token(int(allowed[-1]))
+        if not copy.is_stopped():
+            copy.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return copy.get_error()
 
 
 def _source(grammar: Grammar) -> str:

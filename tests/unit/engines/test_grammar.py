@@ -186,12 +186,21 @@ EXPLOSIVE = [
     ("lark", 's: s s s | "a" | ""\nstart: s'),
     ("json_schema", json.dumps({"type": "string", "minLength": 100_000, "maxLength": 10**7})),
     ("json_schema", json.dumps({"type": "string", "pattern": "^(.*a.{30}b){5}$"})),
-    ("json_schema", json.dumps({"enum": [f"value{number}" for number in range(10_000)]})),
-    (
-        "json_schema",
-        json.dumps({"anyOf": [{"properties": {f"k{n}": {"type": "null"}}} for n in range(500)]}),
-    ),
+    ("json_schema", json.dumps({"enum": [f"value{number}" for number in range(20_000)]})),
 ]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value{number}" for number in range(10_000)]},
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}},
+        {"anyOf": [{"properties": {f"k{n}": {"type": "null"}}} for n in range(500)]},
+    ],
+)
+def test_large_schemas_are_served(tiny: Harness, schema: dict[str, Any]) -> None:
+    job = tiny.submit(PROMPTS[0], grammar=Grammar("json_schema", json.dumps(schema)), max_tokens=9)
+    assert tiny.tokens(job)
 
 
 @pytest.mark.parametrize(("kind", "text"), EXPLOSIVE, ids=lambda value: value[:40])
@@ -209,19 +218,21 @@ def test_what_explodes_is_refused_or_served_in_bounded_time(
         tiny.until(lambda: tiny.ended(job), "it has ended")
         last = tiny.outputs[job][-1]
         assert last.error is None or last.param == "response_format"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 5
     assert_alive(tiny)
 
 
 def test_a_grammar_that_grows_too_complex_on_its_way_fails_its_own_request(either: Harness) -> None:
-    """One of five hundred objects: the parser has too many ways to go after the first brace."""
-    branches = [{"type": "object", "properties": {f"k{n}": {"type": "null"}}} for n in range(900)]
-    grammar = Grammar("json_schema", json.dumps({"anyOf": branches}))
+    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(5000)}}
+    schema = {"type": "object", "properties": {"inside": many}, "required": ["inside"]}
+    grammar = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
     beside = either.submit(PROMPTS[0], max_tokens=20, ignore_eos=True)
     job = either.submit(PROMPTS[0], grammar=grammar, max_tokens=64)
     either.until(lambda: either.ended(job), "it has ended")
     last = either.outputs[job][-1]
     assert last.error and last.param == "response_format"
+    assert last.error == "The JSON schema cannot be followed: it is too complex."
+    assert any(output.token_ids for output in either.outputs[job]), "it had begun"
     assert len(either.tokens(beside)) == 20
     either.until_idle()
     assert_alive(either)

@@ -1,0 +1,264 @@
+"""The tasks of a worker, over a real socket: what is answered at once, and what is refused how."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import struct
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.errors import RequestError
+from servekit.wire.messages import ChatMessage, Grammar, SamplingParams
+from servekit.worker.intake import LONG_PROMPT_CHARS, completion_limit
+from servekit.worker.worker import warm_up
+from tests.unit.engines.harness import write_tiny_llama
+from tests.unit.engines.test_embedding import bert
+from tests.unit.gateway.conftest import until
+from tests.unit.worker.serving import Client, serving, spec
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+
+
+def bound(text: str, kind: Any = "regex", **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=40, temperature=0.0, grammar=Grammar(kind, text), **params)
+
+
+@pytest.fixture
+async def echo(tmp_path: Path) -> AsyncIterator[Client]:
+    async with serving(spec(tmp_path, max_context=60_000)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def tiny(tmp_path: Path, tiny_folder: Path) -> AsyncIterator[Client]:
+    async with serving(spec(tmp_path, "transformers", str(tiny_folder), threads=1)) as client:
+        yield client
+
+
+# ---------------------------------------------------------------- tokens and text
+
+
+@pytest.mark.parametrize("text", ["héllo 🙂", "x" * (LONG_PROMPT_CHARS + 1)])
+async def test_text_to_tokens_and_back(echo: Client, text: str) -> None:
+    (tokens,) = await echo.answer(echo.send(task="tokenize", prompt=text))
+    assert tokens.token_ids == [*map(ord, text)]
+    assert (tokens.finish, tokens.prompt_tokens, tokens.text) == ("stop", len(text), "")
+    (back,) = await echo.answer(echo.send(task="detokenize", prompt=tokens.token_ids))
+    assert (back.text, back.token_ids, back.finish) == (text, [], "stop")
+    assert not echo.runner.busy
+
+
+async def test_nothing_is_no_tokens(echo: Client) -> None:
+    (tokens,) = await echo.answer(echo.send(task="tokenize", prompt=""))
+    assert (tokens.token_ids, tokens.prompt_tokens) == ([], 0)
+    (text,) = await echo.answer(echo.send(task="detokenize", prompt=[]))
+    assert text.text == ""
+
+
+async def test_a_chat_is_tokenised_as_its_template_has_it(tiny: Client) -> None:
+    messages = [ChatMessage("user", "Größe")]
+    (tokens,) = await tiny.answer(tiny.send(task="tokenize", messages=messages))
+    assert tokens.token_ids == tiny.engine.codec.render_chat(messages)
+    (answer,) = (await tiny.answer(tiny.send(GREEDY, messages=messages)))[-1:]
+    assert answer.prompt_tokens == tokens.prompt_tokens
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**7], [2**63], [5, 0x110000]])
+async def test_ids_out_of_range_are_refused(echo: Client, ids: list[int]) -> None:
+    failure = await echo.failure(echo.send(task="detokenize", prompt=ids))
+    assert (failure.code, failure.param) == ("invalid_request", "tokens")
+    failure = await echo.failure(echo.send(task="embed", inputs=[[5], ids]))
+    assert (failure.code, failure.param) == ("invalid_request", "input")
+
+
+async def test_half_characters_become_replacements(echo: Client) -> None:
+    (text,) = await echo.answer(echo.send(task="detokenize", prompt=[0x61, 0xD800, 0x62]))
+    assert text.text == "a\ufffdb"
+
+
+# ---------------------------------------------------------------- embeddings
+
+
+@pytest.mark.parametrize("size", [1, 16, 100])
+async def test_echos_vectors_are_points_on_a_sphere(tmp_path: Path, size: int) -> None:
+    async with serving(spec(tmp_path, embedding_size=size)) as echo:
+        assert echo.info.embedding_size == size
+        texts = ["a", "b", [ord("a")], "long " * 500]
+        (delta,) = await echo.answer(echo.send(task="embed", inputs=texts))
+        found = [struct.unpack(f"<{size}f", vector) for vector in delta.vectors]
+        assert found[0] == found[2] and (size == 1 or found[0] != found[1])
+        assert all(sum(x * x for x in vector) == pytest.approx(1, abs=1e-5) for vector in found)
+        assert delta.prompt_tokens == 1 + 1 + 1 + 2500
+
+
+@pytest.mark.parametrize(
+    ("inputs", "code", "sentence"),
+    [
+        ([], "invalid_request", "there is no input"),
+        ([""], "invalid_request", "input is empty"),
+        (["a", []], "invalid_request", r"input\[1\] is empty"),
+        (["a", "b" * 60_001], "context_length_exceeded", r"input\[1\] has 60001 tokens.* 60000"),
+        (["b" * 60_001], "context_length_exceeded", "input has 60001 tokens"),
+    ],
+)
+async def test_inputs_that_cannot_be_embedded_are_named(
+    echo: Client, inputs: list[Any], code: str, sentence: str
+) -> None:
+    failure = await echo.failure(echo.send(task="embed", inputs=inputs))
+    assert (failure.code, failure.param) == (code, "input")
+    assert re.match(sentence, failure.message)
+    assert not echo.runner.busy
+
+
+async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    wanted = spec(tmp_path, "transformers", str(bert(folder)), threads=1)
+    async with serving(wanted) as client:
+        await warm_up(wanted.socket, client.info)
+        requests = [client.send(task="embed", inputs=["a", "b" * number]) for number in range(1, 9)]
+        first = [(await client.answer(request))[0].vectors for request in requests]
+        assert all(len(vectors) == 2 and len(vectors[0]) == 4 * 32 for vectors in first)
+        assert len({vectors[1] for vectors in first}) == 8
+        refused = await client.failure(client.send(GREEDY, prompt="Hello"))
+        assert (refused.code, refused.param) == ("unsupported_parameter", "model")
+        assert "/v1/embeddings" in refused.message
+
+
+# ---------------------------------------------------------------- what is not served
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        (SamplingParams(logit_bias=((97, 1.0),)), "logit_bias"),
+        (bound("[0-9]"), "response_format"),
+    ],
+)
+async def test_what_an_engine_does_not_take_is_refused_by_name(
+    echo: Client, params: SamplingParams, param: str
+) -> None:
+    failure = await echo.failure(echo.send(params, prompt="hello"))
+    assert (failure.code, failure.param) == ("unsupported_parameter", param)
+    assert failure.message == f"{param}: the echo engine of 'm' does not take it"
+
+
+async def test_tools_and_tasks_are_refused_by_name_too(echo: Client, tiny: Client) -> None:
+    asked = echo.send(GREEDY, messages=[ChatMessage("user", "x")], tools=[{"type": "function"}])
+    assert (await echo.failure(asked)).message == "tools: the echo engine of 'm' does not take it"
+    failure = await tiny.failure(tiny.send(task="embed", inputs=["a"]))
+    assert (failure.code, failure.param) == ("unsupported_parameter", "model")
+    assert failure.message.startswith(
+        "model: the transformers engine of 'm' does not make embeddings"
+    )
+
+
+async def test_echo_is_certain_of_what_it_says(echo: Client) -> None:
+    for best, expected in ((0, ()), (2, ((b"h", 0.0),))):
+        params = SamplingParams(max_tokens=2, logprobs=best)
+        deltas = await echo.answer(echo.send(params, prompt="hé"))
+        noted = [one for delta in deltas for one in delta.logprobs]
+        assert [one.token for one in noted] == [b"h", "é".encode()]
+        assert [one.logprob for one in noted] == [0.0, 0.0]
+        assert noted[0].best == expected
+
+
+# ---------------------------------------------------------------- grammars
+
+
+async def test_a_grammar_over_the_wire(tiny: Client) -> None:
+    deltas = await tiny.answer(tiny.send(bound("[0-9]{3}", logprobs=1), prompt="Hello"))
+    text = "".join(delta.text for delta in deltas)
+    assert text.isdigit() and len(text) == 3
+    assert deltas[-1].finish == "stop"
+    noted = [one for delta in deltas for one in delta.logprobs]
+    assert b"".join(one.token for one in noted) == text.encode()
+
+
+async def test_a_stop_string_ends_a_bound_text_too(tiny: Client) -> None:
+    deltas = await tiny.answer(tiny.send(bound('abc"def', stop=('c"',)), prompt="Hello"))
+    assert "".join(delta.text for delta in deltas) == "ab"
+    assert deltas[-1].finish == "stop"
+    await until(lambda: not tiny.engine.load_now().running)
+
+
+async def test_a_bound_text_is_continued(tiny: Client) -> None:
+    whole = await tiny.answer(tiny.send(bound("[a-f]{12}"), prompt="Hello"))
+    ids = [token for delta in whole for token in delta.token_ids]
+    text = "".join(delta.text for delta in whole)
+    for cut in range(len(ids) + 1):
+        sent = len(tiny.engine.codec.decoder().push(ids[:cut]))
+        request = tiny.send(bound("[a-f]{12}"), prompt="Hello", emitted=ids[:cut], sent_chars=sent)
+        rest = await tiny.answer(request)
+        assert "".join(delta.text for delta in rest) == text[sent:]
+        assert (rest[-1].finish, rest[-1].completion_tokens) == ("stop", len(ids))
+
+
+async def test_what_cannot_be_compiled_is_answered(tiny: Client) -> None:
+    failure = await tiny.failure(tiny.send(bound("(a"), prompt="Hello"))
+    assert (failure.code, failure.param) == ("invalid_request", "response_format")
+    assert "unclosed group" in failure.message
+    assert not tiny.runner.busy
+
+
+async def test_explosive_grammars_stall_neither_the_loop_nor_the_others(tiny: Client) -> None:
+    lag_s = 0.0
+
+    async def watch() -> None:
+        nonlocal lag_s
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            lag_s = max(lag_s, time.monotonic() - before)
+
+    watching = asyncio.create_task(watch())
+    texts = [f"a{{1000}}{{1000}}{{{n}}}" for n in range(1000, 1004)]
+    bad = [tiny.send(bound(text), prompt="Hello") for text in texts]
+    good = [tiny.send(GREEDY, prompt="Hello") for _ in range(3)]
+    for request in good:
+        await tiny.answer(request)
+    for request in bad:
+        assert (await tiny.failure(request)).param == "response_format"
+    watching.cancel()
+    assert lag_s < 1.0
+    assert not tiny.runner.busy
+
+
+async def test_a_request_that_is_cancelled_while_it_is_compiled_never_starts(tiny: Client) -> None:
+    request = tiny.send(bound("a{1000}{1000}{999}"), prompt="Hello")
+    await until(lambda: bool(tiny.runner._encoding))
+    tiny.cancel(request)
+    await until(lambda: not tiny.runner.busy)
+    await until(lambda: not tiny.runner._encoding)
+    await tiny.answer(tiny.send(GREEDY, prompt="Hello"))
+    assert request not in tiny.deltas and request not in tiny.failures
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "limits", "expected"),
+    [(10, None, (100, None), 90), (10, None, (100, 20), 20), (10, 50, (100, 20), 50)],
+)
+def test_how_long_an_answer_may_be(
+    prompt: int, asked: int | None, limits: tuple[int, int | None], expected: int
+) -> None:
+    assert completion_limit(prompt, asked, limits) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "param"),
+    [(0, None, "prompt"), (100, None, "messages"), (60, 41, "max_tokens")],
+)
+def test_what_does_not_fit_is_refused(prompt: int, asked: int | None, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion_limit(prompt, asked, (100, None))
+    assert caught.value.param == param
