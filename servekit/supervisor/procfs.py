@@ -29,7 +29,8 @@ class Process:
 def read(pid: int) -> Process | None:
     """The process of that PID, a zombie included; None if there is none."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (pathlib: 4 ×)
+            text = file.read().decode(errors="replace")
     except OSError:
         return None
     # The second field is the command in parentheses, which may itself hold parentheses.
@@ -105,7 +106,8 @@ def has(pid: int, name: str) -> bool:
 
 def _environ(pid: int) -> list[bytes]:
     try:
-        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+            return file.read().split(b"\0")
     except OSError:
         return []
 
