@@ -31,10 +31,14 @@ from tests.soak.kills import Killer
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 #: What is asked for where the command line says nothing, by engine.
 DEFAULTS: dict[str, dict[str, float]] = {
-    "echo": {"streams": 200, "workers": 4, "kill_every_s": 2, "minutes": 2},
-    "smollm2": {"streams": 8, "workers": 2, "kill_every_s": 15, "minutes": 2},
+    "echo": {"streams": 200, "workers": 4, "kill_every_s": 2, "minutes": 2, "tokens": 300},
+    # A worker of it takes 3 s of a core to come up, and dies with what it has not yet answered:
+    # on two cores, with a kill every 4 s, some request is in three deaths running, and refused.
+    "smollm2": {"streams": 4, "workers": 4, "kill_every_s": 6, "minutes": 2, "tokens": 12},
 }
 STEP_S = 0.02
+#: For a model's worker, which is up the sooner the less it asks for: six full contexts of SmolLM2.
+KV_CACHE_BYTES = 160 * 2**20
 #: Different questions; each is asked many times over.
 QUESTIONS = 64
 
@@ -46,6 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int)
     parser.add_argument("--kill-every-s", type=float)
     parser.add_argument("--minutes", type=float)
+    parser.add_argument("--tokens", type=int, help="the longest answer")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(argv)
@@ -62,17 +67,18 @@ def model(wish: argparse.Namespace) -> dict[str, Any]:
         slots = math.ceil(wish.streams * wish.gateways / max(1, wish.workers // 2))
         return echo("soak", replicas=wish.workers, step_s=STEP_S, slots=slots)
     path = load(DEMO).models[0].path
-    options = {"threads": 1, "slots": 2 * wish.streams}
+    options = {"threads": 1, "slots": 2 * wish.streams, "kv_cache_bytes": KV_CACHE_BYTES}
     settings = {"name": "soak", "path": path, "device": "cpu", "replicas": wish.workers}
     return {**settings, "max_context": 512, "options": options}
 
 
 def questions(wish: argparse.Namespace) -> list[Question]:
-    """Answers of 50 to 300 tokens from echo, of 40 from a model."""
+    """Answers of all lengths from echo, all of the same from a model."""
     if wish.engine == "echo":
-        sizes = [50 + 250 * n // (QUESTIONS - 1) for n in range(QUESTIONS)]
+        least = wish.tokens // 6
+        sizes = [least + (wish.tokens - least) * n // (QUESTIONS - 1) for n in range(QUESTIONS)]
         return [Question("soak", prompt(n), size) for n, size in enumerate(sizes)]
-    return [Question("soak", prompt(n, words=8), 40) for n in range(2 * wish.streams)]
+    return [Question("soak", prompt(n, words=8), wish.tokens) for n in range(4 * wish.streams)]
 
 
 async def soak(url: str, run_dir: Path, wish: argparse.Namespace) -> tuple[Load, Killer, float]:
@@ -145,7 +151,8 @@ def main() -> int:
     tally = done.tally
     head = (
         f"{wish.engine}: {wish.streams} streams at a time, {wish.workers} workers, "
-        f"one killed every {wish.kill_every_s:g} s for {wish.minutes:g} minutes"
+        f"one killed every {wish.kill_every_s:g} s for {wish.minutes:g} minutes, "
+        f"answers of at most {wish.tokens} tokens"
     )
     print(table(head, rows(tally, killer, client, STEP_S)))
     if tally.complaints():
