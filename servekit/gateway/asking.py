@@ -16,7 +16,6 @@ from servekit.gateway.schema import (
     CompletionRequest,
     ContentPart,
     InMessage,
-    NamedTool,
     ResponseFormat,
 )
 from servekit.wire.messages import ChatMessage, Grammar, SamplingParams, ToolCall
@@ -170,14 +169,6 @@ def template_arguments(request: ChatRequest) -> dict[str, Any]:
         return given
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
-
-
-def tool_choice(request: ChatRequest) -> str:
-    """ "none", "auto", "required", or the name of the tool that is to be called."""
-    asked = request.tool_choice
-    if isinstance(asked, NamedTool):
-        return asked.function.name
-    return asked or "auto"
 
 
 def chat_messages(messages: Sequence[InMessage]) -> list[ChatMessage]:

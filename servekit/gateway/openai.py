@@ -26,7 +26,6 @@ from servekit.gateway.asking import (
     completion_sampling,
     continues,
     template_arguments,
-    tool_choice,
 )
 from servekit.gateway.call import Call
 from servekit.gateway.chat import ChatForm, CompletionForm
@@ -117,7 +116,7 @@ class OpenAI:
             messages=chat_messages(request.messages),
             n=request.n or 1,
             tools=request.tools or [],
-            tool_choice=tool_choice(request),
+            tool_choice=request.tool_choice,
             parallel=request.parallel_tool_calls is not False,
             template=template_arguments(request),
             continues=continues(request),

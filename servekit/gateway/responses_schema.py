@@ -51,11 +51,6 @@ class Function(msgspec.Struct):
     strict: bool | None = None
 
 
-class ChosenFunction(msgspec.Struct):
-    type: Literal["function"]
-    name: str
-
-
 class Format(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -86,7 +81,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_p: TopP | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[Function], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -121,7 +116,7 @@ def ask_of(request: ResponsesRequest, key: str) -> Ask:
         params=_params(request),
         messages=_messages(request),
         tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())],
-        tool_choice=_choice(request),
+        tool_choice=request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
         template=_template(request.reasoning),
         stream=bool(request.stream),
@@ -176,11 +171,6 @@ def _tool(tool: Function, at: int) -> dict[str, Any]:
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": function}
-
-
-def _choice(request: ResponsesRequest) -> str:
-    asked = request.tool_choice
-    return asked.name if isinstance(asked, ChosenFunction) else asked or "auto"
 
 
 # ---------------------------------------------------------------- the conversation

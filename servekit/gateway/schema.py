@@ -65,17 +65,6 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-class NamedFunction(msgspec.Struct):
-    name: str
-
-
-class NamedTool(msgspec.Struct):
-    """The one tool that is to be called."""
-
-    function: NamedFunction
-    type: Literal["function"] = "function"
-
-
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str = "{}"
@@ -138,7 +127,7 @@ class ChatRequest(Common, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     #: More arguments of the chat template, such as `{"enable_thinking": false}`.
     chat_template_kwargs: dict[str, Any] | None = None

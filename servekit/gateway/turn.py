@@ -28,9 +28,15 @@ from servekit.gateway.parsing import (
     Parser,
     Reasoning,
     Text,
+    after_thoughts,
     begins_thinking,
+    check_tools,
+    choice_by_word,
+    choose,
     parser,
+    tool_grammar,
 )
+from servekit.gateway.parsing import Choice as ToolChoice
 from servekit.gateway.router import Router
 from servekit.wire.messages import (
     ChatMessage,
@@ -54,8 +60,9 @@ class Ask:
     messages: list[ChatMessage] | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     n: int = 1  # choices for each prompt; with a seed, each gets the next one
-    tools: Tools = field(default_factory=list)  # OpenAI's definitions, checked
-    tool_choice: str = "auto"  # "none", "auto", "required", or the name of the one to be called
+    tools: Tools = field(default_factory=list)  # OpenAI's definitions
+    #: In any of OpenAI's forms, or in a word: "none", "auto", "required", or a tool's name.
+    tool_choice: Any = None
     parallel: bool = True  # it may call several at once
     template: dict[str, Any] = field(default_factory=dict)  # more for the chat template
     continues: bool = False  # the last message is the beginning of the answer
@@ -117,7 +124,7 @@ class Turn:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._dialect = dialect = Dialect() if info is None else info.dialect
-        self._calls_tools = _check_tools(ask, self.model, dialect)
+        self._choice = _choose(ask, self.model, dialect)
         thinking = begins_thinking(dialect, ask.template, ask.continues)
         self._news = asyncio.Event()
         self._calls = list(self._make_calls(thinking))
@@ -129,7 +136,7 @@ class Turn:
     def _parser(self, thinking: bool) -> Parser | None:
         """None where all is text."""
         thinks = self.ask.reasoning and self.ask.messages is not None
-        tools = self.ask.tools if self._calls_tools else []
+        tools = self._choice.tools
         if not tools and not (thinks and (self._dialect.think_end or self._dialect.tools)):
             return None
         return parser(self._dialect, tools=tools, reasoning=thinks, thinking=thinking)
@@ -137,8 +144,8 @@ class Turn:
     def _make_calls(self, thinking: bool) -> Iterator[Call]:
         ask = self.ask
         more: dict[str, Any] = {}
-        if ask.tools and ask.tool_choice != "none":
-            more["tools"] = ask.tools
+        if self._choice.tools:
+            more["tools"] = list(self._choice.tools)
         if ask.template:
             more["template"] = ask.template
         if ask.continues:
@@ -155,7 +162,14 @@ class Turn:
                 yield call
 
     def _grammar(self, thinking: bool) -> Grammar | None:
-        return self.ask.params.grammar
+        """What the whole of the model's text has to be: calls, an answer, thoughts before them."""
+        ask, grammar = self.ask, self.ask.params.grammar
+        calls = tool_grammar(self._dialect, self._choice, parallel=ask.parallel, begun=thinking)
+        if calls is not None:
+            return calls
+        if grammar is not None and ask.messages is not None:
+            return after_thoughts(self._dialect, grammar, thinking)
+        return grammar
 
     def _open(self, router: Router) -> None:
         for call in self._calls:
@@ -239,27 +253,26 @@ class Turn:
     def _finish(self, index: int, finish: str) -> Finish:
         if finish == "length":
             return "length"
-        named = self.ask.tool_choice not in ("none", "auto", "required")
         # as OpenAI has it: a call that was ordered by name just stops
-        return "tool_calls" if self._called[index] and not named else "stop"
+        return "tool_calls" if self._called[index] and not self._choice.once else "stop"
 
 
-def _check_tools(ask: Ask, model: str, dialect: Dialect) -> bool:
-    """Whether calls are to be looked for; raises RequestError for tools that cannot be used."""
-    if not ask.tools or ask.tool_choice == "none":
-        return False
-    if not dialect.tools:
+def _choose(ask: Ask, model: str, dialect: Dialect) -> ToolChoice:
+    """Which tools may be called; raises RequestError for those that cannot be."""
+    tools, asked = check_tools(ask.tools), ask.tool_choice
+    choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)
+    if choice.tools and not dialect.tools:
         raise Unsupported(
             f"tools: nothing is known of how the model {model!r} calls tools; its operator can say"
             " so with `tool_parser`",
             param="tools",
         )
-    if ask.params.grammar is not None and ask.tool_choice != "auto":
+    if choice.mode == "required" and ask.params.grammar is not None:
         raise RequestError(
             "response_format: a call of a tool is asked for already; leave out one of the two",
             param="response_format",
         )
-    return True
+    return choice
 
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:

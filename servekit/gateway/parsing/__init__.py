@@ -9,7 +9,7 @@ No character is lost: what is neither a call nor a thought, nor the markers arou
 """
 
 from servekit.gateway.parsing.choice import tool_grammar
-from servekit.gateway.parsing.definitions import Choice, Tool, check_tools, choose
+from servekit.gateway.parsing.definitions import Choice, Tool, check_tools, choice_by_word, choose
 from servekit.gateway.parsing.events import (
     CallArguments,
     CallBegins,
@@ -34,6 +34,7 @@ __all__ = [
     "after_thoughts",
     "begins_thinking",
     "check_tools",
+    "choice_by_word",
     "choose",
     "parser",
     "tool_grammar",

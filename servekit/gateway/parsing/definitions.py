@@ -91,6 +91,13 @@ def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
     raise _no_choice()
 
 
+def choice_by_word(tools: Sequence[Tool], word: str) -> Choice:
+    """As `choose`, of one word: "none", "auto", "required", or the name of the one to be called."""
+    if word in ("none", "auto", "required"):
+        return _by_mode(word, tuple(tools), "tool_choice")
+    return Choice("required", (_find(tools, {"name": word}, "tool_choice"),), True)
+
+
 def _by_mode(mode: str, tools: tuple[Tool, ...], param: str) -> Choice:
     if mode == "none":
         return Choice("none", ())

@@ -143,7 +143,8 @@ def test_parameters_become_our_own() -> None:
     )
     function = {"name": "look", "description": "d", "parameters": {"type": "object"}}
     assert asked.tools == [{"type": "function", "function": {**function, "strict": True}}]
-    assert (asked.tool_choice, asked.parallel) == ("look", False)
+    assert asked.tool_choice == {"type": "function", "name": "look"}
+    assert not asked.parallel
     assert asked.template["enable_thinking"] is False
     assert asked.params.grammar == Grammar("json_schema", '{"type":"null"}')
     assert (asked.params.temperature, asked.params.logprobs) == (0.5, 0)

@@ -21,7 +21,6 @@ from servekit.gateway.asking import (
     continues,
     sampling,
     template_arguments,
-    tool_choice,
 )
 from servekit.gateway.schema import _NOTHING, ChatRequest, CompletionRequest, decode
 from servekit.wire.messages import ChatMessage, SamplingParams
@@ -40,7 +39,6 @@ def take_chat(request: ChatRequest) -> None:
     """All that is read from a body."""
     chat_messages(request.messages)
     chat_sampling(request)
-    tool_choice(request)
     continues(request)
     template_arguments(request)
 
