@@ -101,9 +101,11 @@ class Ward:
     async def _try(self, suspect: Held) -> None:
         """A suspect's turn, until nothing more has to be held for it."""
         await self._until(lambda: self._runner.settled or suspect.job_id not in self._line)
+        if suspect.job_id not in self._line:
+            return  # it was cancelled
         heard = await _heard(suspect.peer) and await self._tell(suspect)
         if self._line.pop(suspect.job_id, None) is None:
-            return  # it was cancelled
+            return  # it was cancelled now
         if heard:
             self._runner.start(*suspect)
             await self._until(lambda: self._runner.cleared(suspect))

@@ -155,6 +155,34 @@ async def test_what_is_sent_in_one_turn_leaves_in_one_write() -> None:
     peer.close()
 
 
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_drained_is_when_the_kernel_has_all_of_it(
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def draining() -> None:
+        end, peer = await raw()
+        end.connection.send(Cancel(1))
+        assert await end.connection.drained(), "it fits in"
+        peer.recv(65536)
+        end.connection.send(Generate(1, SamplingParams(), prompt="x" * 1_000_000))
+        waits = [asyncio.ensure_future(end.connection.drained()) for _ in range(2)]
+        assert not (await asyncio.wait(waits, timeout=0.05))[0], "it does not, and nobody reads"
+        waits.pop().cancel()  # as a deadline does
+        size = 0
+        while size < 1_000_000:
+            size += len(await asyncio.get_running_loop().sock_recv(peer, 65536))
+        assert await asyncio.wait_for(waits[0], DEADLINE_S)
+        end.connection.send(Generate(2, SamplingParams(), prompt="x" * 1_000_000))
+        wait = asyncio.ensure_future(end.connection.drained())
+        await asyncio.sleep(0)
+        peer.close()
+        assert not await asyncio.wait_for(wait, DEADLINE_S)
+        assert not await end.connection.drained()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(draining())
+
+
 async def test_a_listener_is_for_this_user_only(tmp_path: Path) -> None:
     server_end = End()
     server = await listen(tmp_path / "s.sock", lambda: server_end.connection)
