@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from servekit.errors import ServekitError
+from servekit.gateway.arguments import arguments_of
 from servekit.gateway.chat import new_id
 from servekit.gateway.http import Send, error_headers, send_json
 from servekit.gateway.parsing import CallArguments, CallBegins, Event, Reasoning, Text
@@ -96,7 +97,9 @@ class MessageForm(Form):
             content.append(_begun("thinking") | {"thinking": choice.reasoning})
         if choice.text.strip() or not choice.calls:
             content.append({"type": "text", "text": choice.text})
-        content += [_tool_use(call) | {"input": _input(call.arguments)} for call in choice.calls]
+        content += [
+            _tool_use(call) | {"input": arguments_of(call.arguments)} for call in choice.calls
+        ]
         end = self._end(turn, choice.finish, choice.stop, bool(choice.calls))
         return _encode(self._message(turn, content) | end)
 
@@ -170,18 +173,6 @@ def _begun(kind: str) -> dict[str, Any]:
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; where the model wrote no JSON object, its text as Anthropic advises.
-
-    Source: its documentation of fine-grained tool streaming, "handling invalid JSON".
-    """
-    try:
-        decoded = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        decoded = None
-    return decoded if isinstance(decoded, dict) else {"INVALID_JSON": arguments}
 
 
 def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:

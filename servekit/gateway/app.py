@@ -27,6 +27,7 @@ from servekit.gateway.http import (
     send_error,
     send_json,
 )
+from servekit.gateway.ollama import Ollama, add_reads
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
 from servekit.gateway.responses import Responses
@@ -44,7 +45,7 @@ class Application:
         for more in (Vectors, Responses):
             self.hot |= more(router, max_body_bytes).routes
         self.gate = Gate(router.access, openai.exchanges)
-        for dialect in (Anthropic(router, max_body_bytes),):
+        for dialect in (Anthropic(router, max_body_bytes), Ollama(router, max_body_bytes)):
             self.hot |= dialect.routes
             self.gate.envelopes |= dialect.envelopes
         self.exchanges = self.gate.exchanges
@@ -103,6 +104,7 @@ def build_rest(router: Router, *, ui: bool) -> FastAPI:
     )
     _add_health(app, router)
     _add_models(app, router)
+    add_reads(app, router)
     _add_errors(app)
     describe_hot_routes(app)
 
@@ -198,12 +200,12 @@ def _model(route: Route) -> dict[str, Any]:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """OpenAI's envelope for every error, the framework's own included."""
+    """OpenAI's envelope for every error, the framework's own too; below /api/ it is Ollama's."""
 
     @app.exception_handler(ServekitError)
-    async def ours(_: Request, error: ServekitError) -> Response:
+    async def ours(request: Request, error: ServekitError) -> Response:
         headers = {k.decode(): v.decode() for k, v in error_headers(error)}
-        return JSONResponse({"error": error_object(error)}, error.status, headers)
+        return JSONResponse(_in_envelope(request, error_object(error)), error.status, headers)
 
     @app.exception_handler(HTTPException)
     async def theirs(request: Request, error: HTTPException) -> Response:
@@ -221,7 +223,11 @@ def _add_errors(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if headers.get("Allow") == "GET":
             headers["Allow"] = "GET, HEAD"  # `Application` sees to it
-        return JSONResponse({"error": body}, error.status_code, headers)
+        return JSONResponse(_in_envelope(request, body), error.status_code, headers)
+
+
+def _in_envelope(request: Request, error: dict[str, Any]) -> dict[str, Any]:
+    return {"error": error["message"] if request.url.path.startswith("/api/") else error}
 
 
 class Guard:

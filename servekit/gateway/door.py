@@ -15,8 +15,8 @@ from servekit.wire.messages import Delta
 
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
-#: From a body and the client's key to what is asked, and how it is answered.
-ParseTurn = Callable[[bytes, str], tuple[Ask, Form]]
+#: From a body and the client's key to what is asked, and how it is answered; or to the answer.
+ParseTurn = Callable[[bytes, str], tuple[Ask, Form] | bytes]
 ParseCalls = Callable[[bytes, str], tuple[Asked, Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
 
@@ -35,14 +35,17 @@ class Door:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
-                ask, form = parse(body, api_key(scope))
-                turn = Turn(self._router, ask)
+                parsed = parse(body, api_key(scope))
+                turn = None if isinstance(parsed, bytes) else Turn(self._router, parsed[0])
             except ClientGone:
                 return
             except ServekitError as error:
                 await self._refuse(send, error)
                 return
-            await respond(turn, form, receive, send)
+            if isinstance(parsed, bytes):
+                await send_json(send, parsed)
+            elif turn is not None:
+                await respond(turn, parsed[1], receive, send)
 
         return endpoint
 

@@ -1,0 +1,191 @@
+"""Ollama's API: /api/chat, /api/generate, /api/embed and what clients ask about the models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from servekit import __version__
+from servekit.errors import Unsupported
+from servekit.gateway import ollama_models as models
+from servekit.gateway.door import Door, Endpoint, Refuse
+from servekit.gateway.ollama_asking import (
+    ChatRequest,
+    Common,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    NameRequest,
+    check_generate,
+    generate_messages,
+    messages,
+    sampling,
+    template,
+)
+from servekit.gateway.ollama_form import OllamaForm, TimedCall, refuse
+from servekit.gateway.respond import Form
+from servekit.gateway.route import Route
+from servekit.gateway.router import Router
+from servekit.gateway.schema import decode
+from servekit.gateway.turn import Ask
+from servekit.gateway.vectors import GROUP, Asked, numbers, shortened
+from servekit.wire.messages import Delta, SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+#: What Ollama's clients may do to models there; here they are the file's.
+_NOT_HERE = ("/api/push", "/api/create", "/api/copy")
+
+
+class Ollama:
+    """The endpoints, as ASGI routes by path, and how they refuse."""
+
+    def __init__(self, router: Router, max_body_bytes: int) -> None:
+        self._router = router
+        door = Door(router, max_body_bytes, refuse)
+        self.routes: dict[str, Endpoint] = {
+            "/api/chat": door.turn(self._chat),
+            "/api/generate": door.turn(self._generate),
+            "/api/embed": door.calls(self._embed),
+            "/api/embeddings": door.calls(self._embeddings),
+            "/api/show": door.plain(self._show),
+            "/api/pull": door.plain(self._pull),
+            **dict.fromkeys(_NOT_HERE, door.plain(_refuse_changes)),
+        }
+        reads = ("/api/tags", "/api/ps", "/api/version")
+        self.envelopes: dict[str, Refuse] = dict.fromkeys((*self.routes, *reads), refuse)
+
+    # ---- generating
+
+    def _chat(self, body: bytes, key: str) -> tuple[Ask, Form] | bytes:
+        request = decode(ChatRequest, body)
+        route, form = self._begin(request, chat=True)
+        if not request.messages:
+            route.check_available()
+            return form.loaded()
+        ask = self._ask(request, route, key)
+        ask.messages = messages(request.messages)
+        ask.tools = request.tools or []
+        return ask, form
+
+    def _generate(self, body: bytes, key: str) -> tuple[Ask, Form] | bytes:
+        request = decode(GenerateRequest, body)
+        check_generate(request)
+        route, form = self._begin(request, chat=False)
+        if not request.prompt:
+            route.check_available()
+            return form.loaded()
+        ask = self._ask(request, route, key)
+        info = route.status.info
+        if request.raw or (info is not None and not info.chat and not request.system):
+            ask.prompts = [request.prompt]
+        else:
+            ask.messages = generate_messages(request)
+        return ask, form
+
+    def _begin(self, request: Common, *, chat: bool) -> tuple[Route, OllamaForm]:
+        route = models.find(self._router, request.model)
+        form = OllamaForm(
+            request.model or route.status.name,
+            chat=chat,
+            thoughts=request.think is not False,
+            logprobs=bool(request.logprobs),
+        )
+        return route, form
+
+    def _ask(self, request: Common, route: Route, key: str) -> Ask:
+        status = route.status
+        return Ask(
+            model=status.name,
+            params=sampling(request),
+            template=template(request.think, status.name, status.info),
+            calling=TimedCall,
+            stream=request.stream is not False,
+            key=key,
+        )
+
+    # ---- embedding
+
+    def _embed(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+        request = decode(EmbedRequest, body)
+        inputs = [request.input] if isinstance(request.input, str) else request.input
+        name = models.find(self._router, request.model).status.name
+        calls = [
+            _embedding(name, key, inputs[at : at + GROUP]) for at in range(0, len(inputs), GROUP)
+        ]
+        began_s = time.monotonic()
+
+        def write(answers: list[Delta]) -> bytes:
+            vectors = [vector for answer in answers for vector in answer.vectors]
+            size = request.dimensions or 2**20
+            started_s = min((call.started_s for call in calls), default=began_s)
+            return _encode(
+                {
+                    "model": request.model or name,
+                    "embeddings": [numbers(shortened(vector, size)) for vector in vectors],
+                    "total_duration": _ns_since(began_s),
+                    "load_duration": round((started_s - began_s) * 1e9),
+                    "prompt_eval_count": sum(answer.prompt_tokens for answer in answers),
+                }
+            )
+
+        return Asked(self._router, calls, None), write
+
+    def _embeddings(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+        request = decode(EmbeddingsRequest, body)
+        name = models.find(self._router, request.model).status.name
+        calls = [_embedding(name, key, [request.prompt])] if request.prompt else []
+
+        def write(answers: list[Delta]) -> bytes:
+            vectors = [vector for answer in answers for vector in answer.vectors]
+            return _encode({"embedding": numbers(vectors[0]) if vectors else []})
+
+        return Asked(self._router, calls, None), write
+
+    # ---- models
+
+    def _show(self, body: bytes) -> bytes:
+        return _encode(models.show(self._named(body)))
+
+    def _pull(self, body: bytes) -> bytes:
+        """Of what is served there is nothing to fetch."""
+        self._named(body)
+        return _encode({"status": "success"})
+
+    def _named(self, body: bytes) -> Route:
+        request = decode(NameRequest, body)
+        route = models.find(self._router, request.model or request.name)
+        self._router.access.require_model(route.status.name)
+        return route
+
+
+def _refuse_changes(body: bytes) -> bytes:
+    raise Unsupported("the models are those of servekit's configuration file; change that")
+
+
+def _embedding(model: str, key: str, inputs: list[str]) -> TimedCall:
+    more = {"task": "embed", "inputs": inputs}
+    return TimedCall(model, SamplingParams(), stream=False, key=key, more=more)
+
+
+def _ns_since(began_s: float) -> int:
+    return round((time.monotonic() - began_s) * 1e9)
+
+
+def add_reads(app: FastAPI, router: Router) -> None:
+    """What clients ask by GET."""
+
+    @app.get("/api/tags", tags=["Ollama"], summary="The models served")
+    async def tags() -> dict[str, Any]:
+        return models.tags(router)
+
+    @app.get("/api/ps", tags=["Ollama"], summary="The models that can serve now")
+    async def ps() -> dict[str, Any]:
+        return models.running(router)
+
+    @app.get("/api/version", tags=["Ollama"], summary="The version of Ollama's API spoken here")
+    async def version() -> dict[str, str]:
+        return {"version": models.API_VERSION, "servekit": __version__}

@@ -1,0 +1,139 @@
+"""What Ollama's clients are told of the models: /api/tags, /api/ps, /api/show."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from servekit.errors import ModelNotFound
+from servekit.gateway.ollama_form import timestamp
+from servekit.gateway.route import Route
+from servekit.gateway.router import Router
+from servekit.wire.messages import ModelInfo
+
+#: The version of Ollama's API that is spoken here: clients ask for a certain one at least.
+API_VERSION = "0.12.6"
+
+LATEST = ":latest"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+#: They stay loaded.
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+def find(router: Router, name: str) -> Route:
+    """The route of a model as Ollama's clients name it, with a tag or without.
+
+    Raises ModelNotFound.
+    """
+    try:
+        return router.find(name)
+    except ModelNotFound:
+        if not name.endswith(LATEST):
+            raise
+    return router.find(name.removesuffix(LATEST))
+
+
+def tags(router: Router) -> dict[str, Any]:
+    """/api/tags: all models."""
+    return {"models": [_entry(route) for route in _allowed(router)]}
+
+
+def running(router: Router) -> dict[str, Any]:
+    """/api/ps: those that can serve now."""
+    return {"models": [_running(route) for route in _allowed(router) if route.ready]}
+
+
+def _allowed(router: Router) -> list[Route]:
+    return [route for name, route in router.routes.items() if router.access.may_use(name)]
+
+
+def _entry(route: Route) -> dict[str, Any]:
+    status = route.status
+    name = status.name if ":" in status.name else status.name + LATEST
+    identity = f"{status.name}\n{status.engine}\n{status.path}"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": timestamp(status.created),
+        "size": _size_bytes(status.info),
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),  # of the entry, not the weights
+        "details": details(route),
+    }
+
+
+def _running(route: Route) -> dict[str, Any]:
+    gpu_bytes = sum(replica.gpu_bytes for replica in route.status.replicas)
+    info = route.status.info
+    more = {
+        "expires_at": _NEVER,
+        "size_vram": gpu_bytes,
+        "context_length": info.max_context if info else 0,
+    }
+    return _entry(route) | more
+
+
+def _size_bytes(info: ModelInfo | None) -> int:
+    return 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
+
+
+def details(route: Route) -> dict[str, Any]:
+    """A model in a few words; empty ones while it loads for the first time."""
+    status = route.status
+    info = status.info
+    family = info.architecture.lower() if info else ""
+    return {
+        "parent_model": "",
+        "format": "gguf" if status.path.endswith(".gguf") else "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _count(info.parameters) if info and info.parameters else "",
+        "quantization_level": _LEVELS.get(info.dtype, info.dtype) if info else "",
+    }
+
+
+def _count(parameters: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.1f}{letter}"
+    return str(parameters)
+
+
+def show(route: Route) -> dict[str, Any]:
+    """/api/show: one model."""
+    status = route.status
+    return {
+        "modelfile": f"# {status.engine}: {status.path}\n",
+        "parameters": "",
+        "template": "",
+        "modified_at": timestamp(status.created),
+        "details": details(route),
+        "model_info": _info(status.info),
+        "capabilities": _capabilities(status.info),
+    }
+
+
+def _info(info: ModelInfo | None) -> dict[str, Any]:
+    if info is None:
+        return {}
+    family = info.architecture.lower()
+    known = {
+        "general.architecture": family,
+        "general.parameter_count": info.parameters,
+        f"{family}.context_length": info.max_context,
+    }
+    if info.embedding_size:
+        known[f"{family}.embedding_length"] = info.embedding_size
+    return known
+
+
+def _capabilities(info: ModelInfo | None) -> list[str]:
+    if info is None:
+        return []
+    has = {
+        "completion": "generate" in info.serves,
+        "tools": "tools" in info.serves and bool(info.dialect.tools),
+        "thinking": bool(info.dialect.think_end) or info.dialect.tools == "harmony",
+        "embedding": "embed" in info.serves,
+    }
+    return [name for name, able in has.items() if able]
