@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from servekit.gateway.parsing.events import Event, Reasoning, Text
@@ -167,19 +168,19 @@ class Tape:
         """
         while True:
             here, stop = self.at, len(self.text)
-            found = [(i, m) for m in markers if (i := self.text.find(m, here)) >= 0]
-            if found:
-                stop, marker = min(found)
-            elif not self.ended:
+            found = ""
+            for marker in markers:
+                at = self.text.find(marker, here, stop + len(marker))
+                if here <= at < stop:
+                    stop, found = at, marker
+            if not found and not self.ended:
                 stop -= begun(self.text, here, markers)
             if strip and (found or not self.ended):
                 stop = max(here, stop - _space_before(self.text, here, stop))
             tell(self.text[here:stop])
             self.at = stop
-            if found:
-                return marker
-            if self.ended:
-                return ""
+            if found or self.ended:
+                return found
             yield
 
     def until(self, *markers: str) -> Script[tuple[str, str]]:
@@ -217,11 +218,18 @@ class Tape:
 
 def begun(text: str, start: int, markers: Sequence[str]) -> int:
     """Length of the longest end of `text[start:]` that begins, and does not complete, a marker."""
-    for size in range(min(max(map(len, markers)) - 1, len(text) - start), 0, -1):
-        end = text[-size:]
-        if any(marker.startswith(end) for marker in markers):
+    beginnings, longest = _beginnings(tuple(markers))
+    for size in range(min(longest, len(text) - start), 0, -1):
+        if text[-size:] in beginnings:
             return size
     return 0
+
+
+@lru_cache(maxsize=256)
+def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """All that begins a marker, and the length of the longest."""
+    found = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
+    return found, max(map(len, found), default=0)
 
 
 def _space_before(text: str, start: int, stop: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from hypothesis import strategies as st
 
 from servekit.gateway.parsing import (
@@ -48,6 +49,7 @@ def joined(events: Sequence[Event]) -> Said:
     said: list[list[str]] = []
     kinds: list[object] = []
     for event in events:
+        msgspec.json.encode(event)  # it is going to be
         if isinstance(event, CallBegins):
             assert event.index == sum(isinstance(kind, int) for kind in kinds)
             said.append([event.name, ""])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.errors import RequestError
-from servekit.gateway.parsing.definitions import check_tools, choose
+from servekit.gateway.parsing.definitions import check_tools, choice_by_word, choose
 
 
 def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
@@ -119,3 +119,11 @@ def test_what_is_wrong_with_a_choice_is_named(choice: Any, param: str) -> None:
 def test_nothing_can_be_required_without_tools() -> None:
     with pytest.raises(RequestError, match="no tools"):
         choose([], "required")
+
+
+def test_a_choice_may_be_one_word() -> None:
+    assert choice_by_word(TOOLS, "required") == choose(TOOLS, "required")
+    assert choice_by_word(TOOLS, "none") == choose(TOOLS, "none")
+    assert choice_by_word(TOOLS, "g") == choose(TOOLS, {"type": "function", "name": "g"})
+    with pytest.raises(RequestError, match="'h'"):
+        choice_by_word(TOOLS, "h")

@@ -76,6 +76,8 @@ CALLS: list[tuple[str, str, Said]] = [
     ("function", '<function=f>{"a": 1}</function>\n', [("f", '{"a": 1}')]),
     ("pythonic", '[f(a=1.50, b="x, )]", c=[1, {"d": None}]), g()]', [
         ("f", '{"a": 1.50, "b": "x, )]", "c": [1, {"d": null}]}'), ("g", "{}")]),
+    ("pythonic", "[f(a='\\ud800', b=\"\\d\", c=\"\\ud83d\\ude00\")]", [
+        ("f", '{"a": "\\ud800", "b": "\\\\d", "c": "\\ud83d\\ude00"}')]),
     ("pythonic", "<|python_start|>[f(a='it\\'s', b=True)]<|python_end|>",
         [("f", '{"a": "it\'s", "b": true}')]),
     ("pythonic", "Hm. <|tool_call_start|>[f(a=-1)]<|tool_call_end|>Done.",
@@ -91,6 +93,9 @@ CALLS: list[tuple[str, str, Said]] = [
 NO_CALLS: list[tuple[str, str]] = [
     ("llama3_json", '{"name": "Bob", "age": 3}'),
     ("llama3_json", '{"answer": [1, 2]}\n'),
+    ("llama3_json", '{"name": "\\ud800", "parameters": {}}'),
+    ("llama3_json", '{"name": "f", "parameters": "{\\"a\\": \\"\\\\q"}'),
+    ("llama3_json", '{"name": "f", "parameters": "\\ud800{}"}'),
     ("llama3_json", "<|python_tag|>print(1)"),
     ("llama3_json", 'So: {"name": "f", "parameters": {}}'),
     ("mistral", "[TOOL_CALLS] what?"),
