@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -86,8 +87,11 @@ class ChatTemplate:
         self._check(messages, template or {}, continues)
         if continues and not messages[-1].content:
             messages, continues = messages[:-1], False
+        dicts, template = self._as_dicts(messages), template or {}
         try:
-            return self._apply(self._as_dicts(messages), tools, template or {}, continues)
+            with suppress(Exception):
+                return self._apply(dicts, tools, template, continues)
+            return self._apply(dicts, [_filled_in(tool) for tool in tools], template, continues)
         except Exception as error:  # the template is the model's code, and may raise anything
             raise RequestError(
                 f"The model's chat template refuses these messages: {_words(error)}",
@@ -185,6 +189,13 @@ class ChatTemplate:
             if SENTINEL in turn and '\\"' not in turn:  # not quoted twice
                 return form
         return _Form()
+
+
+def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A definition with what OpenAI leaves optional, and some templates rely on."""
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    stated = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**tool, "function": empty | stated}
 
 
 def _as_object(arguments: str) -> Any:

@@ -126,3 +126,9 @@ def test_a_refusal_names_what_the_template_refuses_and_repeats_no_conversation()
         template(drops).render([ChatMessage("user", "s"), ChatMessage("assistant", "secret")],
                                continues=True)  # fmt: skip
     assert "secret" not in str(caught.value)
+
+
+def test_templates_that_rely_on_what_is_optional_get_it() -> None:
+    bare = {"type": "function", "function": {"name": "f", "description": None}}
+    assert "type f = () => any" in real("openai-gpt-oss-120b").render(TURNS[:1], [bare])
+    assert '{"name": "f"' in real("Qwen-Qwen2.5-7B-Instruct").render(TURNS[:1], [bare])

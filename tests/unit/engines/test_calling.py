@@ -1,0 +1,105 @@
+"""A model without a clue, made to call tools: dialect, grammar, decoder and parser together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from servekit.gateway.parsing import after_thoughts, choose, parser, tool_grammar
+from servekit.wire.messages import ChatMessage, Grammar
+from tests.unit.engines.harness import Harness, byte_level_tokenizer, make_spec
+from tests.unit.gateway.parsing.reading import Said, feed, joined
+
+TEMPLATES = Path(__file__).parent / "templates"
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "pick",
+            "parameters": {
+                "type": "object",
+                "properties": {"n": {"enum": [1, 2, 3]}, "sure": {"type": "boolean"}},
+                "required": ["n", "sure"],
+            },
+        },
+    }
+]
+USER = [ChatMessage("user", "Pick one.")]
+#: Template, its markers that are special tokens, and those that are mere additions.
+MODELS = [
+    ("Qwen-Qwen3-0.6B", [], ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+    ("mistralai-Ministral-3-14B-Reasoning-2512", ["[TOOL_CALLS]", "[ARGS]", "[THINK]",
+                                                  "[/THINK]"], []),
+    ("GLM-4.7-Flash", ["<tool_call>", "</tool_call>", "<think>", "</think>"], ["<arg_key>"]),
+    ("Qwen3-Coder", [], []),
+    ("openai-gpt-oss-120b", ["<|channel|>", "<|message|>", "<|start|>", "<|end|>",
+                             "<|constrain|>"], []),
+]  # fmt: skip
+
+
+def write_model(folder: Path, template: str, special: list[str], added: list[str]) -> Path:
+    tokenizer: Any = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(added)
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: str(model[0]))
+def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Harness]:
+    folder = write_model(tmp_path_factory.mktemp("model"), *request.param)
+    harness = Harness(make_spec(folder, max_context=8192))
+    yield harness
+    harness.close()
+
+
+def answer(model: Harness, grammar: Grammar | None, seed: int, thinking: bool) -> Said:
+    codec, dialect = model.engine.codec, model.info.dialect
+    prompt = codec.render_chat(USER, TOOLS)
+    job = model.submit(prompt, grammar=grammar, max_tokens=400, temperature=1.0, seed=seed)
+    decoder = codec.decoder([text for text, _ in dialect.tokens])
+    pieces = [decoder.push([token]) for token in model.tokens(job)]
+    text = "".join(pieces) + decoder.flush()
+    assert model.finish(job) == "stop", text
+    read = parser(dialect, tools=TOOLS, reasoning=True, thinking=thinking)
+    return joined(feed(read, text, [1]))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_model_is_made_to_call(model: Harness, seed: int) -> None:
+    assert "tools" in model.info.serves
+    grammar = tool_grammar(model.info.dialect, choose(TOOLS, "required"), parallel=False)
+    said = answer(model, grammar, seed, thinking=False)
+    (call,) = [one for one in said if one[0] != "thought"]
+    assert call[0] == "pick"
+    given = json.loads(call[1])
+    assert given["n"] in (1, 2, 3) and isinstance(given["sure"], bool) and len(given) == 2
+
+
+def test_an_answer_keeps_to_its_format(model: Harness) -> None:
+    inner = Grammar("json_schema", '{"enum": [[1], {"a": 2}]}')
+    grammar = after_thoughts(model.info.dialect, inner, begun=False)
+    said = answer(model, grammar, 5, thinking=False)
+    (words,) = [words for kind, words in said if kind == "text"]
+    assert json.loads(words) in ([1], {"a": 2})
