@@ -3,6 +3,9 @@
 #     docker build -t servekit .            [--build-arg PIP_EXTRA_INDEX_URL=...]
 #     docker run --init --gpus all -p 8000:8000 -v ./my.yaml:/config.yaml:ro -v models:/cache servekit
 #
+# The file needs `keys` (docker run --rm servekit servekit key new), or else `-e SERVEKIT_INSECURE=1`
+# says that whoever reaches the published port may use it. With `server.tls`, give a --health-cmd.
+#
 # Keep `port: 8000` in the file; the host is 0.0.0.0 here whatever the file says, because a
 # container's loopback is reached by nobody.
 

@@ -220,6 +220,7 @@ async def serving(
     server.lifespan = config.lifespan_class(config)
     # we say ourselves what we do, and nobody shall fill the log with what is no HTTP
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells of each request to the page
     await server.startup(sockets=[sock])
     sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())

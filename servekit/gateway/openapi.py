@@ -22,6 +22,11 @@ _EXAMPLES: dict[type, dict[str, Any]] = {
         "max_tokens": 16,
     },
 }
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -40,9 +45,11 @@ _ERROR = {
 }
 _ERRORS = {
     "400": "The request is wrong; the message says how",
+    "401": "An API key is needed, or this one is not known; only where the file has keys",
+    "403": "The key does not allow it",
     "404": "No such model",
     "413": "The body is over the limit",
-    "429": "Too many requests wait; see Retry-After",
+    "429": "Too many requests wait, or the key's limits are reached; see Retry-After",
     "500": "The engine failed, or the request is quarantined: workers died of it",
     "503": "The model cannot serve now",
     "504": "Not done within the timeout",
@@ -68,6 +75,8 @@ def _extend(document: dict[str, Any]) -> None:
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas |= components | {"Error": _ERROR}
+    document["components"]["securitySchemes"] = _KEYS
+    document["security"] = [{}, *({name: []} for name in _KEYS)]  # none, where there are no keys
     document["paths"] |= {
         "/v1/chat/completions": {"post": _operation(ChatRequest, "A chat completion")},
         "/v1/completions": {"post": _operation(CompletionRequest, "A completion")},
