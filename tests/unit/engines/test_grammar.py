@@ -12,10 +12,12 @@ import jsonschema
 import numpy as np
 import pytest
 
+from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.grammar import MAX_BYTES, Grammars, mask_words
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage, Grammar
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive, byte_level_tokenizer
+from tests.unit.engines.test_transformers_loop import TOKEN_BYTES
 
 Make = Callable[..., Harness]
 
@@ -113,6 +115,18 @@ def test_continuing_at_every_token_gives_the_undisturbed_text(
         assert [one.logprob for one in rest] == pytest.approx(
             [one.logprob for one in noted[cut:]], abs=1e-4
         )
+
+
+def test_what_a_grammar_has_ended_leaves_no_blocks_behind(harness: Make) -> None:
+    """The library does not know of that end: it is told of a cancellation. Here it has 18 blocks."""
+    one = harness(options={"kv_cache_bytes": 288 * TOKEN_BYTES, "block_size": 16})
+    jobs = [one.submit(PROMPTS[n % 5], grammar=DIGITS, max_tokens=40) for n in range(60)]
+    assert all(len(one.text(job)) == 3 for job in jobs)
+    one.until_idle()
+    runner = one.engine._runner
+    assert isinstance(runner, ContinuousRunner)
+    assert not runner._processor.scheduler.active_requests
+    assert len(one.generate([5] * 200, max_tokens=40, ignore_eos=True)) == 40
 
 
 def test_tokens_that_break_the_grammar_cannot_be_gone_on_from(tiny: Harness) -> None:

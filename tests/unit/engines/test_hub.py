@@ -154,6 +154,23 @@ def test_code_comes_along_only_for_those_who_trust_it(
             assert (folder / "modeling_tiny.py").is_file() == trust
 
 
+def test_what_follows_an_embedding_models_transformer_comes_along(
+    files: dict[str, bytes], run: Resolve
+) -> None:
+    modules = {
+        "modules.json": b"[]",
+        "sentence_bert_config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": files["model.safetensors"],
+    }
+    others = {"onnx/model.onnx": b"x", "2_Dense/pytorch_model.bin": b"x"}
+    with hub_server({OLD: files | modules | others}, {"main": OLD}) as (url, _):
+        folder = Path(run("test/tiny", url)[0]["path"])
+    assert all((folder / name).is_file() for name in modules)
+    assert not any((folder / name).exists() for name in others)
+
+
 def test_a_gguf_file_of_the_hub_is_converted(files: dict[str, bytes], run: Resolve) -> None:
     with hub_server({OLD: files}, {"main": OLD}) as (url, asked):
         found, _ = run("test/tiny/tiny.gguf", url)
