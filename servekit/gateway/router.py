@@ -239,8 +239,8 @@ class Router:
         route = self.routes.get(lost.model)
         if route is None:
             return
-        if not lost.wanted and not lost.calls:
-            route.replicas.pop(lost.socket, None)
+        if not lost.wanted and not lost.calls and route.replicas.get(lost.socket) is lost:
+            del route.replicas[lost.socket]
         route.dispatch_all()
         if route.hopeless:
             self._fail_waiting(route)
