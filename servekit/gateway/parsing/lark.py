@@ -15,6 +15,8 @@ from servekit.wire.messages import Dialect, Grammar
 
 #: White space between the parts of JSON: enough to indent it, too little to go on with for ever.
 _JSON_SPACE = r"[ \n\r\t]{0,40}"
+#: The same in arguments, which models write in one line, or indented a little.
+_ARGUMENTS_SPACE = r"[ \n]{0,8}"
 _SPACE = r"/[ \n\r\t]{1,8}/"
 #: A rule that is named `start`, and its options.
 _START = re.compile(r"^start(?=\s*(?:\[[^\]\n]*\])?\s*:)", re.MULTILINE)
@@ -54,11 +56,11 @@ class Lark:
             return f"{self.rule('/(?s:.*)/')} {self._part(marker)}"
         return self.rule(f"/(?s:.*){_literal(marker)}/", "[lazy]")
 
-    def json(self, schema: Any) -> str:
-        """A value that fits a JSON schema."""
+    def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
+        """A value that fits a JSON schema, with so much white space between its parts."""
         schema = {} if schema is True else schema
         if isinstance(schema, dict):
-            schema = schema | {"x-guidance": {"whitespace_pattern": _JSON_SPACE}}
+            schema = schema | {"x-guidance": {"whitespace_pattern": space}}
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def space(self) -> str:
@@ -103,7 +105,7 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
         return grammar
     match grammar.kind:
         case "json_schema":
-            return lark.grammar(f"{before} {lark.json(json.loads(grammar.text))}")
+            return lark.grammar(f"{before} {lark.json(json.loads(grammar.text), _JSON_SPACE)}")
         case "regex":
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", r"\n")
             return lark.grammar(f"{before} {lark.rule(f'/{pattern}/')}")

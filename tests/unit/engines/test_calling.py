@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from servekit.gateway.parsing import after_thoughts, choose, parser, tool_grammar
 from servekit.wire.messages import ChatMessage, Grammar
-from tests.unit.engines.harness import Harness, byte_level_tokenizer, make_spec
+from tests.unit.engines.harness import Harness, make_spec
+from tests.unit.engines.speaking import write_model
 from tests.unit.gateway.parsing.reading import Said, feed, joined
 
-TEMPLATES = Path(__file__).parent / "templates"
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -41,29 +38,6 @@ MODELS = [
     ("openai-gpt-oss-120b", ["<|channel|>", "<|message|>", "<|start|>", "<|end|>",
                              "<|constrain|>"], []),
 ]  # fmt: skip
-
-
-def write_model(folder: Path, template: str, special: list[str], added: list[str]) -> Path:
-    tokenizer: Any = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens(added)
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: str(model[0]))
