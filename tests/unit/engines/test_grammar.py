@@ -118,7 +118,7 @@ def test_continuing_at_every_token_gives_the_undisturbed_text(
 
 
 def test_what_a_grammar_has_ended_leaves_no_blocks_behind(harness: Make) -> None:
-    """The library does not know of that end: it is told of a cancellation. Here it has 18 blocks."""
+    """The library does not know of that end: it is told of a cancellation. Here are 18 blocks."""
     one = harness(options={"kv_cache_bytes": 288 * TOKEN_BYTES, "block_size": 16})
     jobs = [one.submit(PROMPTS[n % 5], grammar=DIGITS, max_tokens=40) for n in range(60)]
     assert all(len(one.text(job)) == 3 for job in jobs)
