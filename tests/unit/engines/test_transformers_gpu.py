@@ -11,6 +11,8 @@ import torch
 
 from servekit.engines.continuous import ContinuousRunner
 from tests.unit.engines.harness import PROMPTS, Harness, reference
+from tests.unit.engines.test_embedding import TEXTS, bert, qwen3, submit, vectors
+from tests.unit.engines.test_grammar import DIGITS, JSON
 
 Make = Callable[..., Harness]
 pytestmark = [
@@ -40,6 +42,39 @@ def test_a_seed_draws_the_same_as_on_the_cpu(harness: Make, tiny: Harness) -> No
     for seed in range(5):
         params: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "seed": seed, "max_tokens": 12}
         assert one.generate(PROMPTS[0], **params) == tiny.generate(PROMPTS[0], **params)
+
+
+def test_grammars_biases_and_log_probabilities_are_as_on_the_cpu(
+    harness: Make, tiny: Harness
+) -> None:
+    one = harness(device="cuda", dtype="float32", options=OPTIONS)
+    asked: list[dict[str, Any]] = [
+        {"grammar": JSON, "max_tokens": 100, "logprobs": 3},
+        {"grammar": DIGITS, "temperature": 1.0, "seed": 3, "logprobs": 0},
+        {"logit_bias": ((77, 5.0), (60, -100.0)), "max_tokens": 12, "logprobs": 5},
+        {"max_tokens": 12},
+    ]
+    jobs = [one.submit(PROMPTS[0], **params) for params in asked]
+    for job, params in zip(jobs, asked, strict=True):
+        here = tiny.submit(PROMPTS[0], **params)
+        assert one.tokens(job) == tiny.tokens(here)
+        found, expected = one.logprobs(job), tiny.logprobs(here)
+        assert [each.token for each in found] == [each.token for each in expected]
+        assert [each.logprob for each in found] == pytest.approx(
+            [each.logprob for each in expected], abs=1e-2
+        )
+
+
+@pytest.mark.parametrize("make_model", [bert, qwen3])
+def test_embeddings_are_as_on_the_cpu(
+    harness: Make, tmp_path: Path, make_model: Callable[[Path], Path]
+) -> None:
+    folder = make_model(tmp_path)
+    on_gpu, on_cpu = harness(folder, device="cuda", dtype="float32"), harness(folder)
+    found = vectors(on_gpu, submit(on_gpu, TEXTS))
+    for vector, expected in zip(found, vectors(on_cpu, submit(on_cpu, TEXTS)), strict=True):
+        assert vector == pytest.approx(expected, abs=1e-3)
+    assert (on_gpu.info.device, on_gpu.info.embedding_size) == ("cuda:0", 32)
 
 
 def test_bfloat16_runs_and_stays_on_its_gpu(harness: Make) -> None:
