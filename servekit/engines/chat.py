@@ -64,7 +64,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         known = inspect.signature(tokenizer.apply_chat_template).parameters
-        self._taken = (_TAKEN | set(known) | set(tokenizer.special_tokens_map)) - _OPEN
+        self._taken = (
+            _TAKEN | set(known) | set(getattr(tokenizer, "special_tokens_map", ()))
+        ) - _OPEN
 
     @cached_property
     def source(self) -> str:
