@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from servekit.errors import RequestError
-from servekit.wire.values import RequestLimits
+from servekit.wire.values import Grammar, RequestLimits
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call
@@ -48,6 +50,31 @@ def check_schema(schema: Any, limits: RequestLimits, param: str) -> None:
         if depth > limits.schema_depth:
             raise _too_deep(param, limits.schema_depth, "schema_depth")
         level = [inner for outer in level for inner in _within(outer)]
+
+
+def check_grammar(grammar: Grammar, limits: RequestLimits, param: str = "response_format") -> None:
+    """Raise RequestError if a grammar is a JSON schema that nests deeper than allowed."""
+    if grammar.kind == "json_schema":
+        check_schema(msgspec.json.decode(grammar.text), limits, param)
+
+
+def check_free(
+    tools: list[dict[str, Any]],
+    template: dict[str, Any],
+    grammar: Grammar | None,
+    limits: RequestLimits,
+) -> None:
+    """Raise RequestError if what a conversation brings beside its messages nests too deep."""
+    if tools:
+        check_depth(tools, limits, "tools")
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict):
+            check_schema(function.get("parameters"), limits, "tools")
+    if template:
+        check_depth(template, limits, "chat_template_kwargs")
+    if grammar is not None:
+        check_grammar(grammar, limits)
 
 
 def _check(count: int, most: int, param: str, key: str) -> None:

@@ -23,6 +23,7 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.access import Access
+from servekit.gateway.bounds import check_grammar
 from servekit.gateway.call import Call
 from servekit.gateway.deadlines import Deadlines
 from servekit.gateway.fate import Fate
@@ -90,6 +91,8 @@ class Router:
         by the model's own.
         """
         route = self.find(call.model)
+        if call.params.grammar is not None:
+            check_grammar(call.params.grammar, self.access.rules.limits)
         if self.access.watchful:
             self.access.admit(call, route.status.name)
         self._admit(route, call)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.bounds import check_free
 from servekit.gateway.call import Call, Deltas
 from servekit.gateway.parsing import (
     CallArguments,
@@ -123,6 +124,7 @@ class Turn:
         self.ask = ask
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
         self._dialect = dialect = Dialect() if info is None else info.dialect
         self._choice = _choose(ask, self.model, dialect)
         thinking = begins_thinking(dialect, ask.template, ask.continues)

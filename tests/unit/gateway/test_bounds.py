@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from servekit.errors import RequestError
-from servekit.gateway.bounds import check_call, check_depth, check_images, check_schema
+from servekit.gateway.bounds import (
+    check_call,
+    check_depth,
+    check_free,
+    check_images,
+    check_schema,
+)
 from servekit.gateway.call import Call
 from servekit.wire.messages import AccessRules, ChatMessage, SamplingParams
-from servekit.wire.values import RequestLimits
+from servekit.wire.values import Grammar, RequestLimits
 from tests.unit.gateway.conftest import Service
 
 LIMITS = RequestLimits(messages=2, stop_strings=1, images=1, json_depth=8, schema_depth=3)
@@ -56,6 +63,33 @@ def test_schemas() -> None:
 def test_a_schema_that_is_wide_or_wrong_is_not_deep() -> None:
     wide = {"properties": {str(i): {"items": {}} for i in range(1000)}, "anyOf": 3, "items": [1]}
     check_schema(wide, LIMITS, "response_format")
+
+
+def test_tools_and_grammars() -> None:
+    def tool(parameters: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+    def grammar(text: Any) -> Grammar:
+        return Grammar("json_schema", msgspec.json.encode(text).decode())
+
+    roomy = RequestLimits(json_depth=32, schema_depth=3)
+    check_free([tool(schema(3)), tool(None), {"function": 3}], {}, grammar(True), roomy)
+    with pytest.raises(RequestError) as error:
+        check_free([tool(schema(4))], {}, None, roomy)
+    assert error.value.param == "tools"
+    with pytest.raises(RequestError) as error:
+        check_free([], {"x": nested(40)}, None, roomy)
+    assert error.value.param == "chat_template_kwargs"
+    with pytest.raises(RequestError) as error:
+        check_free([], {}, grammar(schema(4)), roomy)
+    assert error.value.param == "response_format"
+
+
+async def test_the_router_looks_at_grammars(service: Service) -> None:
+    await service.up()
+    deep = Grammar("json_schema", msgspec.json.encode(schema(20)).decode())
+    with pytest.raises(RequestError, match="limit of 16"):
+        service.router.open(Call("m", SamplingParams(grammar=deep), prompt="x"))
 
 
 def test_counts() -> None:
