@@ -276,10 +276,11 @@ def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
     from servekit.supervisor.ground import Ground
     from servekit.supervisor.supervisor import Supervisor
 
-    ground = Ground.take(run_dir, plan.config.server.host, plan.config.server.port)
+    server = plan.config.server
+    ground = Ground.take(run_dir, server.host, server.port, server.legacy_port)
     logs.configure("supervisor", level="warning" if quiet else "info")
 
-    words = Words(plan.config.server.ui, _down_command(ground.run_dir.path))
+    words = Words(server.ui, _down_command(ground.run_dir.path))
 
     async def live() -> int:
         with watch(words, quiet=quiet) as display:

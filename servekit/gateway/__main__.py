@@ -11,13 +11,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="servekit.gateway")
     parser.add_argument("--name", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, action="append", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--max-body-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--tls-certificate", type=Path)
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--no-ui", action="store_true")
     parser.add_argument("--ui-socket", type=Path)
+    parser.add_argument("--legacy", action="store_true")
     args = parser.parse_args()
     die_with(args.parent_pid)
 
@@ -32,10 +33,11 @@ if __name__ == "__main__":
     settings = Settings(
         name=args.name,
         control_fd=args.control_fd,
-        listen_fd=args.listen_fd,
+        listen_fds=tuple(args.listen_fd),
         max_body_bytes=args.max_body_bytes,
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
+        legacy=args.legacy,
         tls=(args.tls_certificate, args.tls_key) if args.tls_certificate else None,
     )
     sys.exit(run(settings))

@@ -27,6 +27,7 @@ from servekit.gateway.http import (
     send_error,
     send_json,
 )
+from servekit.gateway.legacy import Legacy
 from servekit.gateway.ollama import Ollama, add_reads
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
@@ -38,16 +39,19 @@ from servekit.gateway.vectors import Vectors
 class Application:
     """Dispatches by path; `ui` is set once Gradio has been imported, `ui_state` says till then."""
 
-    def __init__(self, router: Router, max_body_bytes: int, *, ui: bool) -> None:
+    def __init__(
+        self, router: Router, max_body_bytes: int, *, ui: bool, legacy: bool = False
+    ) -> None:
         self.router = router
         openai = OpenAI(router, max_body_bytes)
         self.hot = openai.routes
         for more in (Vectors, Responses):
             self.hot |= more(router, max_body_bytes).routes
         self.gate = Gate(router.access, openai.exchanges)
-        for dialect in (Anthropic(router, max_body_bytes), Ollama(router, max_body_bytes)):
-            self.hot |= dialect.routes
-            self.gate.envelopes |= dialect.envelopes
+        for dialect in (Anthropic, Ollama, *([Legacy] if legacy else ())):
+            made = dialect(router, max_body_bytes)
+            self.hot |= made.routes
+            self.gate.envelopes |= made.envelopes
         self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""

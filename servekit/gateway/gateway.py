@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,11 +42,12 @@ class Settings:
 
     name: str
     control_fd: int
-    listen_fd: int
+    listen_fds: tuple[int, ...]
     max_body_bytes: int
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
     tls: tuple[Path, Path] | None = None  # certificate and key
+    legacy: bool = False  # answer as HuixiangDou's LLM server does, too
 
 
 def run(settings: Settings) -> int:
@@ -68,7 +69,9 @@ class Gateway:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._router = Router(settings.name, lambda found: self._control.send(found))
-        self._app = Application(self._router, settings.max_body_bytes, ui=settings.ui)
+        self._app = Application(
+            self._router, settings.max_body_bytes, ui=settings.ui, legacy=settings.legacy
+        )
         self._tls = None if settings.tls is None else Tls(*settings.tls)
         self._told = asyncio.Event()
         self._stop: asyncio.Future[None] = self._loop.create_future()
@@ -79,10 +82,11 @@ class Gateway:
             self._loop.add_signal_handler(number, self._on_message, Stop())
         await adopt(socket.socket(fileno=self._settings.control_fd), lambda: self._control)
         await self._told.wait()  # or a gateway that was restarted would answer 404 at first
-        public = socket.socket(fileno=self._settings.listen_fd)
+        public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
-        async with serving(Guard(self._app, log), public, self._app.exchanges, limit, tls=tls):
+        app = Guard(self._app, log)
+        async with serving(app, public, self._app.exchanges, limit, tls=tls, also=others):
             keep_out_of_collections()
             self._control.send(Serving())
             tasks = [self._loop.create_task(self._report())]
@@ -195,8 +199,11 @@ async def serving(
     max_body_bytes: int = 0,
     limits: Limits = LIMITS,
     tls: ssl.SSLContext | None = None,
+    also: Sequence[socket.socket] = (),
 ) -> AsyncIterator[None]:
     """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
+
+    And on the sockets `also`.
 
     Signals stay the gateway's: uvicorn's own `serve` would take them over.
     """
@@ -221,7 +228,7 @@ async def serving(
     # we say ourselves what we do, and nobody shall fill the log with what is no HTTP
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells of each request to the page
-    await server.startup(sockets=[sock])
+    await server.startup(sockets=[sock, *also])
     sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
     try:
@@ -229,5 +236,5 @@ async def serving(
     finally:
         server.should_exit = True
         await ticking
-        await server.shutdown(sockets=[sock])
+        await server.shutdown(sockets=[sock, *also])
         sweep.end()

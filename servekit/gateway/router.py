@@ -83,6 +83,10 @@ class Router:
             )
         return route
 
+    def serves(self, model: str) -> bool:
+        """Whether this is the name or alias of a model."""
+        return model in self._names
+
     def open(self, call: Call, timeout_s: float | None = None) -> Call:
         """Queue a call and run it as soon as there is room.
 

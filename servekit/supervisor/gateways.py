@@ -26,14 +26,14 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 
 class Gateway(Life[FromGateway]):
-    """Runs one gateway on the shared listening socket."""
+    """Runs one gateway on the shared listening sockets."""
 
     incoming = FromGateway
 
     def __init__(
         self,
         index: int,
-        listen_fd: int,
+        listen_fds: tuple[int, ...],
         server: ServerConfig,
         host: Host,
         tell_others: Callable[[Spent], None],
@@ -41,7 +41,7 @@ class Gateway(Life[FromGateway]):
         super().__init__(f"gateway/{index}", host)
         self.traffic = Traffic(0, 0, {})
         self._tell_others = tell_others
-        self._listen_fd = listen_fd
+        self._listen_fds = listen_fds
         self._server = server
         self._topology = Topology(())
 
@@ -51,15 +51,16 @@ class Gateway(Life[FromGateway]):
             module="servekit.gateway",
             args=(
                 *("--name", self.name),
-                *("--listen-fd", str(self._listen_fd)),
+                *(arg for fd in self._listen_fds for arg in ("--listen-fd", str(fd))),
                 *("--max-body-bytes", str(self._server.max_body_bytes)),
                 *self._tls_args(),
                 *self._ui_args(),
+                *(("--legacy",) if self._server.legacy else ()),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
             # A model may be called "gateway"; its workers' files have a "~".
             log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
-            pass_fds=(self._listen_fd,),
+            pass_fds=self._listen_fds,
         )
 
     def _ui_args(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -19,20 +20,23 @@ class Ground:
     """What an instance stands on, taken before anything is started."""
 
     run_dir: RunDir
-    listener: socket.socket
+    #: The public one first, and then the one for older clients, if there is one.
+    listeners: tuple[socket.socket, ...]
 
     @classmethod
-    def take(cls, run_dir: Path, host: str, port: int) -> Ground:
-        """Bind the public socket and lock the run directory. Raises StartError.
+    def take(cls, run_dir: Path, host: str, port: int, legacy_port: int | None = None) -> Ground:
+        """Bind the sockets and lock the run directory. Raises StartError.
 
-        The socket first: where the port is busy no directory has been made in vain.
+        The sockets first: where a port is busy no directory has been made in vain.
         """
-        listener = listening.bind(host, port)
-        try:
-            return cls(RunDir.take(run_dir), listener)
-        except BaseException:
-            listener.close()
-            raise
+        with contextlib.ExitStack() as taken:
+            listeners = [taken.enter_context(listening.bind(host, port))]
+            if legacy_port is not None:
+                legacy = listening.bind(host, legacy_port, setting="server.legacy_port")
+                listeners.append(taken.enter_context(legacy))
+            ground = cls(RunDir.take(run_dir), tuple(listeners))
+            taken.pop_all()
+        return ground
 
 
 def raise_file_limit() -> None:

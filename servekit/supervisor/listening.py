@@ -15,8 +15,11 @@ _BACKLOG = 2048
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on `host`:`port`; port 0 takes a free one. Raises StartError."""
+def bind(host: str, port: int, *, setting: str = "--port") -> socket.socket:
+    """A listening socket on `host`:`port`; port 0 takes a free one.
+
+    Raises StartError, which names `setting` as the place to say another port.
+    """
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -25,7 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise StartError(_refusal(host, port, error)) from error
+        raise StartError(_refusal(host, port, error, setting)) from error
     sock.setblocking(False)
     return sock
 
@@ -59,12 +62,12 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
     return family, address
 
 
-def _refusal(host: str, port: int, error: OSError) -> str:
+def _refusal(host: str, port: int, error: OSError, setting: str) -> str:
     where = f"{host}:{port}"
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
         by = f" by {holder}" if holder else ""
-        return f"{where} is already in use{by}; choose another with --port (0 takes a free one)"
+        return f"{where} is already in use{by}; choose another with {setting} (0 takes a free one)"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"cannot listen on {where}: {host} is not an address of this machine"
     if error.errno == errno.EACCES:

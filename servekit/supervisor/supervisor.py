@@ -75,8 +75,11 @@ class Supervisor:
         self.run_dir = ground.run_dir
         self._environ = environ
         self.mark = secrets.token_hex(16)
-        self.url = listening.url_of(ground.listener, tls=plan.config.server.tls is not None)
-        self._listener = ground.listener
+        tls = plan.config.server.tls is not None
+        self.url, *legacy_urls = [listening.url_of(sock, tls=tls) for sock in ground.listeners]
+        for url in legacy_urls:
+            log.info("older clients are answered, too", url=url)
+        self._listeners = ground.listeners
         self._observer = observer
         self._started_at = time.time()
         self._draining = False
@@ -92,9 +95,9 @@ class Supervisor:
         self._operators = Operators(self)
         self._signals = Signals(self._requests.put_nowait)
         server = plan.config.server
+        fds = tuple(sock.fileno() for sock in ground.listeners)
         self._gateways = [
-            Gateway(index, self._listener.fileno(), server, self, self._spent)
-            for index in range(server.gateways)
+            Gateway(index, fds, server, self, self._spent) for index in range(server.gateways)
         ]
         self._fleets = Fleets(plan, self, self._run)
         self._measures = Measures(self._lives, self.run_dir, self.children_changed)
@@ -160,7 +163,7 @@ class Supervisor:
         drain_s = self._fleets.drain_timeout_s
         log.info("draining", at_most_s=drain_s)
         self._draining = True
-        self._listener.close()
+        self._close_listeners()
         self._fleets.halt()
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
@@ -201,9 +204,13 @@ class Supervisor:
         end_leftovers(self._started(), self.mark)
         offspring.end_adopted()
 
+    def _close_listeners(self) -> None:
+        for sock in self._listeners:
+            sock.close()
+
     def _leave(self) -> None:
         self._operators.close()
-        self._listener.close()
+        self._close_listeners()
         self.run_dir.release()
 
     # ---- requests to it

@@ -173,7 +173,7 @@ async def test_a_tools_message_answers_the_call_of_its_name(service: Service) ->
             accept(peer, request)
 
         runner.accept = watching  # type: ignore[method-assign]
-        calls = [{"function": {"name": name, "arguments": {}}} for name in ("look", "see")]
+        calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("look", "see")]
         body = chat("") | {
             "messages": [
                 {"role": "user", "content": "?"},
