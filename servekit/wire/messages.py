@@ -203,7 +203,7 @@ class Traffic(Message, frozen=True):
 
 
 class Spent(Message, frozen=True):
-    """What limited keys have used at a gateway, once a second; the others are told, and count it."""
+    """What limited keys have used at a gateway, once a second; the others count it, too."""
 
     gateway: str
     uses: tuple[KeyUse, ...]
