@@ -36,7 +36,9 @@ def error_object(error: ServekitError) -> dict[str, Any]:
     """`{"type": "error", "error": {"type", "message"}}`."""
     status = error.status
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    # the worker speaks of the parameter by OpenAI's name
+    message = error.message.replace("response_format", "output_config.format")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 async def refuse(send: Send, error: ServekitError) -> None:

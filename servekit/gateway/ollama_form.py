@@ -28,9 +28,15 @@ LINES = [
 ]
 
 
+def error_object(error: ServekitError) -> dict[str, str]:
+    """`{"error": "..."}`."""
+    # the worker speaks of the parameter by OpenAI's name
+    return {"error": error.message.replace("response_format", "format")}
+
+
 async def refuse(send: Send, error: ServekitError) -> None:
-    """Answer with Ollama's error: `{"error": "..."}`."""
-    await send_json(send, _encode({"error": error.message}), error.status, error_headers(error))
+    """Answer with Ollama's error."""
+    await send_json(send, _encode(error_object(error)), error.status, error_headers(error))
 
 
 def now() -> str:
@@ -91,7 +97,7 @@ class OllamaForm(Form):
         await refuse(send, error)
 
     def late_error(self, error: ServekitError) -> bytes:
-        return _encode({"error": error.message}) + b"\n"
+        return _encode(error_object(error)) + b"\n"
 
     # ---- whole
 
