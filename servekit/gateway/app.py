@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 import msgspec
@@ -55,7 +55,7 @@ class Application:
         self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
-        self.rest = build_rest(router, ui=ui)
+        self.rest = build_rest(router, ui=ui, hot=self.hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -97,8 +97,8 @@ _WAITING_PAGE = b"""<!doctype html><meta charset=utf-8><meta http-equiv=refresh 
 height:90vh;color-scheme:light dark}</style><p>%b</p>"""
 
 
-def build_rest(router: Router, *, ui: bool) -> FastAPI:
-    """Everything that is not hot: health, models, version, documents."""
+def build_rest(router: Router, *, ui: bool, hot: Collection[str]) -> FastAPI:
+    """Everything that is not hot: health, models, version, and the document, of those too."""
     app = FastAPIOffline(  # /docs must not need the outside world
         title="servekit",
         version=__version__,
@@ -110,7 +110,7 @@ def build_rest(router: Router, *, ui: bool) -> FastAPI:
     _add_models(app, router)
     add_reads(app, router)
     _add_errors(app)
-    describe_hot_routes(app)
+    describe_hot_routes(app, hot)
 
     @app.get("/version", tags=["service"], summary="servekit's version")
     async def version() -> dict[str, str]:

@@ -1,53 +1,44 @@
-"""The hot routes in the OpenAPI document, from the very types that decode them."""
+"""The OpenAPI document: FastAPI's own, and with it the endpoints that do not run through it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
-from servekit.gateway.schema import ChatRequest, CompletionRequest
+from servekit.gateway.operations import OPERATIONS, Operation
 
 _REF = "#/components/schemas/{name}"
-_EXAMPLES: dict[type, dict[str, Any]] = {
-    ChatRequest: {
-        "model": "smollm2-135m-instruct",
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 64,
-    },
-    CompletionRequest: {
-        "model": "smollm2-135m-instruct",
-        "prompt": "The capital of France is",
-        "max_tokens": 16,
-    },
-}
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
 }
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+_TEXT = {"type": "string"}
+_MAY_BE_TEXT = {"type": ["string", "null"]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+#: By `Operation.envelope`.
+_ENVELOPES = {
+    "OpenAI": _object(
+        error=_object(message=_TEXT, type=_TEXT, param=_MAY_BE_TEXT, code=_MAY_BE_TEXT)
+    ),
+    "Anthropic": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+    "Ollama": _object(error=_TEXT),
+    "HuixiangDou": _object(text=_TEXT, error=_TEXT),
 }
 _ERRORS = {
     "400": "The request is wrong; the message says how",
     "401": "An API key is needed, or this one is not known; only where the file has keys",
     "403": "The key does not allow it",
     "404": "No such model",
+    "405": "The path takes another method",
     "413": "The body is over the limit",
     "429": "Too many requests wait, or the key's limits are reached; see Retry-After",
     "500": "The engine failed, or the request is quarantined: workers died of it",
@@ -56,46 +47,63 @@ _ERRORS = {
 }
 
 
-def describe_hot_routes(app: FastAPI) -> None:
-    """Have `app.openapi()` describe the routes that do not run through FastAPI."""
+def describe_hot_routes(app: FastAPI, served: Collection[str]) -> None:
+    """Have `app.openapi()` describe the paths in `served` that do not run through FastAPI."""
     original = app.openapi
+    operations = [operation for operation in OPERATIONS if operation.path in served]
 
     def openapi() -> dict[str, Any]:
         document = original()
-        if "/v1/chat/completions" not in document["paths"]:
-            _extend(document)
+        if "securitySchemes" not in document.get("components", {}):
+            _extend(document, operations)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _extend(document: dict[str, Any]) -> None:
-    _, components = msgspec.json.schema_components(
-        (ChatRequest, CompletionRequest), ref_template=_REF
-    )
+def _extend(document: dict[str, Any], operations: list[Operation]) -> None:
+    kinds = list(dict.fromkeys(operation.takes for operation in operations))
+    references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    bodies = dict(zip(kinds, references, strict=True))
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas |= components | {"Error": _ERROR}
+    errors = {f"{name}Error": schema for name, schema in _ENVELOPES.items()}
+    schemas |= components | errors
     document["components"]["securitySchemes"] = _KEYS
     document["security"] = [{}, *({name: []} for name in _KEYS)]  # none, where there are no keys
-    document["paths"] |= {
-        "/v1/chat/completions": {"post": _operation(ChatRequest, "A chat completion")},
-        "/v1/completions": {"post": _operation(CompletionRequest, "A completion")},
-    }
+    for operation in operations:
+        described = _describe(operation, bodies[operation.takes])
+        document["paths"].setdefault(operation.path, {})["post"] = described
 
 
-def _operation(kind: type, summary: str) -> dict[str, Any]:
-    reference = {"$ref": _REF.format(name=kind.__name__)}
-    body = {"application/json": {"schema": reference, "example": _EXAMPLES[kind]}}
-    error = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
-    answer = {
-        "description": "The answer, or server-sent events where `stream` is true",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    }
-    failures = {code: {"description": text, "content": error} for code, text in _ERRORS.items()}
+def _describe(operation: Operation, body: dict[str, Any]) -> dict[str, Any]:
     return {
-        "tags": ["OpenAI"],
-        "summary": summary,
-        "operationId": kind.__name__,
-        "requestBody": {"required": True, "content": body},
-        "responses": {"200": answer, **failures},
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "operationId": "post" + operation.path.replace("/", "_"),
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": body, "example": operation.asked}},
+        },
+        "responses": {"200": _answer(operation), **_failures(operation)},
     }
+
+
+def _answer(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "application/json": {"schema": _shape(operation.answer), "example": operation.answer}
+    }
+    if operation.streams:
+        content[operation.streams] = {"schema": {"type": "string"}}
+    streamed = ", or its pieces where it is streamed" if operation.streams else ""
+    return {"description": f"The answer{streamed}", "content": content}
+
+
+def _shape(example: dict[str, Any]) -> dict[str, Any]:
+    """What all answers have in common with the example: an object with its fields."""
+    return {"type": "object", "properties": {name: {} for name in example}}
+
+
+def _failures(operation: Operation) -> dict[str, Any]:
+    reference = {"$ref": _REF.format(name=f"{operation.envelope}Error")}
+    content = {"application/json": {"schema": reference}}
+    return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}

@@ -134,11 +134,12 @@ def test_the_commands_are_those_of_the_command_line() -> None:
 
 
 async def test_the_endpoints_are_those_of_the_gateway() -> None:
-    from servekit.gateway.app import build_rest
+    from servekit.gateway.app import Application
     from servekit.gateway.router import Router
 
     shown = set(re.findall(r"^\| `(?:GET|POST) (/[\w/.{}]*)`", README.read_text(), re.MULTILINE))
-    served = set(build_rest(Router("test"), ui=False).openapi()["paths"])
+    application = Application(Router("test"), 10**6, ui=False, legacy=True)
+    served = set(application.rest.openapi()["paths"])
     documents = {"/ui", "/docs", "/openapi.json"}
     assert shown - documents == {re.sub(r":path", "", path) for path in served}
 
