@@ -9,8 +9,10 @@ import msgspec
 from servekit.gateway.anthropic_asking import CountRequest, MessagesRequest, conversation, sampling
 from servekit.gateway.anthropic_form import MessageForm, refuse
 from servekit.gateway.anthropic_tools import tool_choice, tools
+from servekit.gateway.bounds import check_free
 from servekit.gateway.call import Call
 from servekit.gateway.door import Door, Endpoint, Refuse
+from servekit.gateway.parsing import check_tools, choose
 from servekit.gateway.respond import Form
 from servekit.gateway.router import Router
 from servekit.gateway.schema import decode
@@ -55,17 +57,16 @@ class Anthropic:
         request = decode(CountRequest, body)
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
-        more = {"task": "tokenize", "template": talk.template, "continues": talk.continues}
-        if choice != "none":
-            more["tools"] = tools(request.tools)
-        call = Call(
-            request.model,
-            SamplingParams(),
-            messages=talk.messages,
-            stream=False,
-            key=key,
-            more=more,
-        )
+        chosen = choose(check_tools(tools(request.tools)), choice).tools
+        check_free([*chosen], talk.template, None, self._router.access.rules.limits)
+        more = {
+            "task": "tokenize",
+            "template": talk.template,
+            "continues": talk.continues,
+            "tools": [*chosen],
+        }
+        params = SamplingParams()
+        call = Call(request.model, params, messages=talk.messages, stream=False, key=key, more=more)
         return Asked(self._router, [call], None), _count_of
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from servekit.errors import RequestError, Unsupported
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Tool(msgspec.Struct):
@@ -48,9 +48,7 @@ def _function(tool: Tool, where: str) -> dict[str, Any]:
             param="tools",
         )
     if not _NAME.fullmatch(tool.name):
-        raise RequestError(
-            f"{where}.name: expected 1 to 128 letters, digits, _ or -", param="tools"
-        )
+        raise RequestError(f"{where}.name: expected 1 to 64 letters, digits, _ or -", param="tools")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is required", param="tools")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
@@ -61,10 +59,10 @@ def _function(tool: Tool, where: str) -> dict[str, Any]:
     return function
 
 
-def tool_choice(choice: ToolChoice | None, given: list[Tool] | None) -> tuple[str, bool]:
-    """Which tool may be called, in the terms of `Ask.tool_choice`; whether several at once."""
+def tool_choice(choice: ToolChoice | None, given: list[Tool] | None) -> tuple[Any, bool]:
+    """Which tool may be called, as `Ask.tool_choice` has it; whether several at once."""
     if choice is None:
-        return "auto", True
+        return None, True
     parallel = not choice.disable_parallel_tool_use
     if choice.type == "none":
         return "none", parallel
@@ -76,4 +74,4 @@ def tool_choice(choice: ToolChoice | None, given: list[Tool] | None) -> tuple[st
         raise RequestError(
             f"tool_choice.name: there is no tool named {choice.name!r}", param="tool_choice"
         )
-    return choice.name or "", parallel
+    return {"type": "function", "function": {"name": choice.name}}, parallel

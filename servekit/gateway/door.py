@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
 from servekit.gateway.http import ClientGone, Receive, Scope, Send, api_key, read_body, send_json
 from servekit.gateway.respond import Form, Watch, respond
 from servekit.gateway.router import Router
 from servekit.gateway.turn import Ask, Turn
-from servekit.gateway.vectors import Asked
 from servekit.wire.messages import Delta
 
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 #: From a body and the client's key to what is asked, and how it is answered; or to the answer.
 ParseTurn = Callable[[bytes, str], tuple[Ask, Form] | bytes]
-ParseCalls = Callable[[bytes, str], tuple[Asked, Callable[[list[Delta]], bytes]]]
+ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
+
+
+class Calls(Protocol):
+    """Calls of one HTTP request that are answered together, or fail together."""
+
+    def cancel(self) -> None: ...
+
+    async def answers(self) -> list[Delta]: ...
 
 
 class Door:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,14 +26,14 @@ from servekit.gateway.ollama_asking import (
     sampling,
     template,
 )
+from servekit.gateway.ollama_embed import Embedding, write_one
 from servekit.gateway.ollama_form import OllamaForm, TimedCall, refuse
 from servekit.gateway.respond import Form
 from servekit.gateway.route import Route
 from servekit.gateway.router import Router
 from servekit.gateway.schema import decode
 from servekit.gateway.turn import Ask
-from servekit.gateway.vectors import GROUP, Asked, numbers, shortened
-from servekit.wire.messages import Delta, SamplingParams
+from servekit.wire.messages import Delta
 
 _encode = msgspec.json.Encoder().encode
 #: What Ollama's clients may do to models there; here they are the file's.
@@ -109,41 +109,22 @@ class Ollama:
 
     # ---- embedding
 
-    def _embed(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+    def _embed(self, body: bytes, key: str) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbedRequest, body)
         inputs = [request.input] if isinstance(request.input, str) else request.input
-        name = models.find(self._router, request.model).status.name
-        calls = [
-            _embedding(name, key, inputs[at : at + GROUP]) for at in range(0, len(inputs), GROUP)
-        ]
-        began_s = time.monotonic()
+        route = models.find(self._router, request.model)
+        truncate = request.truncate is not False
+        embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
+        name = request.model or route.status.name
+        return embedding, partial(embedding.write, name, request.dimensions or 0)
 
-        def write(answers: list[Delta]) -> bytes:
-            vectors = [vector for answer in answers for vector in answer.vectors]
-            size = request.dimensions or 2**20
-            started_s = min((call.started_s for call in calls), default=began_s)
-            return _encode(
-                {
-                    "model": request.model or name,
-                    "embeddings": [numbers(shortened(vector, size)) for vector in vectors],
-                    "total_duration": _ns_since(began_s),
-                    "load_duration": round((started_s - began_s) * 1e9),
-                    "prompt_eval_count": sum(answer.prompt_tokens for answer in answers),
-                }
-            )
-
-        return Asked(self._router, calls, None), write
-
-    def _embeddings(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+    def _embeddings(
+        self, body: bytes, key: str
+    ) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingsRequest, body)
-        name = models.find(self._router, request.model).status.name
-        calls = [_embedding(name, key, [request.prompt])] if request.prompt else []
-
-        def write(answers: list[Delta]) -> bytes:
-            vectors = [vector for answer in answers for vector in answer.vectors]
-            return _encode({"embedding": numbers(vectors[0]) if vectors else []})
-
-        return Asked(self._router, calls, None), write
+        route = models.find(self._router, request.model)
+        inputs = [request.prompt] if request.prompt else []
+        return Embedding(self._router, route, key, inputs, truncate=True), write_one
 
     # ---- models
 
@@ -164,15 +145,6 @@ class Ollama:
 
 def _refuse_changes(body: bytes) -> bytes:
     raise Unsupported("the models are those of servekit's configuration file; change that")
-
-
-def _embedding(model: str, key: str, inputs: list[str]) -> TimedCall:
-    more = {"task": "embed", "inputs": inputs}
-    return TimedCall(model, SamplingParams(), stream=False, key=key, more=more)
-
-
-def _ns_since(began_s: float) -> int:
-    return round((time.monotonic() - began_s) * 1e9)
 
 
 def add_reads(app: FastAPI, router: Router) -> None:

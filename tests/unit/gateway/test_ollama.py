@@ -148,6 +148,19 @@ async def test_embeddings_are_unit_vectors(service: Service) -> None:
     assert none["embeddings"] == []
 
 
+async def test_what_is_too_long_to_embed_is_cut_unless_told_otherwise(service: Service) -> None:
+    long = "ab" * 100
+    async with await client(service, max_context=64) as http:
+        body = {"model": "m", "input": [long, "c", long[:63] + "b"]}
+        cut = await http.post("/api/embed", json=body)
+        refused = await http.post("/api/embed", json=body | {"truncate": False})
+        older = await http.post("/api/embeddings", json={"model": "m", "prompt": long})
+    vectors = cut.json()["embeddings"]
+    assert vectors[0] == vectors[2] == pytest.approx(older.json()["embedding"])
+    assert vectors[1] != vectors[0]
+    assert (refused.status_code, "at most 64" in refused.json()["error"]) == (400, True)
+
+
 async def test_models_are_told_as_clients_expect(service: Service) -> None:
     async with await client(service) as http:
         tags = (await http.get("/api/tags")).json()["models"]
@@ -173,7 +186,9 @@ async def test_a_tools_message_answers_the_call_of_its_name(service: Service) ->
             accept(peer, request)
 
         runner.accept = watching  # type: ignore[method-assign]
-        calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("look", "see")]
+        calls: list[Any] = [
+            {"function": {"name": name, "arguments": {}}} for name in ("look", "see")
+        ]
         body = chat("") | {
             "messages": [
                 {"role": "user", "content": "?"},
