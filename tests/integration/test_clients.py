@@ -6,6 +6,7 @@ needs a model (structured output, choices, log probabilities) is asked of SmolLM
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -67,18 +68,18 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
 
 
 @pytest.fixture(scope="module")
-def client(instance: Instance) -> openai.OpenAI:
+def client(instance: Instance) -> Any:
     return openai.OpenAI(base_url=f"{instance.url}/v1", api_key="any", timeout=120, max_retries=0)
 
 
 # ---------------------------------------------------------------- openai
 
 
-def chat(client: openai.OpenAI, text: str, **more: Any) -> Any:
+def chat(client: Any, text: str, **more: Any) -> Any:
     return client.chat.completions.create(model="echo", messages=says(text), stop="¤", **more)
 
 
-def test_parallel_calls_of_tools_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_parallel_calls_of_tools_whole_and_streamed(client: Any) -> None:
     whole = chat(client, f"{THOUGHTS}so {CALLS}", tools=[LOOK]).choices[0]
     assert whole.finish_reason == "tool_calls"
     asked = [json.loads(call.function.arguments)["at"] for call in whole.message.tool_calls]
@@ -96,7 +97,7 @@ def test_parallel_calls_of_tools_whole_and_streamed(client: openai.OpenAI) -> No
     assert text.strip() == "so"
 
 
-def test_a_conversation_with_calls_goes_round(client: openai.OpenAI) -> None:
+def test_a_conversation_with_calls_goes_round(client: Any) -> None:
     first = chat(client, CALLS, tools=[LOOK]).choices[0].message
     messages: list[Any] = [*says("x"), first.model_dump(exclude_none=True)]
     for call in first.tool_calls:
@@ -107,7 +108,7 @@ def test_a_conversation_with_calls_goes_round(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content is not None
 
 
-def test_usage_comes_only_where_it_was_asked_for(client: openai.OpenAI) -> None:
+def test_usage_comes_only_where_it_was_asked_for(client: Any) -> None:
     plain = list(chat(client, "hello", stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in plain)
     asked = list(chat(client, "hello", stream=True, n=2, stream_options={"include_usage": True}))
@@ -116,7 +117,7 @@ def test_usage_comes_only_where_it_was_asked_for(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in asked[:-1])
 
 
-def test_choices_log_probabilities_and_bias_of_a_model(client: openai.OpenAI) -> None:
+def test_choices_log_probabilities_and_bias_of_a_model(client: Any) -> None:
     question = [{"role": "user", "content": "Name a colour."}]
     answer = client.chat.completions.create(
         model="smollm2", messages=question, n=3, seed=5, temperature=1.0, max_tokens=6,
@@ -146,7 +147,7 @@ def test_choices_log_probabilities_and_bias_of_a_model(client: openai.OpenAI) ->
     assert other.choices[0].message.content.strip() != favourite.strip()
 
 
-def test_structured_output_of_a_model(client: openai.OpenAI) -> None:
+def test_structured_output_of_a_model(client: Any) -> None:
     question = [{"role": "user", "content": "Describe a person."}]
     parsed = client.chat.completions.parse(
         model="smollm2", messages=question, response_format=Person, max_tokens=200
@@ -163,7 +164,7 @@ def test_structured_output_of_a_model(client: openai.OpenAI) -> None:
         assert isinstance(json.loads(loose.choices[0].message.content), dict)
 
 
-def test_a_streamed_response(client: openai.OpenAI) -> None:
+def test_a_streamed_response(client: Any) -> None:
     with client.responses.stream(model="smollm2", input="Say hi.", temperature=0) as stream:
         text = "".join(
             event.delta for event in stream if event.type == "response.output_text.delta"
@@ -174,7 +175,7 @@ def test_a_streamed_response(client: openai.OpenAI) -> None:
     assert final.usage.output_tokens > 0
 
 
-def test_embeddings_and_models(client: openai.OpenAI) -> None:
+def test_embeddings_and_models(client: Any) -> None:
     listed = client.embeddings.create(model="echo", input=["one", "two"]).data
     assert [one.index for one in listed] == [0, 1]
     short = client.embeddings.create(model="echo", input="one", dimensions=4).data[0].embedding
@@ -204,7 +205,7 @@ def test_embeddings_and_models(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_an_engine_lacks_is_said_by_name(
-    client: openai.OpenAI, fields: dict[str, Any], param: str | None
+    client: Any, fields: dict[str, Any], param: str | None
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(messages=says("x"), max_tokens=5, **fields)
@@ -221,18 +222,20 @@ def test_a_langchain_chain(instance: Instance) -> None:
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
+    talker: Any = ChatOpenAI
+    embedder: Any = OpenAIEmbeddings
     options: dict[str, Any] = {"base_url": f"{instance.url}/v1", "api_key": "any"}
-    llm = ChatOpenAI(model="echo", **options).bind(stop=["¤"])
+    llm = talker(model="echo", **options).bind(stop=["¤"])
     chain = ChatPromptTemplate.from_messages([("user", "{text}¤")]) | llm | StrOutputParser()
     assert chain.invoke({"text": "hello there"}) == "hello there"
     assert "".join(chain.stream({"text": "hello there"})) == "hello there"
-    bound = ChatOpenAI(model="echo", **options).bind_tools([LOOK]).bind(stop=["¤"])
+    bound = talker(model="echo", **options).bind_tools([LOOK]).bind(stop=["¤"])
     called = bound.invoke(f"{CALLS}¤")
     assert [call["args"]["at"] for call in called.tool_calls] == ["the sky", "the sea"]
-    real = ChatOpenAI(model="smollm2", max_tokens=200, **options)
+    real = talker(model="smollm2", max_tokens=200, **options)
     person = real.with_structured_output(Person).invoke("Describe a person.")
     assert isinstance(person, Person)
-    embed = OpenAIEmbeddings(model="echo", check_embedding_ctx_length=False, **options)
+    embed = embedder(model="echo", check_embedding_ctx_length=False, **options)
     assert len(embed.embed_documents(["one", "two"])) == 2
 
 
@@ -240,8 +243,7 @@ def test_a_langchain_chain(instance: Instance) -> None:
 
 
 def test_litellm_as_a_client(instance: Instance) -> None:
-    import litellm
-
+    litellm: Any = importlib.import_module("litellm")
     at: dict[str, Any] = {"api_base": f"{instance.url}/v1", "api_key": "any"}
     answer = litellm.completion("openai/echo", messages=says("hello"), stop=["¤"], **at)
     assert answer.choices[0].message.content == "hello"
