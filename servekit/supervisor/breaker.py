@@ -9,6 +9,7 @@
     half-open  the probe's life ended fruitless                   open, for twice as long
     half-open  the probe was taken away (drained, removed)        open, the next one may try at once
     any        a life proved fruitful, or a fruitful one ended    closed, all is forgotten
+    any        a request that killed them was quarantined         closed, all is forgotten
 
 A life is fruitful once it has completed a request, or has been ready for a while. Only deaths
 count, so no client can open it by what it sends, unless that kills workers; and a failure that

@@ -36,7 +36,7 @@ class Circuit:
         self._wake_all()
 
     def reset(self) -> None:
-        """An operator has asked for another try."""
+        """An operator asks for another try, or what killed them is refused from now on."""
         self._breaker.fruitful()
         self._wake_all()
 

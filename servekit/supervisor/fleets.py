@@ -147,6 +147,12 @@ class Fleets:
                 fleet.replicas.remove(replica)
         self._leaving = [fleet for fleet in self._leaving if fleet.replicas]
 
+    def explained(self, model: str) -> None:
+        """It was a request that killed a model's workers, and it is refused from now on."""
+        for fleet in self.served:
+            if fleet.model.name == model:
+                fleet.circuit.reset()
+
     def stir(self) -> None:
         """Something has changed."""
         for fleet in self.everyone():

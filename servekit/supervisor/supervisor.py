@@ -255,6 +255,7 @@ class Supervisor:
 
     def quarantine(self, request: Quarantined) -> None:
         self._quarantine.add(request)
+        self._fleets.explained(request.model)
         self.changed()
 
     def _publish(self) -> None:

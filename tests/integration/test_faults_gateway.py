@@ -148,7 +148,7 @@ def complete_on(connection: http.client.HTTPConnection, prompt: str, tokens: int
 
 def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
     """Innocents that have only just begun, all the time, on both: they become suspects, too."""
-    models = [echo("m", replicas=2, step_s=0.01, crash_on="poison", slots=32)]
+    models = [echo("m", replicas=2, step_s=0.05, crash_on="poison", slots=32)]
     with (
         ThreadPoolExecutor(20) as pool,
         Instance.up(tmp_path, models, server={"gateways": 2}) as instance,
@@ -161,26 +161,26 @@ def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
             rounds = 0
             while not over.is_set():
                 prompt = f"{name} in round {rounds} "
-                assert complete_on(connection, prompt, 12) == lap(prompt, 12)
+                assert complete_on(connection, prompt, 4) == prompt[:4]
                 rounds += 1
             return rounds
 
-        long = [pool.submit(complete_on, side.pop(), TEXT, 300) for side in sides]
+        long = [pool.submit(complete_on, side.pop(), TEXT, 150) for side in sides]
         short = [
             pool.submit(innocent, connection, f"{chr(97 + at)}{number}")
             for at, side in enumerate(sides)
             for number, connection in enumerate(side[1:])
         ]
         poll("they run", lambda: running(url) > 2, 10)
-        poisons = [pool.submit(complete_on, sides[n][0], f"poison {n}", 5) for n in range(2)]
-        said = [poison.result(60) for poison in poisons]
+        said = []
+        for gateway, side in enumerate(sides):
+            said.append(complete_on(side[0], f"poison {gateway}", 5))
+            poll("it is whole again", lambda: ready(url), 20)
         over.set()
         assert said == ["request_quarantined"] * 2
         assert all(request.result(60) > 0 for request in short)
-        assert [request.result(60) for request in long] == [lap(TEXT, 300)] * 2
-        poll("it is whole again", lambda: ready(url), 20)
-        assert 3 < sum(instance.replica(f"m/{n}").restarts for n in range(2)) <= 6
-        assert instance.log.count("quarantined") >= 2
+        assert [request.result(60) for request in long] == [lap(TEXT, 150)] * 2
+        assert sum(instance.replica(f"m/{n}").restarts for n in range(2)) == 6
 
 
 # ---------------------------------------------------------------- gateways
