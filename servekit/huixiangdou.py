@@ -148,6 +148,7 @@ def _text(path: Path, model: str, server: Mapping[str, Any], port: int) -> str:
         name=json.dumps(_plain(name)),
         path=json.dumps(_resolved(model, path), ensure_ascii=False),
         context=_context(_length(server)),
+        answer=ANSWER_TOKENS,
         port=port,
         first_port=8000 if port != 8000 else 8001,
     )
@@ -192,7 +193,8 @@ models:
   - name: {name}
     path: {path}  # local_llm_path
 {context}    sampling:
-      temperature: 0                   # as its server answered: always the likeliest token
+      temperature: 0                   # as its server answered: always the likeliest token,
+      max_tokens: {answer}                  # and no more of them
     # trust_remote_code: true          # only if the model brings code of its own that you trust
 
 server:

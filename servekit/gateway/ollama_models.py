@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 from servekit.errors import ModelNotFound
@@ -17,6 +18,7 @@ API_VERSION = "0.12.6"
 LATEST = ":latest"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_KIND = re.compile(r"(For[A-Z]\w*|Model)$")
 #: They stay loaded.
 _NEVER = "9999-12-31T23:59:59Z"
 
@@ -81,7 +83,7 @@ def details(route: Route) -> dict[str, Any]:
     """A model in a few words; empty ones while it loads for the first time."""
     status = route.status
     info = status.info
-    family = info.architecture.lower() if info else ""
+    family = _family(info) if info else ""
     return {
         "parent_model": "",
         "format": "gguf" if status.path.endswith(".gguf") else "safetensors",
@@ -90,6 +92,11 @@ def details(route: Route) -> dict[str, Any]:
         "parameter_size": _count(info.parameters) if info and info.parameters else "",
         "quantization_level": _LEVELS.get(info.dtype, info.dtype) if info else "",
     }
+
+
+def _family(info: ModelInfo) -> str:
+    """As Ollama would have it: "llama" of LlamaForCausalLM."""
+    return _KIND.sub("", info.architecture).lower()
 
 
 def _count(parameters: int) -> str:
@@ -116,7 +123,7 @@ def show(route: Route) -> dict[str, Any]:
 def _info(info: ModelInfo | None) -> dict[str, Any]:
     if info is None:
         return {}
-    family = info.architecture.lower()
+    family = _family(info)
     known = {
         "general.architecture": family,
         "general.parameter_count": info.parameters,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import pytest
 
 from tests.integration.instance import Instance, echo
+from tests.unit.engines.conftest import SMOLLM2
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 #: What ends the echo engine's answer where a model would end it itself.
@@ -194,7 +196,11 @@ def test_ollamas_client_gets_thoughts_and_calls(llama: ollama.Client, stream: bo
     assert "".join(message.content or "" for message in messages) == "Let me see."
     [call] = [call for message in messages for call in message.tool_calls or ()]
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Köln"})
-    history: Any = [*said("?"), *messages, {"role": "tool", "tool_name": "weather", "content": "fine"}]
+    history: Any = [
+        *said("?"),
+        *messages,
+        {"role": "tool", "tool_name": "weather", "content": "fine"},
+    ]
     more = llama.chat(model="talks", messages=history, tools=[weather], options={"num_predict": 4})
     assert more.message.content == "fine"
 
@@ -243,6 +249,41 @@ def test_ollamas_client_knows_the_errors(
     with pytest.raises(ollama.ResponseError, match=says) as caught:
         list(llama.chat(**{"model": "plain", "messages": said("a"), "stream": stream} | asked))
     assert caught.value.status_code == status
+
+
+@pytest.mark.parametrize("path", ["/", "/api/tags", "/api/version"])
+def test_it_runs_as_far_as_ollamas_clients_can_tell(instance: Instance, path: str) -> None:
+    answer = httpx.head(f"{instance.url}{path}", follow_redirects=True)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.model
+def test_all_dialects_say_the_same(tmp_path: Path) -> None:
+    """A real model's greedy answer, and its count of tokens, by every API."""
+    model = {"name": "smollm2", "path": SMOLLM2}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    server = {"legacy": "huixiangdou"}
+    with Instance.up(tmp_path, [model], server=server) as instance:
+        instance.until_settled(within_s=200)
+        body = {"messages": question, "temperature": 0, "max_tokens": 30}
+        openai = httpx.post(f"{instance.url}/v1/chat/completions", json=body, timeout=60).json()
+        text, usage = openai["choices"][0]["message"]["content"], openai["usage"]
+        counts = (usage["prompt_tokens"], usage["completion_tokens"])
+        with anthropic.Anthropic(base_url=instance.url, api_key="none") as claude:
+            asked: Any = {"model": "smollm2", "messages": question}
+            more = {"temperature": 0}
+            message: Any = claude.messages.create(**asked, max_tokens=30, extra_body=more)
+            assert claude.messages.count_tokens(**asked).input_tokens == counts[0]
+        assert (message.content[0].text, message.stop_reason) == (text, "end_turn")
+        assert (message.usage.input_tokens, message.usage.output_tokens) == counts
+        options = {"temperature": 0, "num_predict": 30}
+        chat = ollama.Client(host=instance.url).chat("smollm2", question, options=options)
+        assert (chat.message.content, chat.done_reason) == (text, "stop")
+        assert (chat.prompt_eval_count, chat.eval_count) == counts
+        old = httpx.post(
+            f"{instance.url}/inference", json={"prompt": question[0]["content"]}, timeout=60
+        )
+        assert old.json() == {"text": text, "error": ""}
 
 
 def test_each_dialect_is_refused_in_its_own_words_without_a_key(tmp_path: Path) -> None:

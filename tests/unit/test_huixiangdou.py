@@ -67,7 +67,7 @@ def test_local_and_remote(tmp_path: Path) -> None:
     [model] = config.models
     assert (model.name, model.path) == ("internlm2-chat-7b", "internlm/internlm2-chat-7b")
     assert model.max_context == 3000 + 512
-    assert model.sampling.temperature == 0
+    assert (model.sampling.temperature, model.sampling.max_tokens) == (0, 512)
     assert not model.trust_remote_code
     assert (config.server.legacy, config.server.legacy_port) == ("huixiangdou", 8888)
     assert config.server.host == "127.0.0.1"
