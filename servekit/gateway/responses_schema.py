@@ -100,12 +100,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
 
 
-_STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
+STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def ask_of(request: ResponsesRequest, key: str) -> Ask:
     """What the body asks for; raises RequestError that names the field."""
-    for name in _STATEFUL:
+    for name in STATEFUL:
         if getattr(request, name):
             raise Unsupported(
                 f"{name}: servekit keeps no responses; send the whole conversation as input",

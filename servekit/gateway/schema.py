@@ -161,7 +161,7 @@ class CompletionRequest(Common, kw_only=True):
 
 
 #: Values of the declared-but-unserved parameters that ask for nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
+NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "audio": (None,),
@@ -185,7 +185,7 @@ Request = TypeVar("Request")
 def _decoder(kind: Hashable) -> tuple[msgspec.json.Decoder[Any], tuple[str, ...]]:
     """How bodies of this type are decoded, and which of its fields are declared but not served."""
     unserved = [
-        field.name for field in msgspec.structs.fields(cast(type, kind)) if field.name in _NOTHING
+        field.name for field in msgspec.structs.fields(cast(type, kind)) if field.name in NOTHING
     ]
     return msgspec.json.Decoder(cast(type, kind)), tuple(unserved)
 
@@ -206,7 +206,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
         raise RequestError("the body is nested too deeply") from None
     for name in unserved:
         value = getattr(request, name)
-        if value is not None and not _asks_nothing(value, _NOTHING[name]):
+        if value is not None and not _asks_nothing(value, NOTHING[name]):
             raise Unsupported(
                 f"{name} is not supported; {_INSTEAD.get(name, 'leave it out')}", param=name
             )

@@ -31,13 +31,58 @@ TABLES = {
         ("models[].options.", "TransformersOptions"),
     ],
     "echo": [("models[].options.", "EchoOptions")],
+    "parameters": [],
 }
 
 
 # ---------------------------------------------------------------- the tables
 
 
+#: What a parameter of OpenAI's takes an engine to have; all others every engine takes.
+NEEDS = {
+    "logit_bias": "logit_bias",
+    "logprobs": "logprobs",
+    "top_logprobs": "logprobs",
+    "response_format": "grammar",
+    "text": "grammar",
+    "tools": "tools",
+    "tool_choice": "tools",
+    "parallel_tool_calls": "tools",
+}
+#: What is taken so that clients which send it are served, and changes nothing.
+IDLE = {"user", "metadata", "truncation", "store"}
+
+
+def parameters() -> str:
+    """Every parameter of OpenAI's endpoints, by endpoint and by engine."""
+    from servekit.engines.echo import SERVES
+    from servekit.gateway.responses_schema import STATEFUL, ResponsesRequest
+    from servekit.gateway.schema import NOTHING, ChatRequest, CompletionRequest
+    from servekit.gateway.vectors import EmbeddingRequest
+
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
+    fields = [kind.__struct_fields__ for kind in kinds]
+    names = [n for n in dict.fromkeys(n for all_ in fields for n in all_)]
+    head = "parameter | chat | completions | responses | embeddings | transformers | echo"
+    lines = [f"| {head} |", "|---|:-:|:-:|:-:|:-:|---|---|"]
+    for name in sorted(names):
+        if name in {"model", *NOTHING, *STATEFUL}:
+            continue
+        marks = ["✓" if name in own else "" for own in fields]
+        need = NEEDS.get(name)
+        ours = "where its template has tools" if need == "tools" else "✓"
+        echos = "✓" if need in (None, *SERVES) else "400"
+        if need == "tools":
+            echos = "where the file says `tool_parser`"
+        if name in IDLE:
+            ours = echos = "without effect"
+        lines.append(f"| `{name}` | {' | '.join(marks)} | {ours} | {echos} |")
+    return "\n".join(lines) + "\n"
+
+
 def table(name: str) -> str:
+    if name == "parameters":
+        return parameters()
     schema = json_schema()
     sections = {"Config": schema, **schema["$defs"]}
     lines = ["| key | value | default | |", "|---|---|---|---|"]

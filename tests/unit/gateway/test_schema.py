@@ -22,7 +22,7 @@ from servekit.gateway.asking import (
     sampling,
     template_arguments,
 )
-from servekit.gateway.schema import _NOTHING, ChatRequest, CompletionRequest, decode
+from servekit.gateway.schema import NOTHING, ChatRequest, CompletionRequest, decode
 from servekit.wire.messages import ChatMessage, SamplingParams
 
 USER = {"role": "user", "content": "hi"}
@@ -58,7 +58,7 @@ def refused(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Requ
 
 def test_what_is_not_said_is_left_to_the_model() -> None:
     assert sampling(chat()) == SamplingParams()
-    everything_null = dict.fromkeys(_NOTHING) | {"temperature": None, "stop": None}
+    everything_null = dict.fromkeys(NOTHING) | {"temperature": None, "stop": None}
     assert sampling(chat(**everything_null, stream=None)) == SamplingParams()
 
 
