@@ -47,7 +47,6 @@ class Host(Protocol):
     def environ(self) -> Mapping[str, str]:
         """What a child's environment is made from."""
 
-
     def changed(self) -> None:
         """Something that others may see is different now."""
 

@@ -62,7 +62,7 @@ def parameters() -> str:
 
     kinds = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
     fields = [kind.__struct_fields__ for kind in kinds]
-    names = [n for n in dict.fromkeys(n for all_ in fields for n in all_)]
+    names = dict.fromkeys(name for own in fields for name in own)
     head = "parameter | chat | completions | responses | embeddings | transformers | echo"
     lines = [f"| {head} |", "|---|:-:|:-:|:-:|:-:|---|---|"]
     for name in sorted(names):
