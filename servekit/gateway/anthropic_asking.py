@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -65,6 +66,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # what older clients say instead
     # declared to be refused by name where they ask for something:
     mcp_servers: Any = None
     container: Any = None
@@ -100,6 +102,7 @@ class Conversation:
 def sampling(request: MessagesRequest) -> SamplingParams:
     """The request's sampling. Clients name a large max_tokens whatever the model's context."""
     output = request.output_config
+    format = (output and output.format) or request.output_format
     return SamplingParams(
         max_tokens=request.max_tokens,
         clamp=True,
@@ -107,7 +110,7 @@ def sampling(request: MessagesRequest) -> SamplingParams:
         top_p=request.top_p,
         top_k=request.top_k,
         stop=tuple(request.stop_sequences or ()),
-        grammar=schema_grammar(output.format.schema) if output and output.format else None,
+        grammar=None if format is None else schema_grammar(format.schema),
     )
 
 
@@ -168,22 +171,23 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
     names: dict[str, str] = {}  # of the tools called so far, by the ids of the calls
     for at, message in enumerate(request.messages):
         where = f"messages[{at}].content"
-        for one in _convert(message, where, names):
-            if messages and one.role == messages[-1].role in ("user", "assistant"):
-                messages[-1] = _joined(messages[-1], one)
-            else:
-                messages.append(one)
-    return messages
+        messages += _convert(message, where, names)
+    return [one for _, row in groupby(messages, _role) for one in _joined(list(row))]
 
 
-def _joined(one: ChatMessage, other: ChatMessage) -> ChatMessage:
-    """Two messages of one role in a row are one, as Anthropic has it."""
-    return replace(
-        one,
-        content="\n".join(filter(None, (one.content, other.content))),
-        tool_calls=one.tool_calls + other.tool_calls,
-        reasoning="\n".join(filter(None, (one.reasoning, other.reasoning))) or None,
-    )
+def _role(message: ChatMessage) -> str:
+    return message.role
+
+
+def _joined(row: list[ChatMessage]) -> list[ChatMessage]:
+    """The user's or assistant's messages in a row are one, as Anthropic has it."""
+    first = row[0]
+    if len(row) == 1 or first.role not in ("user", "assistant"):
+        return row
+    content = "\n".join([one.content for one in row if one.content])
+    calls = tuple(call for one in row for call in one.tool_calls)
+    reasoning = "\n".join([one.reasoning for one in row if one.reasoning]) or None
+    return [replace(first, content=content, tool_calls=calls, reasoning=reasoning)]
 
 
 def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:

@@ -204,7 +204,7 @@ def _model(route: Route) -> dict[str, Any]:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """OpenAI's envelope for every error, the framework's own too; below /api/ it is Ollama's."""
+    """The envelope of the path's API for every error, the framework's own included."""
 
     @app.exception_handler(ServekitError)
     async def ours(request: Request, error: ServekitError) -> Response:
@@ -231,7 +231,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _in_envelope(request: Request, error: dict[str, Any]) -> dict[str, Any]:
-    return {"error": error["message"] if request.url.path.startswith("/api/") else error}
+    path = request.url.path
+    if path.startswith("/v1/messages/"):
+        kept = {"type": error["type"], "message": error["message"]}
+        return {"type": "error", "error": kept}
+    return {"error": error["message"] if path.startswith("/api/") else error}
 
 
 class Guard:

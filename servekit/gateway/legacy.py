@@ -216,6 +216,7 @@ class Patience:
             waited_s = loop.time() - began_s
             hopeless = route.hopeless or self._router.draining
             try:
+                route.check_available()
                 return Turn(self._router, self._ask)
             except ModelUnavailable:
                 if hopeless or waited_s > route.status.timeout_s:

@@ -6,7 +6,8 @@ that. Those about sampling are served or, where they would change the answer, re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -191,30 +192,45 @@ def _always_thinks(info: ModelInfo) -> bool:
 
 def messages(given: list[InMessage]) -> list[ChatMessage]:
     """Raises Unsupported for images."""
-    pending: list[ToolCall] = []  # calls that no message has answered yet
+    pending = Pending()
     return [_message(message, at, pending) for at, message in enumerate(given)]
 
 
-def _message(message: InMessage, at: int, pending: list[ToolCall]) -> ChatMessage:
+def _message(message: InMessage, at: int, pending: Pending) -> ChatMessage:
     refuse_images(message.images, f"messages[{at}].images")
     calls = tuple(_calls(message, at))
-    pending += calls
+    pending.add(calls)
     name, answers = message.tool_name, message.tool_call_id
-    if message.role == "tool":
-        name, answers = _answered(name, answers, pending)
+    if message.role == "tool" and (call := pending.answer(name, answers)) is not None:
+        name, answers = call.name, call.id
     text = message.content or ""
     return ChatMessage(message.role, text, name, calls, answers, message.thinking)
 
 
-def _answered(
-    name: str | None, id: str | None, pending: list[ToolCall]
-) -> tuple[str | None, str | None]:
-    """Which call a tool's message answers. Ollama names the tool, templates may want the call."""
-    for call in pending:
-        if (id is None or call.id == id) and (name is None or call.name == name):
-            pending.remove(call)
-            return call.name, call.id
-    return name, id
+class Pending:
+    """Calls that no message has answered yet. Ollama names the tool, templates want the call."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, ToolCall] = {}
+        self._by_name: dict[str, deque[str]] = {}
+
+    def add(self, calls: Iterable[ToolCall]) -> None:
+        for call in calls:
+            self._by_id[call.id] = call
+            self._by_name.setdefault(call.name, deque()).append(call.id)
+
+    def answer(self, name: str | None, id: str | None) -> ToolCall | None:
+        """The call that is answered: by its id, else the first of that tool, or of any."""
+        if id is not None:
+            return self._by_id.pop(id, None)
+        if name is None:
+            first = next(iter(self._by_id), "")
+            return self._by_id.pop(first, None)
+        ids = self._by_name.get(name, deque())
+        while ids:
+            if (call := self._by_id.pop(ids.popleft(), None)) is not None:
+                return call
+        return None
 
 
 def _calls(message: InMessage, at: int) -> Iterator[ToolCall]:

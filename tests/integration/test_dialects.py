@@ -102,6 +102,11 @@ def test_anthropics_client_streams_text_thoughts_and_calls(claude: anthropic.Ant
     assert message.usage.output_tokens > 0
 
 
+def test_anthropics_client_lists_the_models(claude: anthropic.Anthropic) -> None:
+    assert [model.id for model in claude.models.list()] == ["talks", "plain"]
+    assert claude.models.retrieve("talks").id == "talks"
+
+
 def test_a_conversation_with_tools_goes_on(claude: anthropic.Anthropic) -> None:
     """What came is sent back as it is, with the result, as every loop over tools does."""
     first = claude.messages.create(

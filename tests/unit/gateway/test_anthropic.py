@@ -201,6 +201,9 @@ async def test_the_gate_and_the_wrong_method_have_it_too(service: Service) -> No
     async with await client(service) as http:
         wrong = await http.get("/v1/messages")
         assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
+        unknown = await http.get("/v1/messages/batches")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["type"] == "not_found_error"
         rules = AccessRules(keys=(KeyRule("a", digest=b"x" * 32),))
         status = service.router.routes["m"].status
         service.router.apply(Topology((status,), access=rules))

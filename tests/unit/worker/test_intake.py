@@ -262,3 +262,17 @@ def test_what_does_not_fit_is_refused(prompt: int, asked: int | None, param: str
     with pytest.raises(RequestError) as caught:
         completion_limit(prompt, asked, (100, None))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("asked", "clamp", "allowed"),
+    [(5, False, 5), (5, True, 5), (90, True, 60), (None, True, 60)],
+)
+def test_a_limit_beyond_the_context_is_lowered_only_where_that_is_wished(
+    asked: int | None, clamp: bool, allowed: int
+) -> None:
+    assert completion_limit(40, asked, (100, None), clamp=clamp) == allowed
+    with pytest.raises(RequestError):
+        completion_limit(40, 90, (100, None))
+    with pytest.raises(RequestError):
+        completion_limit(100, asked, (100, None), clamp=clamp)

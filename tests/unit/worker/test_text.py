@@ -42,6 +42,8 @@ def test_one_character_at_a_time_stops_at_the_first_match(
         seen += out
         if found:
             assert seen == reference(text, stop)
+            assert scanner.found in stop
+            assert text.startswith(seen + scanner.found)
             return
     assert seen + scanner.flush() == text == reference(text, stop)
 
