@@ -27,6 +27,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: Characters of what a client is told: a sentence, not its own request again.
+LONGEST_MESSAGE = 1000
+
 
 class ServekitError(Exception):
     """Base of every deliberate error. `str(error)` is one sentence that a user can act on."""
@@ -80,6 +83,8 @@ class RequestError(ServekitError):
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:  # it names a value that the client sent
+            message = message[: LONGEST_MESSAGE - 1] + "…"
         super().__init__(message)
         self.param = param
         self.retry_after_s = retry_after_s

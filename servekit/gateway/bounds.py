@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from servekit.errors import RequestError
+from servekit.gateway.schema import INT64
 from servekit.wire.values import Grammar, RequestLimits
 
 if TYPE_CHECKING:
@@ -36,9 +37,16 @@ def check_images(count: int, limits: RequestLimits, param: str = "messages") -> 
 
 
 def check_depth(value: Any, limits: RequestLimits, param: str) -> None:
-    """Raise RequestError if a decoded value nests deeper than allowed."""
-    if _deeper(value, limits.json_depth):
-        raise _too_deep(param, limits.json_depth, "json_depth")
+    """Raise RequestError if a decoded value nests deeper than allowed, or cannot cross the wire."""
+    level = [value]
+    for _ in range(limits.json_depth + 1):
+        if any(isinstance(one, int) and not -INT64 <= one < 2 * INT64 for one in level):
+            raise RequestError(f"{param}: a whole number in it is beyond 64 bits", param=param)
+        outer = [one for one in level if isinstance(one, dict | list)]
+        if not outer:
+            return
+        level = [i for one in outer for i in (one.values() if isinstance(one, dict) else one)]
+    raise _too_deep(param, limits.json_depth, "json_depth")
 
 
 def check_schema(schema: Any, limits: RequestLimits, param: str) -> None:
@@ -86,21 +94,6 @@ def _check(count: int, most: int, param: str, key: str) -> None:
 def _too_deep(param: str, most: int, key: str) -> RequestError:
     message = f"{param} is nested deeper than the limit of {most}; see server.limits.{key}"
     return RequestError(message, param=param)
-
-
-def _deeper(value: Any, most: int) -> bool:
-    """Whether there are more than `most` containers within one another; level by level."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return any(isinstance(value, dict | list) for value in level)
 
 
 def _within(schema: Any) -> list[Any]:

@@ -112,7 +112,12 @@ class Replica:
         if call.alone_until:
             self._asked = self._next_id
             self._renew()
-        self._connection.send(call.request(self._next_id))
+        try:
+            self._connection.send(call.request(self._next_id))
+        except (OverflowError, RecursionError, ValueError) as error:  # msgpack has no such value
+            said = f"the request holds a value that cannot be passed on: {error}"
+            failed = Failed(self._next_id, RequestError.code, said)
+            asyncio.get_running_loop().call_soon(self._on_failed, failed)
 
     def drop(self, call: Call) -> None:
         """Cancel a call that runs here; its slot is free for another one at once."""

@@ -79,7 +79,7 @@ class Router:
                 return next(iter(self.routes.values()))
             known = ", ".join(sorted(filter(self.access.may_use, self.routes))) or "none yet"
             raise ModelNotFound(
-                f"the model {model!r} is not served here; served are: {known}", param="model"
+                f"the model {model[:128]!r} is not served here; served are: {known}", param="model"
             )
         return route
 

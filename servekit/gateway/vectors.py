@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from servekit.errors import ClientClosed, RequestError, ServekitError, Unsupported
 from servekit.gateway.asking import chat_messages
+from servekit.gateway.bounds import check_free
 from servekit.gateway.call import Call
 from servekit.gateway.http import (
     ClientGone,
@@ -25,6 +26,7 @@ from servekit.gateway.http import (
     send_error,
     send_json,
 )
+from servekit.gateway.parsing import check_tools
 from servekit.gateway.respond import Watch
 from servekit.gateway.router import Router
 from servekit.gateway.schema import InMessage, Timeout, TokenId, decode
@@ -176,9 +178,10 @@ class Vectors:
         call.prompt = request.prompt
         if request.messages is not None:
             call.messages = chat_messages(request.messages)
-            call.more |= {"tools": request.tools} if request.tools else {}
-            more = request.chat_template_kwargs
-            call.more |= {"template": more} if more else {}
+            tools, template = check_tools(request.tools), request.chat_template_kwargs or {}
+            check_free(tools, template, None, self._router.access.rules.limits)
+            call.more |= {"tools": tools} if tools else {}
+            call.more |= {"template": template} if template else {}
 
         def write(answers: list[Delta]) -> bytes:
             ids = answers[0].token_ids

@@ -52,6 +52,14 @@ def test_depth() -> None:
         check_depth(nested(50_000), LIMITS, "tools")
 
 
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
+def test_numbers_beyond_the_wire(number: int) -> None:
+    for value in (number, {"a": [number]}, [[[[[[[{"a": number}]]]]]]]):
+        with pytest.raises(RequestError, match="tools: a whole number in it is beyond 64 bits"):
+            check_depth(value, LIMITS, "tools")
+    check_depth([2**64 - 1, -(2**63), True, 1e300], LIMITS, "tools")
+
+
 def test_schemas() -> None:
     check_schema(schema(3), LIMITS, "response_format")
     check_schema(True, LIMITS, "response_format")

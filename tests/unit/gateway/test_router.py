@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from servekit.errors import (
+    LONGEST_MESSAGE,
     ClientClosed,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -213,6 +214,27 @@ async def test_errors_of_the_worker_reach_their_own_request_only(service: Servic
         await answer(router.open(bad_ids))
     assert await answer(router.open(ask(tokens=4))) == "hell"
     assert router.in_flight == 0
+
+
+async def test_what_cannot_cross_the_wire_is_refused_and_holds_nothing(service: Service) -> None:
+    [worker] = await service.up(slots=1)
+    for value in (2**64, "\ud800"):
+        call = Call("m", SamplingParams(), prompt="x", more={"template": {"a": value}})
+        with pytest.raises(RequestError, match="cannot be passed on") as error:
+            await answer(service.router.open(call))
+        assert error.value.status == 400
+    assert await answer(service.router.open(ask(tokens=4))) == echo("hello ", 4)
+    assert not service.router.in_flight
+    assert not worker.running
+
+
+async def test_what_a_client_sent_does_not_come_back_whole(service: Service) -> None:
+    await service.up()
+    with pytest.raises(ModelNotFound) as error:
+        service.router.find("x" * 100_000)
+    assert "served are: m" in error.value.message
+    assert len(error.value.message) < 300
+    assert len(RequestError("é" * 100_000).message) == LONGEST_MESSAGE
 
 
 async def test_what_is_not_served_is_404_or_503(service: Service) -> None:

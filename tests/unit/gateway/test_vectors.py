@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import base64
+import functools
 import json
 import math
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 
 from servekit.gateway.vectors import GROUP, MAX_INPUTS, Vectors, numbers, shortened
 from tests.unit.gateway.conftest import Service, until
+
+CHAT = {"messages": [{"role": "user", "content": "abc"}]}
+DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(100), {})
 
 
 async def post(service: Service, path: str, **body: Any) -> httpx.Response:
@@ -87,8 +91,7 @@ async def test_tokens_there_and_back(service: Service) -> None:
     assert told == {"count": 2, "max_model_len": None, "tokens": [97, 241]}
     back = (await post(service, "/detokenize", tokens=told["tokens"])).json()
     assert back == {"prompt": "añ"}
-    chat = [{"role": "user", "content": "abc"}]
-    assert (await post(service, "/tokenize", messages=chat)).json()["count"] >= 3
+    assert (await post(service, "/tokenize", **CHAT)).json()["count"] >= 3
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,9 @@ async def test_tokens_there_and_back(service: Service) -> None:
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
         ("/tokenize", {"prompt": "a", "add_special_tokens": False}),
+        ("/tokenize", {**CHAT, "tools": [{"type": "function"}]}),
+        ("/tokenize", {**CHAT, "chat_template_kwargs": {"a": 2**64}}),
+        ("/tokenize", {**CHAT, "chat_template_kwargs": DEEP}),
         ("/detokenize", {}),
         ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [0x110000]}),
