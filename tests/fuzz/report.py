@@ -1,0 +1,53 @@
+"""What a run has shown, as Markdown, and what it found wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tests.fuzz.processes import Usage
+from tests.fuzz.run import Failure, Row
+
+MIB = 2**20
+#: The shortest requests shown of each fault, and how much of them.
+SHOWN = 3
+SHOWN_BYTES = 1500
+
+
+def requests_table(rows: dict[str, Row]) -> str:
+    lines = ["| endpoint | requests | answers | slowest |", "|---|--:|---|--:|"]
+    for name, row in sorted(rows.items(), key=lambda item: (item[0][:1] != "/", item[0])):
+        statuses = ", ".join(
+            f"{count} × {status}" for status, count in sorted(row.statuses.items())
+        )
+        shown = f"`{name}`" if name.startswith("/") else name
+        slowest = f"{row.slowest_s:.2f} s (case {row.slowest})"
+        lines.append(f"| {shown} | {row.requests} | {statuses} | {slowest} |")
+    return "\n".join(lines)
+
+
+def memory_table(usages: Iterable[Usage]) -> str:
+    lines = [
+        "| process | memory after 20 % | at the end | growth | descriptors before, after |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for one in usages:
+        warm, end = one.warm_bytes / MIB, one.end_bytes / MIB
+        fds = f"{one.fds_before}, {one.fds_after}"
+        lines.append(f"| {one.name} | {warm:.1f} MiB | {end:.1f} MiB | {one.growth:+.1%} | {fds} |")
+    return "\n".join(lines)
+
+
+def failures_text(failures: list[Failure]) -> str:
+    """The shortest offending requests of each fault."""
+    by: dict[tuple[str, str], list[Failure]] = defaultdict(list)
+    for failure in failures:
+        by[failure.what, failure.case.endpoint].append(failure)
+    parts = []
+    for (what, endpoint), found in sorted(by.items(), key=lambda item: -len(item[1])):
+        parts.append(f"{len(found)} × {endpoint}: {what}")
+        for failure in sorted(found, key=lambda one: one.case.size_bytes)[:SHOWN]:
+            case = failure.case
+            data = b"".join(case.pieces)
+            parts.append(f"  case {case.number}, {len(data)} bytes: {data[:SHOWN_BYTES]!r}")
+    return "\n".join(parts)
