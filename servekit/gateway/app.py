@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.anthropic import Anthropic
-from servekit.gateway.gate import Gate
+from servekit.gateway.gate import Gate, Refuse
 from servekit.gateway.http import (
     ASGIApp,
     MethodNotAllowed,
@@ -25,7 +25,6 @@ from servekit.gateway.http import (
     error_object,
     error_type,
     send_error,
-    send_json,
 )
 from servekit.gateway.legacy import Legacy
 from servekit.gateway.ollama import Ollama, add_reads
@@ -241,9 +240,13 @@ def _in_envelope(request: Request, error: dict[str, Any]) -> dict[str, Any]:
 class Guard:
     """The outermost layer: an error nobody foresaw is logged and answered in the envelope."""
 
-    def __init__(self, app: ASGIApp, log: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, log: Any, envelopes: Mapping[str, Refuse] | None = None
+    ) -> None:
+        """`envelopes`: how an error looks where it is not OpenAI's, by path."""
         self._app = app
         self._log = log
+        self._envelopes = envelopes or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -261,5 +264,5 @@ class Guard:
         except Exception:
             self._log.exception("unexpected error", path=scope["path"])
             if not started:
-                body = {"error": error_object(ServekitError("an internal error; see the logs"))}
-                await send_json(send, msgspec.json.encode(body), 500)
+                refuse = self._envelopes.get(scope["path"], send_error)
+                await refuse(send, ServekitError("an internal error; see the logs"))

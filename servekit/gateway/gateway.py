@@ -85,7 +85,7 @@ class Gateway:
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
-        app = Guard(self._app, log)
+        app = Guard(self._app, log, self._app.gate.envelopes)
         async with serving(app, public, self._app.exchanges, limit, tls=tls, also=others):
             keep_out_of_collections()
             self._control.send(Serving())

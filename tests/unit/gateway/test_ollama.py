@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any
 
 import httpx
 import pytest
+import structlog
 from msgspec.structs import replace
 
-from servekit.gateway.app import Application
+from servekit.gateway.app import Application, Guard
 from servekit.wire.messages import AccessRules, KeyRule, Topology
-from tests.unit.gateway.conftest import Service
+from tests.unit.gateway.conftest import DEADLINE_S, Service
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -262,3 +264,53 @@ async def test_the_gate_and_the_wrong_method_have_it_too(service: Service) -> No
     assert (chat_.status_code, tags.status_code) == (401, 401)
     assert isinstance(chat_.json()["error"], str)
     assert isinstance(tags.json()["error"], str)
+
+
+async def test_a_failure_after_the_first_byte_is_a_last_line(service: Service) -> None:
+    """The model is taken out of the file, and its worker ends, while it answers."""
+    [worker] = await service.up(step_s=0.01)
+    app = Application(service.router, 2**20, ui=False)
+    body = chat("abc", options={"num_predict": 500})
+    parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return parts.pop() if parts else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 2:
+            service.router.apply(Topology(()))
+            worker.kill()
+
+    scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": []}
+    async with asyncio.timeout(DEADLINE_S):
+        await app(scope, receive, send)
+    *lines_, last = b"".join(message["body"] for message in sent[1:]).splitlines()
+    assert lines_
+    assert all(json.loads(line)["done"] is False for line in lines_)
+    assert list(json.loads(last)) == ["error"]
+    assert sent[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("/v1/messages", "type"), ("/api/chat", "error"), ("/v1/completions", "error")],
+)
+async def test_what_nobody_foresaw_has_the_envelope_of_its_path(
+    service: Service, path: str, key: str
+) -> None:
+    await service.up()
+    app = Application(service.router, 2**20, ui=False)
+
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise ZeroDivisionError
+
+    guarded = Guard(broken, structlog.get_logger(), app.gate.envelopes)
+    transport = httpx.ASGITransport(guarded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as http:
+        answer = await http.post(path)
+    assert answer.status_code == 500
+    assert next(iter(answer.json())) == key
+    assert "an internal error" in answer.text
+    assert isinstance(answer.json()["error"], str) == (path == "/api/chat")
