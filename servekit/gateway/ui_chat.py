@@ -18,6 +18,7 @@ from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.asking import chat_messages, sampling
 from servekit.gateway.call import Call
 from servekit.gateway.caller import Caller
+from servekit.gateway.parsing import Parser, Reasoning, Text, parser
 from servekit.gateway.router import Router
 from servekit.gateway.schema import ChatRequest, decode
 from servekit.wire.messages import FinishReason
@@ -28,6 +29,10 @@ UPDATE_S = 0.08
 UPDATE_PER_ANSWER_S = 0.01
 #: How often an answer under way is saved in the browser, s.
 SAVE_S = 1.0
+
+
+#: What stands around a model's thoughts in the page's own messages; no model writes it.
+THOUGHTS = ("<servekit-thoughts>", "</servekit-thoughts>")
 
 
 class Turn(TypedDict):
@@ -96,7 +101,7 @@ class Chats:
         """
         session = visit.session
         self.drop(session)
-        answer = self._answers[session] = Answer(list(turns))
+        answer = self._answers[session] = Answer(list(turns), self._parser(model))
         try:
             caller = await self._router.access.visitor(visit.authorization)
             call = self._open(model, turns, settings, visit.client, caller)
@@ -142,6 +147,13 @@ class Chats:
         call.caller = caller
         return self._router.open(call)
 
+    def _parser(self, model: str) -> Parser | None:
+        """What tells thoughts from text; None for a model that does not think aloud."""
+        info = self._router.find(model).status.info if self._router.serves(model) else None
+        if info is None or not (info.dialect.think_end or info.dialect.tools == "harmony"):
+            return None
+        return parser(info.dialect, tools=False, reasoning=True)
+
     async def _follow(self, answer: Answer, call: Call) -> AsyncGenerator[View, None]:
         saved_s = time.monotonic()
         yield answer.view(self._waiting(call), save=True)
@@ -161,8 +173,10 @@ class Chats:
 class Answer:
     """One answer under way: its text so far, and its times."""
 
-    def __init__(self, turns: list[Turn]) -> None:
+    def __init__(self, turns: list[Turn], parse: Parser | None = None) -> None:
         self.turns = turns
+        self._parse = parse
+        self._thoughts: list[str] = []
         self.call: Call | None = None
         self.stopped = False
         self.dropped = False
@@ -201,12 +215,20 @@ class Answer:
             self.progress = self._measure("cancelled", self.progress.tokens)
             return
         tokens = self.progress.tokens + sum(len(delta.token_ids) for delta in deltas)
-        self._text += [delta.text for delta in deltas]
+        self._read("".join([delta.text for delta in deltas]), ended=deltas[-1].finish is not None)
         if self._first_s is None and tokens:
             self._first_s, self._first_tokens = time.monotonic(), tokens
         last = deltas[-1]
         tokens = last.completion_tokens if last.finish else tokens
         self.progress = self._measure(last.finish, tokens)
+
+    def _read(self, text: str, *, ended: bool) -> None:
+        if self._parse is None:
+            self._text.append(text)
+            return
+        events = self._parse.feed(text) + (self._parse.end() if ended else [])
+        self._thoughts += [event.text for event in events if isinstance(event, Reasoning)]
+        self._text += [event.text for event in events if isinstance(event, Text)]
 
     def _measure(self, finish: FinishReason | None, tokens: int) -> Progress:
         if self._first_s is None:
@@ -228,6 +250,10 @@ class Answer:
     def _shown(self) -> list[Turn]:
         text = "".join(self._text)
         self._text = [text]
+        if self._thoughts:
+            self._thoughts = ["".join(self._thoughts)]
+            thinking = not text and self.progress.finish is None
+            text = f"{THOUGHTS[0]}{self._thoughts[0]}{'' if thinking else THOUGHTS[1]}{text}"
         return [*self.turns, Turn(role="assistant", content=text)] if text else self.turns
 
     def cancel(self) -> None:
@@ -250,7 +276,7 @@ def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatReq
     if not model:
         raise ModelUnavailable("no model is served yet")
     messages: list[dict[str, str]] = [{"role": "system", "content": settings.system or ""}]
-    messages += [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    messages += [{"role": turn["role"], "content": _said(turn)} for turn in turns]
     chosen = {
         name: _plain(value)
         for name, value in msgspec.structs.asdict(settings).items()
@@ -258,6 +284,23 @@ def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatReq
     }
     body = {"model": model, "messages": messages if settings.system else messages[1:], **chosen}
     return decode(ChatRequest, msgspec.json.encode(body))
+
+
+def _said(turn: Turn) -> str:
+    """A turn without the thoughts that led to it: models are not to see their old ones."""
+    content = turn["content"]
+    return content.partition(THOUGHTS[1])[2] if content.startswith(THOUGHTS[0]) else content
+
+
+def turn_at(turns: Sequence[Turn], shown: int) -> int:
+    """The turn that the page shows at this place: thoughts have a place of their own there."""
+    places = 0
+    for at, turn in enumerate(turns):
+        thinks = turn["role"] == "assistant" and turn["content"].startswith(THOUGHTS[0])
+        places += 2 if thinks and _said(turn).strip() else 1
+        if shown < places:
+            return at
+    return len(turns)
 
 
 def _plain(value: Any) -> Any:

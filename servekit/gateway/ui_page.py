@@ -10,7 +10,7 @@ from typing import Any, cast
 import gradio as gr
 
 from servekit.gateway.router import Router
-from servekit.gateway.ui_chat import Chats, Settings, Turn, View, Visit, turns_of
+from servekit.gateway.ui_chat import THOUGHTS, Chats, Settings, Turn, View, Visit, turn_at, turns_of
 from servekit.gateway.ui_status import choices, error_note, progress_note, workers
 
 STATUS_EVERY_S = 1.0
@@ -139,6 +139,7 @@ def _chat() -> gr.Chatbot:
         buttons=["copy"],
         editable="user",
         sanitize_html=True,
+        reasoning_tags=[THOUGHTS],
         allow_tags=True,  # shown as text; else <think> takes all up to </think> with it
         latex_delimiters=LATEX,
         allow_file_downloads=False,
@@ -213,7 +214,8 @@ class Events:
     async def retry(
         self, request: gr.Request, data: gr.RetryData, stored: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = turns_of(stored)[: _at(data.index) + 1]
+        turns = turns_of(stored)
+        turns = turns[: _at(turns, data.index) + 1]
         while turns and turns[-1]["role"] != "user":
             turns.pop()
         if turns:
@@ -223,7 +225,8 @@ class Events:
     async def edit(
         self, request: gr.Request, data: gr.EditData, stored: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = turns_of(stored)[: _at(data.index)]
+        turns = turns_of(stored)
+        turns = turns[: _at(turns, data.index)]
         turns.append(Turn(role="user", content=str(data.value)))
         async for update in self._answer(turns, model, settings, request):
             yield update
@@ -266,8 +269,8 @@ class Events:
 
     async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
         self._chats.drop(str(request.session_hash))
-        turns = turns_of(stored)[: _at(data.index)]
-        return self._shown_now(turns, str(data.value))
+        turns = turns_of(stored)
+        return self._shown_now(turns[: _at(turns, data.index)], str(data.value))
 
     def _shown_now(self, turns: list[Turn], text: str) -> Update:
         parts = self._parts
@@ -310,5 +313,5 @@ def _box(*, busy: bool, **kwargs: Any) -> Any:
     return gr.update(submit_btn=not busy, stop_btn=busy, **kwargs)
 
 
-def _at(index: int | tuple[int, int]) -> int:
-    return index if isinstance(index, int) else index[0]
+def _at(turns: list[Turn], index: int | tuple[int, int]) -> int:
+    return turn_at(turns, index if isinstance(index, int) else index[0])

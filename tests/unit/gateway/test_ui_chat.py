@@ -6,10 +6,22 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.asking import sampling
-from servekit.gateway.ui_chat import Chats, Settings, Turn, View, Visit, request_of, turns_of
+from servekit.gateway.ui_chat import (
+    THOUGHTS,
+    Chats,
+    Settings,
+    Turn,
+    View,
+    Visit,
+    request_of,
+    turn_at,
+    turns_of,
+)
+from servekit.wire.messages import Topology
 from tests.unit.gateway.conftest import DEADLINE_S, Service, until
 
 
@@ -158,3 +170,28 @@ def test_a_request_of_the_page() -> None:
 def test_what_is_no_conversation_is_left_out(stored: Any) -> None:
     assert turns_of(stored) == []
     assert turns_of([*asked(), {"role": "user"}]) == asked()
+
+
+async def test_thoughts_are_shown_apart_and_not_sent_again(service: Service) -> None:
+    [worker] = await service.up(said={"reasoning_parser": "think"}, step_s=0.005)
+    status = replace(service.router.routes["m"].status, info=worker.runner.info)
+    service.router.apply(Topology((status,)))
+    chats = Chats(service.router)
+    text = "<think>why</think>so"
+    settings = Settings(max_tokens=len(text))
+    answer = chats.answer(Visit("s", "ui"), "m", asked(text), settings)
+    seen = [view async for view in answer]
+    said = [view.turns[-1]["content"] for view in seen if len(view.turns) == 2]
+    assert said[-1] == f"{THOUGHTS[0]}why{THOUGHTS[1]}so"
+    assert any(content.startswith(THOUGHTS[0]) and THOUGHTS[1] not in content for content in said)
+    turns = seen[-1].turns
+    again = request_of("m", [*turns, Turn(role="user", content="and?")], Settings())
+    assert [message.content for message in again.messages] == [text, "so", "and?"]
+
+
+def test_thoughts_have_a_place_of_their_own_in_the_page() -> None:
+    user = Turn(role="user", content="a")
+    thought = Turn(role="assistant", content=f"{THOUGHTS[0]}why{THOUGHTS[1]}so")
+    only = Turn(role="assistant", content=f"{THOUGHTS[0]}why")
+    turns = [user, thought, user, only, user]
+    assert [turn_at(turns, shown) for shown in range(8)] == [0, 1, 1, 2, 3, 4, 5, 5]
