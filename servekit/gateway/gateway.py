@@ -34,6 +34,8 @@ from servekit.wire.messages import Drain, Serving, Spent, Stop, ToGateway, Topol
 log: Any = structlog.get_logger("servekit.gateway")
 
 TRAFFIC_EVERY_S = 1.0
+#: For what is cut off to be told so, before its connections close.
+_LAST_WORDS_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,9 @@ class Gateway:
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
             await self._stop
+            if self._router.in_flight:
+                self._router.cut()
+                await asyncio.sleep(_LAST_WORDS_S)
             for task in tasks:
                 task.cancel()
         self._control.close()

@@ -40,6 +40,7 @@ _NOT_RESUMED = (
     "the worker died in the middle of the answer, and this model's engine cannot go on where"
     " another left off; ask again"
 )
+_CUT = "servekit has shut down before this was done; ask again when it is back"
 #: Between announcements of places in the queue, to those who asked for them.
 ANNOUNCE_EVERY_S = 1.0
 
@@ -136,6 +137,12 @@ class Router:
         self.draining = True
         if not self._open:
             self.idle.set()
+
+    def cut(self) -> None:
+        """The time to finish is over: say so to all that is in flight."""
+        for call in list(self._open):
+            self._withdraw(call)
+            call.fail(ModelUnavailable(_CUT, retry_after_s=5.0))
 
     def position(self, call: Call) -> int | None:
         """How many calls are before this one in its queue; None once it runs."""

@@ -7,6 +7,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -61,3 +62,44 @@ def test_a_reload_while_it_drains_is_refused_and_disturbs_nothing(
         assert under_way.result(30) == (("abc" * LENGTH)[:LENGTH], LENGTH)
         assert instance.wait() == 0
         assert instance.survivors() == []
+
+
+def last_words(url: str, path: str, **body: object) -> tuple[int, str]:
+    answer = httpx.post(f"{url}{path}", json=body, timeout=30)
+    return answer.status_code, answer.text
+
+
+def test_what_does_not_finish_in_time_is_told_so_in_its_own_envelope(tmp_path: Path) -> None:
+    slow = echo("slow", step_s=0.05)
+    chat: dict[str, Any] = {
+        "model": "slow",
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 4000,
+    }
+    asks: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", chat | {"stream": True}),
+        ("/v1/chat/completions", chat | {"n": 2}),
+        ("/v1/messages", chat),
+        ("/api/chat", {"model": "slow", "messages": chat["messages"]}),
+        ("/v1/responses", {"model": "slow", "input": "abc"}),
+    ]
+    server = {"drain_timeout_s": 1}
+    with (
+        ThreadPoolExecutor(len(asks)) as pool,
+        Instance.up(tmp_path, [slow], server=server) as instance,
+    ):
+        url = instance.until_settled().url
+        asked = [pool.submit(last_words, url, path, **body) for path, body in asks]
+        everyone = len(asks) + 1  # of two choices, each is a request
+        instance.until("all are under way", lambda: instance.gateway().in_flight == everyone)
+        instance.signal(signal.SIGTERM)
+        plain, streamed, choices, message, lines, response = [one.result(30) for one in asked]
+        assert instance.wait() == 0
+        for status, text in (plain, choices, response):
+            assert (status, json.loads(text)["error"]["code"]) == (503, "model_unavailable")
+        assert (message[0], json.loads(message[1])["type"]) == (503, "error")
+        last = streamed[1].strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_unavailable"
+        assert "error" in json.loads(lines[1].strip().split("\n")[-1])
+        assert "Traceback" not in instance.log
