@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from servekit.errors import RequestError
@@ -67,6 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._heard_s = self.loop.time()
         # since when a header is waited for; 0 where none is, or no sweep has seen it yet
         self._header_since_s = self._heard_s
+        self.upgrades = False  # the request that is being parsed asks for another protocol
         self._active: Any = None  # the cycle whose task runs; `cycle` may be a later one by now
 
     # ---- size
@@ -78,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._header_bytes = size
         self._heard_s = self.loop.time()
-        super().data_received(data)
+        self._parse(data)
 
     def _take_slowly(self, data: bytes) -> None:
         """Pass on no more than a header may have; it ends there, or the client is refused."""
@@ -99,7 +101,37 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._header_bytes > _REFUSED + self.limits.linger_bytes:
             self.transport.abort()
 
+    # ---- other protocols
+
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn's `data_received`, but for requests to upgrade, which is not done here."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.upgrades:
+                self._parse_anew(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _parse_anew(self, rest: bytes) -> None:
+        """Parse the request as if it did not ask: the parser takes its body for the other protocol.
+
+        Java's own client asks for h2c with every POST that is not encrypted.
+        """
+        self.upgrades = False
+        parser, self.parser = self.parser, httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        version = parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self._header_bytes = 0
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self.upgrades = True
+            return
         self.header_ends()
         super().on_headers_complete()
 

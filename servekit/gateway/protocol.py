@@ -286,6 +286,8 @@ class Http(LimitedProtocol):
             exchange.receive(body)
 
     def on_message_complete(self) -> None:
+        if self.upgrades:  # it will be parsed anew
+            return
         self.message_ends()
         exchange: Any = self.cycle
         if not isinstance(exchange, Exchange):

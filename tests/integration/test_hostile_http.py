@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.integration.instance import Instance, echo
-from tests.integration.test_hot_route import ONE, Service, post, read
+from tests.integration.test_hot_route import ONE, TEXT, Service, post, read
 
 MIB = 1 << 20
 
@@ -104,6 +104,23 @@ def test_an_upgrade_to_a_websocket_is_answered_as_if_not_asked(service: Service)
     upgrade = "GET /livez HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
     key = "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     assert b" 200 OK" in service.talk((upgrade + key).encode(), until=b'"ok"}')
+
+
+@pytest.mark.parametrize("pad", [0, 60_000, 150_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_that_comes_with_an_upgrade_is_read(service: Service, path: str, pad: int) -> None:
+    """As Java's client asks for h2c by default; with others before and behind it."""
+    wish = ("connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAAA")
+    body = {**ONE, "pad": "x" * pad}
+    asks = post(body, *wish).replace(b"/v1/completions", path.encode(), 1)
+    said = TEXT if path == "/v1/completions" else b'"count":5,'
+    for pieces in ([asks], [asks[:30], asks[30:500], asks[500:]]):
+        got = service.talk(*pieces, until=said)
+        assert got.startswith(b"HTTP/1.1 200 OK")
+    slow = post({**ONE, "prompt": "world"})
+    got = service.talk(slow + asks + slow, until=b'"text":"world"', count=2)
+    assert got.count(b"HTTP/1.1 200 OK") == 3
+    assert said in got
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
