@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from dataclasses import dataclass, field
@@ -61,8 +62,9 @@ class Client:
 
     def end(self) -> None:
         """Say that nothing more will come; the server may still answer."""
-        if self._writer.can_write_eof() and not self._writer.is_closing():
-            self._writer.write_eof()
+        with contextlib.suppress(OSError):  # it has been refused, and cut off, before it ended
+            if self._writer.can_write_eof() and not self._writer.is_closing():
+                self._writer.write_eof()
 
     def close(self, *, reset: bool = False) -> None:
         sock: socket.socket | None = self._writer.get_extra_info("socket")
