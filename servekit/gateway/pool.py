@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from servekit.errors import REQUEST_ERRORS, RequestError, WorkerLost
+from servekit.errors import REQUEST_ERRORS, RequestError, WireError, WorkerLost
 from servekit.gateway.call import Call
 from servekit.wire.connection import Connection, dial
 from servekit.wire.messages import (
@@ -101,7 +101,16 @@ class Replica:
         return max(1, self.info.slots // self._share)
 
     def _renew(self) -> None:
-        self._open_slots = 0 if self.held else self._slots()
+        self._open_slots = 0 if self.held or self._crowded else self._slots()
+
+    @property
+    def _crowded(self) -> bool:
+        """What was sent last is long, and not yet read; what waits goes elsewhere meanwhile."""
+        return self._connection is not None and self._connection.crowded
+
+    def _on_writable(self) -> None:
+        self._renew()
+        self.owner.on_free(self)
 
     def run(self, call: Call) -> None:
         """Send a call to this worker; the caller has looked at `credits`."""
@@ -114,10 +123,12 @@ class Replica:
             self._renew()
         try:
             self._connection.send(call.request(self._next_id))
-        except (OverflowError, RecursionError, ValueError) as error:  # msgpack has no such value
+        except (OverflowError, RecursionError, ValueError, WireError) as error:
             said = f"the request holds a value that cannot be passed on: {error}"
             failed = Failed(self._next_id, RequestError.code, said)
             asyncio.get_running_loop().call_soon(self._on_failed, failed)
+        if self._connection.crowded:
+            self._renew()
 
     def drop(self, call: Call) -> None:
         """Cancel a call that runs here; its slot is free for another one at once."""
@@ -151,6 +162,7 @@ class Replica:
             except OSError:
                 await asyncio.sleep(REDIAL_S)  # it died; the supervisor will say so
                 continue
+            self._connection.on_writable = self._on_writable
             self._connection.send(Hello(PROTOCOL, "gateway", self.owner.name))
             return
 

@@ -24,6 +24,10 @@ from servekit.errors import WireError
 MAX_FRAME_BYTES = 64 * 2**20
 #: A peer that lets this much pile up is not reading; it is cut off.
 MAX_UNSENT_BYTES = 128 * 2**20
+#: Longer messages leave at once, so that what has not left yet is known.
+LARGE_BYTES = 64 * 2**10
+#: Who has a choice sends no more while so much waits; see `crowded`.
+CROWDED_BYTES = 16 * 2**20
 _READ_BYTES = 256 * 2**10
 
 Incoming = TypeVar("Incoming")
@@ -34,7 +38,8 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
     """One end of a connection; `incoming` is the union of messages that may arrive.
 
     `on_message` is called for every message, `on_close` once with the error that ended the
-    connection, or None after a clean EOF or `close`.
+    connection, or None after a clean EOF or `close`. While `crowded` the peer has much to read
+    yet; `on_writable`, where it is set, is called once it has read most of it.
     """
 
     def __init__(
@@ -52,19 +57,29 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self._unsent: list[bytes] = []
         self._error: Exception | None = None
         self._drained: asyncio.Future[None] | None = None  # while somebody waits for it
+        self.crowded = False
+        self.on_writable: Callable[[], None] | None = None
         self.closed = self._loop.create_future()
 
     # ---- sending
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message with the others of this turn; silently dropped once closed."""
+        """Send a message with the others of this turn; silently dropped once closed.
+
+        Raises WireError for one that is too long, OverflowError or ValueError for what msgpack
+        cannot say; the connection goes on.
+        """
         if self._transport is None or self.closed.done():
             return
         body = _encode(message)
         if not self._unsent:
             self._loop.call_soon(self._flush)
+        if len(body) > MAX_FRAME_BYTES:
+            raise WireError(f"a frame of {len(body)} bytes is over the limit")
         self._unsent.append(len(body).to_bytes(4, "big"))
         self._unsent.append(body)
+        if len(body) > LARGE_BYTES:
+            self._flush()
 
     def _flush(self) -> None:
         transport = self._transport
@@ -90,11 +105,17 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             await asyncio.wait({self._drained, self.closed}, return_when=asyncio.FIRST_COMPLETED)
         return transport is not None and not self.closed.done()
 
+    def pause_writing(self) -> None:
+        self.crowded = True
+
     def resume_writing(self) -> None:
+        self.crowded = False
         if self._drained is not None and self._transport is not None:
             self._drained.set_result(None)
             self._drained = None
-            self._transport.set_write_buffer_limits()
+            self._transport.set_write_buffer_limits(high=CROWDED_BYTES)
+        if self.on_writable is not None:
+            self.on_writable()
 
     def close(self) -> None:
         """Send what is left and close."""
@@ -111,6 +132,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._transport.set_write_buffer_limits(high=CROWDED_BYTES)
 
     def data_received(self, data: bytes) -> None:
         received = self._received

@@ -51,7 +51,19 @@ class Peer:
         """Send the deltas now."""
         if self._deltas:
             deltas, self._deltas = self._deltas, []
-            self.connection.send(Tokens(deltas))
+            try:
+                self.connection.send(Tokens(deltas))
+            except WireError:
+                self._flush_apart(deltas)
+
+    def _flush_apart(self, deltas: list[Delta]) -> None:
+        """Together they are too long for a message; one that is by itself is refused."""
+        for delta in deltas:
+            try:
+                self.connection.send(Tokens([delta]))
+            except WireError as error:
+                said = f"the answer is too long: {error.message}"
+                self.connection.send(Failed(delta.id, RequestError.code, said))
 
     def close(self) -> None:
         """Send what is left and close."""

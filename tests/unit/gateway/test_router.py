@@ -228,6 +228,18 @@ async def test_what_cannot_cross_the_wire_is_refused_and_holds_nothing(service: 
     assert not worker.running
 
 
+async def test_many_long_requests_at_once_do_not_cost_the_worker(service: Service) -> None:
+    """More than may be unsent, were all sent at once: they go one after the other."""
+    await service.up(max_context=10)
+    [replica] = service.router.routes["m"].replicas.values()
+    calls = [service.router.open(ask("x" * 4_000_000, 2)) for _ in range(40)]
+    assert len(replica.calls) < 10
+    answers = await asyncio.gather(*map(answer, calls), return_exceptions=True)
+    assert {type(one) for one in answers} == {ContextLengthExceeded}
+    assert all(not call.deaths for call in calls)
+    assert replica.credits > 0
+
+
 async def test_what_a_client_sent_does_not_come_back_whole(service: Service) -> None:
     await service.up()
     with pytest.raises(ModelNotFound) as error:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from servekit.gateway.vectors import GROUP, MAX_INPUTS, Vectors, numbers, shortened
+from servekit.wire import connection
 from tests.unit.gateway.conftest import Service, until
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
@@ -127,3 +128,17 @@ async def test_a_worker_that_dies_costs_no_vector(service: Service) -> None:
     answer = await asking
     assert answer.status_code == 200
     assert len(answer.json()["data"]) == 2 * GROUP
+
+
+async def test_answers_too_long_for_a_message_go_apart_or_are_refused(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.up()
+    monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 40_000)
+    texts = ("x" * 15_000, "y" * 15_000, "z" * 15_000)
+    told = await asyncio.gather(*(post(service, "/tokenize", prompt=text) for text in texts))
+    assert [one.json()["count"] for one in told] == [15_000] * 3
+    longer = await post(service, "/tokenize", prompt="\N{GRINNING FACE}" * 9_000)
+    assert longer.status_code == 400
+    assert "the answer is too long" in longer.json()["error"]["message"]
+    assert service.router.in_flight == 0

@@ -137,6 +137,43 @@ async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPa
     peer.close()
 
 
+async def test_a_message_over_the_limit_is_refused_and_the_next_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_FRAME_BYTES", 2**20)
+    left, right = await pair()
+    with pytest.raises(WireError, match="a frame of 2000"):
+        left.connection.send(Generate(1, SamplingParams(), prompt="x" * 2_000_000))
+    left.connection.send(Cancel(7))
+    assert await right.next() == Cancel(7)
+    left.connection.close()
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_sender_knows_when_much_is_unread_and_when_it_is_read(
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def crowding() -> None:
+        end, peer = await raw()
+        writable = asyncio.Event()
+        end.connection.on_writable = writable.set
+        sent = 0
+        while not end.connection.crowded:  # all in one turn of the loop
+            assert sent < 2 * module.CROWDED_BYTES
+            end.connection.send(Generate(1, SamplingParams(), prompt="x" * 2**20))
+            sent += 2**20
+        size = 0
+        while size < sent:
+            size += len(await asyncio.get_running_loop().sock_recv(peer, 2**20))
+        await asyncio.wait_for(writable.wait(), DEADLINE_S)
+        assert not end.connection.crowded
+        end.connection.abort()
+        peer.close()
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(crowding())
+
+
 async def test_the_death_of_the_peer_is_seen_and_sends_become_nothing() -> None:
     left, right = await pair()
     right.connection.abort()
