@@ -43,6 +43,7 @@ from servekit.wire.messages import (
     ChatMessage,
     Dialect,
     Grammar,
+    ModelStatus,
     SamplingParams,
     TokenLogprob,
     ToolCall,
@@ -126,7 +127,7 @@ class Turn:
         self.completion_tokens = 0
         check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
         self._dialect = dialect = Dialect() if info is None else info.dialect
-        self._choice = _choose(ask, self.model, dialect)
+        self._choice = _choose(ask, route.status)
         thinking = begins_thinking(dialect, ask.template, ask.continues)
         self._news = asyncio.Event()
         self._calls = list(self._make_calls(thinking))
@@ -259,14 +260,15 @@ class Turn:
         return "tool_calls" if self._called[index] and not self._choice.once else "stop"
 
 
-def _choose(ask: Ask, model: str, dialect: Dialect) -> ToolChoice:
+def _choose(ask: Ask, model: ModelStatus) -> ToolChoice:
     """Which tools may be called; raises RequestError for those that cannot be."""
     tools, asked = check_tools(ask.tools), ask.tool_choice
     choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)
-    if choice.tools and not dialect.tools:
+    if choice.tools and model.info is not None and "tools" not in model.info.serves:
         raise Unsupported(
-            f"tools: nothing is known of how the model {model!r} calls tools; its operator can say"
-            " so with `tool_parser`",
+            f"tools: the {model.engine} engine of {model.name!r} does not take it: the chat"
+            " template tells the model of no tools, or it is not known how it calls them (then"
+            " `tool_parser` in the file says so)",
             param="tools",
         )
     if choice.mode == "required" and ask.params.grammar is not None:

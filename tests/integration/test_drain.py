@@ -15,7 +15,7 @@ import pytest
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
 
-LENGTH = 150  # 3 s
+LENGTH = 300  # 6 s
 
 
 def stream(url: str, begun: threading.Event) -> tuple[str, int]:
@@ -71,17 +71,14 @@ def last_words(url: str, path: str, **body: object) -> tuple[int, str]:
 
 def test_what_does_not_finish_in_time_is_told_so_in_its_own_envelope(tmp_path: Path) -> None:
     slow = echo("slow", step_s=0.05)
-    chat: dict[str, Any] = {
-        "model": "slow",
-        "messages": [{"role": "user", "content": "abc"}],
-        "max_tokens": 4000,
-    }
+    messages = [{"role": "user", "content": "abc"}]
+    chat: dict[str, Any] = {"model": "slow", "messages": messages, "max_tokens": 4000}
     asks: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", chat),
         ("/v1/chat/completions", chat | {"stream": True}),
         ("/v1/chat/completions", chat | {"n": 2}),
         ("/v1/messages", chat),
-        ("/api/chat", {"model": "slow", "messages": chat["messages"]}),
+        ("/api/chat", {"model": "slow", "messages": messages}),
         ("/v1/responses", {"model": "slow", "input": "abc"}),
     ]
     server = {"drain_timeout_s": 1}

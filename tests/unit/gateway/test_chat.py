@@ -32,9 +32,11 @@ async def whole(service: Service, asked: Ask) -> tuple[Turn, list[Choice]]:
         return turn, await turn.whole()
 
 
-async def speaking(service: Service, **options: Any) -> None:
+async def speaking(
+    service: Service, tools: str = "hermes", thoughts: str = "think", **options: Any
+) -> None:
     """A worker up, whose model writes calls as Hermes does, and thoughts."""
-    said = {"tool_parser": "hermes", "reasoning_parser": "think"}
+    said = {"tool_parser": tools, "reasoning_parser": thoughts}
     [worker] = await service.up(said=said, **options)
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
     service.router.apply(Topology((status,)))
@@ -113,8 +115,8 @@ async def test_thoughts_are_told_from_text_where_wanted(service: Service) -> Non
 
 
 async def test_tools_for_a_model_that_knows_none_are_refused_by_name(service: Service) -> None:
-    await service.up()
-    with pytest.raises(Unsupported, match="tool_parser") as refused:
+    await speaking(service, tools="none")
+    with pytest.raises(Unsupported, match=r"the echo engine of 'm' does not take it") as refused:
         Turn(service.router, ask("x", tools=[TOOL]))
     assert refused.value.param == "tools"
     assert service.router.in_flight == 0
