@@ -127,7 +127,11 @@ def _add_health(app: FastAPI, router: Router) -> None:
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["service"], summary="Every model can complete a request")
+    no = {503: {"description": "Some model cannot; `models` tells the reasons"}}
+
+    @app.get(
+        "/readyz", tags=["service"], summary="Every model can complete a request", responses=no
+    )
     async def readyz() -> Response:
         """200 only while a request to each model can complete; 503 with the reasons otherwise."""
         models = {name: model_health(route) for name, route in router.routes.items()}

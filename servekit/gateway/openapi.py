@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from servekit.gateway.operations import OPERATIONS, Operation
+from servekit.gateway.operations import OPERATIONS, Envelope, Operation
 
 _REF = "#/components/schemas/{name}"
 _KEYS = {
@@ -73,6 +73,21 @@ def _extend(document: dict[str, Any], operations: list[Operation]) -> None:
     for operation in operations:
         described = _describe(operation, bodies[operation.takes])
         document["paths"].setdefault(operation.path, {})["post"] = described
+    _describe_reads(document)
+
+
+def _describe_reads(document: dict[str, Any]) -> None:
+    """Have what FastAPI tells of its own routes be what happens: our errors, in our envelopes."""
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    for path, methods in document["paths"].items():
+        read = methods.get("get", {})
+        if "responses" not in read or "service" in read.get("tags", ()):
+            continue
+        read["responses"].pop("422", None)
+        codes = ("401", "403", "404") if "{" in path else ("401",)
+        failures = _refusals("Ollama" if path.startswith("/api/") else "OpenAI")
+        read["responses"] |= {code: failures[code] for code in codes}
 
 
 def _describe(operation: Operation, body: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +99,7 @@ def _describe(operation: Operation, body: dict[str, Any]) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": body, "example": operation.asked}},
         },
-        "responses": {"200": _answer(operation), **_failures(operation)},
+        "responses": {"200": _answer(operation), **_refusals(operation.envelope)},
     }
 
 
@@ -93,7 +108,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
         "application/json": {"schema": _shape(operation.answer), "example": operation.answer}
     }
     if operation.streams:
-        content[operation.streams] = {"schema": {"type": "string"}}
+        content[operation.streams] = {}  # a schema would be one of each event
     streamed = ", or its pieces where it is streamed" if operation.streams else ""
     return {"description": f"The answer{streamed}", "content": content}
 
@@ -103,7 +118,8 @@ def _shape(example: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {name: {} for name in example}}
 
 
-def _failures(operation: Operation) -> dict[str, Any]:
-    reference = {"$ref": _REF.format(name=f"{operation.envelope}Error")}
+def _refusals(envelope: Envelope) -> dict[str, Any]:
+    """The errors of an endpoint, by status."""
+    reference = {"$ref": _REF.format(name=f"{envelope}Error")}
     content = {"application/json": {"schema": reference}}
     return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}

@@ -1,0 +1,52 @@
+"""What the OpenAPI document says is what happens: schemathesis against a real instance."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from servekit.gateway.operations import MODEL
+from tests.integration.instance import Instance, echo
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+)
+PROGRAM = Path(sys.executable).parent / "schemathesis"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = echo(MODEL, max_context=2048)  # the examples' model
+    folder = tmp_path_factory.mktemp("schemathesis")
+    with Instance.up(folder, [model], server={"legacy": "huixiangdou"}) as instance:
+        yield instance.until_settled().url
+        assert "Traceback" not in instance.log
+        assert "unexpected error" not in instance.log
+
+
+def test_every_operation_does_what_its_document_says(url: str, tmp_path: Path) -> None:
+    run(url, tmp_path, examples=2, within_s=200)
+
+
+@pytest.mark.slow
+def test_every_operation_does_so_however_it_is_asked(url: str, tmp_path: Path) -> None:
+    run(url, tmp_path, examples=40, within_s=280)
+
+
+def run(url: str, folder: Path, examples: int, within_s: float) -> None:
+    """All phases but stateful, which has nothing to go by here; the same requests each time."""
+    phases = "examples,coverage,fuzzing"
+    done = subprocess.run(
+        [PROGRAM, "run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--phases", phases,
+         "--max-examples", str(examples), "--seed", "20261121", "--no-color", "--warnings", "off"],
+        cwd=folder, capture_output=True, text=True, timeout=within_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr
