@@ -50,6 +50,9 @@ ODDS = {
     "headers": 40, "slow": 20,
 }  # fmt: skip
 HUGE_EVERY = 2000
+#: Early on many come at once: allocators keep what their process has needed at its peak, and what
+#: grows after that is a leak.
+HUGE_AT_ONCE = range(1000, 1024)
 PATHS = tuple(BODIES)
 #: As often as their variety asks for.
 WEIGHTS = tuple(max(2, len(bodies)) for bodies in BODIES.values())
@@ -66,7 +69,7 @@ class Maker:
 
     def case(self, number: int) -> Case:
         rng = random.Random(f"{self._seed}:{number}")
-        if number % HUGE_EVERY == HUGE_EVERY - 1:
+        if number % HUGE_EVERY == HUGE_EVERY - 1 or number in HUGE_AT_ONCE:
             path = rng.choice(("/v1/chat/completions", "/v1/completions", "/v1/embeddings"))
             return self._whole(number, path, hostile.huge(rng))
         kind = rng.choices(tuple(ODDS), tuple(ODDS.values()))[0]
