@@ -127,7 +127,9 @@ def _add_health(app: FastAPI, router: Router) -> None:
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
 
-    no = {503: {"description": "Some model cannot; `models` tells the reasons"}}
+    no: dict[int | str, dict[str, Any]] = {
+        503: {"description": "Some model cannot; `models` tells the reasons"}
+    }
 
     @app.get(
         "/readyz", tags=["service"], summary="Every model can complete a request", responses=no
