@@ -162,7 +162,7 @@ class Engine(ABC):
         Called from any thread, several at once; may take a second or two. Raises RequestError if
         the grammar cannot be compiled or is too large.
         """
-        raise Unsupported("this engine keeps to no grammar", param="response_format")
+        raise Unsupported("this engine keeps to no grammar", param=grammar.param)
 
     @abstractmethod
     def cancel(self, job_id: int) -> None:

@@ -70,10 +70,12 @@ def mask_words(vocab_size: int) -> int:
 class Constraint:
     """Where one request is in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, kind: str, eos: frozenset[int], vocab_size: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, grammar: Grammar, eos: frozenset[int], vocab_size: int
+    ) -> None:
+        self.grammar = grammar
         self.vocab_size = vocab_size  # bits of a mask, before they are rounded up to words
         self._matcher = matcher
-        self._kind = kind
         self._eos = sorted(eos)
         self.failure = ""  # why it cannot go on, for the user
 
@@ -111,7 +113,7 @@ class Constraint:
             mask[:] = other
 
     def _fail(self) -> None:
-        self.failure = _sentence(self._kind, self._matcher.get_error(), "cannot be followed")
+        self.failure = _sentence(self.grammar, self._matcher.get_error(), "cannot be followed")
 
 
 class Grammars:
@@ -135,9 +137,9 @@ class Grammars:
         if emitted and matcher.try_consume_tokens(list(emitted)) != len(emitted):
             raise RequestError(
                 "The text so far does not keep to the grammar it is to go on with.",
-                param="response_format",
+                param=grammar.param,
             )
-        return Constraint(matcher, grammar.kind, self._eos, self._vocab_size)
+        return Constraint(matcher, grammar, self._eos, self._vocab_size)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
@@ -154,14 +156,14 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if len(grammar.text.encode()) > MAX_BYTES:
-            raise _refusal(grammar.kind, f"it is longer than {MAX_BYTES} bytes")
+            raise _refusal(grammar, f"it is longer than {MAX_BYTES} bytes")
         try:
             matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
         except ValueError as error:  # no JSON, or no object
-            raise _refusal(grammar.kind, str(error)) from None
+            raise _refusal(grammar, str(error)) from None
         reason = matcher.get_error() or self._try(matcher)
         if reason:
-            raise _refusal(grammar.kind, reason)
+            raise _refusal(grammar, reason)
         return matcher
 
     def _try(self, matcher: LLMatcher) -> str:
@@ -190,13 +192,14 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _refusal(kind: str, reason: str) -> RequestError:
-    return RequestError(_sentence(kind, reason, "cannot be used"), param="response_format")
+def _refusal(grammar: Grammar, reason: str) -> RequestError:
+    return RequestError(_sentence(grammar, reason, "cannot be used"), param=grammar.param)
 
 
-def _sentence(kind: str, reason: str, what: str) -> str:
+def _sentence(grammar: Grammar, reason: str, what: str) -> str:
     for mark, plainly in _PLAINLY.items():
         if mark in reason:
             reason = plainly
     cleaned = " ".join(_NOISE.sub("", reason).split())
-    return f"The {_NAMES[kind]} {what}: {cleaned[:300] or 'it is not valid'}."
+    name = "grammar of the tools" if grammar.param == "tools" else _NAMES[grammar.kind]
+    return f"The {name} {what}: {cleaned[:300] or 'it is not valid'}."

@@ -120,7 +120,7 @@ class Row:
         return output
 
     def _failed(self, constraint: Constraint) -> StepOutput:
-        return StepOutput(self.job.id, [], error=constraint.failure, param="response_format")
+        return StepOutput(self.job.id, [], error=constraint.failure, param=constraint.grammar.param)
 
     def _logprob(self, token: int, scores: Scores) -> TokenLogprob:
         best = tuple((self.piece(other), value) for other, value in scores.best)

@@ -165,7 +165,7 @@ class TransformersEngine(Engine):
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
         if self._grammars is None:
-            raise Unsupported(NO_GRAMMAR, param="response_format")
+            raise Unsupported(NO_GRAMMAR, param=grammar.param)
         return self._grammars.constraint(grammar, emitted)
 
     def cancel(self, job_id: int) -> None:

@@ -40,6 +40,9 @@ class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what messages carry: no tag."""
 
 
+GrammarParam = Literal["response_format", "tools"]
+
+
 class Grammar(Value, frozen=True):
     """What the text has to be, token by token.
 
@@ -49,6 +52,7 @@ class Grammar(Value, frozen=True):
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
+    param: GrammarParam = "response_format"  # what it is made of
 
 
 class SamplingParams(Value, frozen=True):

@@ -47,6 +47,6 @@ def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
     if params.logit_bias:
         yield "logit_bias", "logit_bias"
     if params.grammar is not None:
-        yield "grammar", "response_format"
+        yield "grammar", params.grammar.param
     if request.tools:
         yield "tools", "tools"

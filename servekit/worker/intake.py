@@ -70,7 +70,7 @@ class Intake:
         except TimeoutError:
             raise RequestError(
                 f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it",
-                param="response_format",
+                param=request.params.grammar.param,
             ) from None
 
     def _encode(self, request: Generate) -> list[int]:

@@ -41,9 +41,9 @@ def tool_grammar(
     if dialect.tools == "harmony":
         final = f"{lark.text('<|channel|>', 'final', '<|message|>')} {lark.rule(_TEXT)}"
         answer = written if required else one_of([written, final])
-        return lark.grammar(f"{harmony_thoughts(lark)} {answer}")
+        return lark.grammar(f"{harmony_thoughts(lark)} {answer}", param="tools")
     answer = written if required else _in_text(lark, dialect, opening, calls)
-    return lark.grammar(f"{thoughts(lark, dialect, begun)} {answer}")
+    return lark.grammar(f"{thoughts(lark, dialect, begun)} {answer}", param="tools")
 
 
 def _in_text(lark: Lark, dialect: Dialect, opening: str, calls: str) -> str:

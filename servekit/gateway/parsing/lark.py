@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from servekit.wire.messages import Dialect, Grammar
+from servekit.wire.values import GrammarParam
 
 #: White space between the parts of JSON: enough to indent it, too little to go on with for ever.
 _JSON_SPACE = r"[ \n\r\t]{0,40}"
@@ -36,9 +37,11 @@ class Lark:
             known = self._rules[head] = f"sk_{len(self._rules)}"
         return known
 
-    def grammar(self, start: str, more: str = "") -> Grammar:
+    def grammar(
+        self, start: str, more: str = "", param: GrammarParam = "response_format"
+    ) -> Grammar:
         rules = "".join(f"{name}{head}\n" for head, name in self._rules.items())
-        return Grammar("lark", f"start: {start}\n{rules}{more}")
+        return Grammar("lark", f"start: {start}\n{rules}{more}", param)
 
     # ---- parts
 

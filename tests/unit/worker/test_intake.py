@@ -208,6 +208,10 @@ async def test_what_cannot_be_compiled_is_answered(tiny: Client) -> None:
     failure = await tiny.failure(tiny.send(bound("(a"), prompt="Hello"))
     assert (failure.code, failure.param) == ("invalid_request", "response_format")
     assert "unclosed group" in failure.message
+    tools = SamplingParams(grammar=Grammar("lark", 'start: %json {"type": 5}', "tools"))
+    failure = await tiny.failure(tiny.send(tools, prompt="Hello"))
+    assert (failure.code, failure.param) == ("invalid_request", "tools")
+    assert failure.message.startswith("The grammar of the tools cannot be used: ")
     assert not tiny.runner.busy
 
 

@@ -145,6 +145,7 @@ def test_required_takes_calls_by_their_schemas_and_nothing_else(
     if family in ("mistral", "pythonic"):  # with their tokens these write in another way
         spoken = structs.replace(spoken, tokens=())
     grammar = tool_grammar(spoken, choose(TOOLS, "required"))
+    assert grammar is not None and grammar.param == "tools"  # what an error is to name
     for values in ({}, {"days": 3}, {"days": 3, "unit": "F"}, {"unit": "C"}):
         text = written(family, "weather", arguments(family, 'Bern "x"', **values))
         if family in ("qwen3_coder", "invoke", "glm"):
