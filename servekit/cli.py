@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from servekit import checkups
 from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
@@ -252,6 +253,9 @@ def _one_sentence() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+app.command("trace-cuda")(_one_sentence()(checkups.trace_cuda))
+
+
 def _source(
     path: Path, host: str | None = None, port: int | None = None, *, insecure: bool = False
 ) -> Source:
@@ -269,6 +273,13 @@ def _plan(source: Source) -> Plan:
 
 
 def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
+    from servekit.tracing.guard import guarded
+
+    with guarded("supervisor"):
+        return _supervise(plan, run_dir, quiet=quiet)
+
+
+def _supervise(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
     import asyncio
 
     from servekit import logs

@@ -4,6 +4,7 @@ ServekitError                     500 internal_error
 ├─ ConfigError                    the file is wrong: exit code 2, nothing was started
 ├─ StartError                     the machine is in the way (port, run directory, disk): exit code 1
 ├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
+├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
 ├─ WireError                      a peer broke the wire protocol; its connection is closed
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded
@@ -66,6 +67,15 @@ class LoadError(ServekitError):
     def __init__(self, message: str, *, permanent: bool = True) -> None:
         super().__init__(message)
         self.permanent = permanent
+
+
+class ForbiddenImport(ServekitError, ImportError):
+    """A module that this process stays without, and the chain of imports that led to it.
+
+    `except ImportError` catches it, so that optional uses of the module go on without.
+    """
+
+    code = "forbidden_import"
 
 
 class WireError(ServekitError):

@@ -22,6 +22,10 @@ if __name__ == "__main__":
     args = parser.parse_args()
     die_with(args.parent_pid)
 
+    from servekit.tracing import guard
+
+    guard.stand("gateway")
+
     import faulthandler
     import sys
 

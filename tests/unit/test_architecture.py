@@ -41,7 +41,9 @@ MAY_IMPORT = {
     "config": {"errors"},
     "engines": {"errors", "wire"},
     "worker": {"errors", "wire", "config", "logs", "engines"},
-    "gateway": {"errors", "wire", "config", "logs"},
+    # chain and guard; the recorder runs in other people's programs
+    "tracing": {"errors"},
+    "gateway": {"errors", "wire", "config", "logs", "tracing"},
     "supervisor": {"errors", "wire", "config", "logs"},
     # like tables, on the operator's side: it asks the control socket and reads the process table
     "chaos": {"errors", "wire", "config", "supervisor"},
@@ -51,7 +53,8 @@ MAY_IMPORT = {
     "huixiangdou": {"errors", "config"},
     "display": {"errors", "wire", "config", "tables"},
     "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
-    | {"stories", "init", "huixiangdou"},
+    | {"stories", "init", "huixiangdou", "tracing", "checkups"},
+    "checkups": {"supervisor", "tracing"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -169,7 +169,7 @@ def test_the_demo_command_names_what_there_is() -> None:
 def test_the_commands_are_those_of_the_command_line() -> None:
     from servekit.cli import app
 
-    shown = set(re.findall(r"^\| `servekit (\w+)", README.read_text(), re.MULTILINE))
+    shown = set(re.findall(r"^\| `servekit (\w[\w-]*)", README.read_text(), re.MULTILINE))
     commands = {
         command.name or command.callback.__name__
         for command in app.registered_commands

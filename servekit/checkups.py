@@ -1,0 +1,34 @@
+"""The commands for when something is wrong: `servekit trace-cuda` and `servekit doctor`.
+
+`servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def trace_cuda(
+    command: Annotated[list[str] | None, typer.Argument(help="After --: the program.")] = None,
+    module: Annotated[
+        str | None, typer.Option("--import", metavar="MODULE", help="Only import this.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 where there are findings.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs, on stdout.")] = False,
+) -> None:
+    """Run a Python program and tell what initialised CUDA in it, with the import that led there."""
+    from servekit.supervisor import procfs
+    from servekit.tracing import command as tracing
+
+    def descendants(pid: int) -> list[int]:
+        return [process.pid for process in procfs.descendants(pid)]
+
+    told, code = tracing.run(command or (), module, descendants, as_json=as_json, check=check)
+    # The program's own stdout stays its own; with --json it has gone to stderr.
+    (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
+    raise typer.Exit(code)

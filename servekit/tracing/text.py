@@ -1,0 +1,87 @@
+"""A trace's report as text."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+#: Innermost frames of a stack that are shown; JSON has them all.
+_FRAMES = 12
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """All of it, in lines."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    processes, findings = report["processes"], report["findings"]
+    yield (
+        f"trace-cuda: exit code {report['exit_code']}, {_count(len(processes), 'Python process')}, "
+        f"{_count(len(findings), 'finding')}"
+    )
+    for process in processes:
+        yield ""
+        yield from _process(process)
+        for finding in findings:
+            if finding["pid"] == process["pid"]:
+                yield f"  FINDING: {finding['said']}"
+                if process["cuda"] is None or finding["stack"] != process["cuda"]["stack"]:
+                    yield from _stack(finding["stack"])
+    yield ""
+    yield "Not seen:"
+    yield from (f"  - {line}" for line in report["not_seen"])
+
+
+def _process(process: Mapping[str, Any]) -> Iterator[str]:
+    forked = f", forked by pid {process['parent']}" if process["forked"] else ""
+    yield f"pid {process['pid']}{forked}: {process['command']}"
+    if (cuda := process["cuda"]) is None:
+        yield "  did not initialise CUDA, as far as could be seen"
+    else:
+        yield f"  {_how(cuda)}, {cuda['at'] - process['started_at']:.2f} s after its start"
+        yield from _reason(cuda)
+    if (asked := process["asked"]) is not None and cuda is None:
+        yield f"  {asked['what']} was asked: harmless in this torch, which has no CUDA; one that"
+        yield "  has initialises the driver there (PYTORCH_NVML_BASED_CUDA_CHECK=1 spares that)"
+        yield from _reason(asked)
+    for line in process["writes"]:
+        if line not in process["late_writes"]:
+            yield f"  CUDA_VISIBLE_DEVICES became {line['value']!r}, in time"
+    yield f"  devices opened: {', '.join(process['devices']) or 'none'}"
+    if process["libraries"]:
+        yield f"  libraries in memory (harmless as such): {', '.join(process['libraries'])}"
+    yield from (f"  the recorder broke: {error}" for error in process["broken"])
+
+
+def _how(cuda: Mapping[str, Any]) -> str:
+    if cuda["how"] == "lookup":
+        return f"CUDA: {cuda['what']} was looked up, and presumably called"
+    if cuda["how"] == "device":
+        return f"CUDA was initialised by native code; noticed at {cuda['noticed_at']}"
+    if cuda["error"] is None:
+        return f"CUDA: {cuda['what']} was called and did not return"
+    if cuda["error"]:
+        return f"CUDA: {cuda['what']} was called and failed ({cuda['error'].splitlines()[0]})"
+    return f"CUDA was initialised by {cuda['what']}"
+
+
+def _reason(line: Mapping[str, Any]) -> Iterator[str]:
+    if line["chain"]:
+        yield f"  while importing: {' → '.join(line['chain'])}"
+    yield from _stack(line["stack"])
+
+
+def _stack(stack: Sequence[Sequence[Any]]) -> Iterator[str]:
+    if len(stack) > _FRAMES:
+        yield f"    … {len(stack) - _FRAMES} more"
+    for file, number, function in stack[-_FRAMES:]:
+        yield f"    {file}:{number} in {function}"
+        if code := linecache.getline(file, number).strip():
+            yield f"        {code}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
