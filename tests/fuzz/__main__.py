@@ -78,6 +78,9 @@ def fuzz(url: str, wish: argparse.Namespace, names: Sequence[str], *, legacy: bo
 
 
 def maker(wish: argparse.Namespace, names: Sequence[str], *, legacy: bool = True) -> Maker:
+    """With a model proper, most of what is sent goes there."""
+    if wish.model:
+        return Maker(wish.seed, [*names, *["smollm2"] * 20, *STRANGERS], legacy, share=0.8)
     return Maker(wish.seed, [*names, *names, *STRANGERS], legacy)
 
 

@@ -52,17 +52,20 @@ ODDS = {
 HUGE_EVERY = 2000
 #: Early on many come at once: allocators keep what their process has needed at its peak, and what
 #: grows after that is a leak.
-HUGE_AT_ONCE = range(1000, 1024)
+HUGE_AT_ONCE = range(100, 124)
 PATHS = tuple(BODIES)
 #: As often as their variety asks for.
 WEIGHTS = tuple(max(2, len(bodies)) for bodies in BODIES.values())
 
 
 class Maker:
-    """Makes cases. `models` are the names that a body's model becomes now and then."""
+    """Makes cases. `models` are the names that a body's model becomes, in `share` of them."""
 
-    def __init__(self, seed: int, models: Sequence[str], legacy: bool = True) -> None:
+    def __init__(
+        self, seed: int, models: Sequence[str], legacy: bool = True, share: float = 0.15
+    ) -> None:
         self._seed = seed
+        self._share = share
         self._models = tuple(models)
         self._paths = tuple(p for p in PATHS if legacy or p not in ("/inference", "/stream"))
         self._weights = tuple(WEIGHTS[PATHS.index(path)] for path in self._paths)
@@ -150,7 +153,7 @@ class Maker:
 
     def _made(self, rng: random.Random, path: str) -> bytes:
         valid = rng.choice(BODIES[path])
-        if rng.random() < 0.15 and "model" in valid:
+        if rng.random() < self._share and "model" in valid:
             valid = {**valid, "model": rng.choice(self._models)}
         return mutate.body(rng, valid)
 
