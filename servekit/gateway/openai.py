@@ -169,7 +169,7 @@ class OpenAI:
         if len(parsed) == 2:
             ask, form = parsed
             over = OverExchange(exchange)
-            self._spawn(respond(Turn(self._router, ask), form, over.receive, over.send))
+            self._spawn(exchange, respond(Turn(self._router, ask), form, over.receive, over.send))
             return
         shape, request, call = parsed
         self._router.open(call, request.timeout_s)
@@ -178,15 +178,16 @@ class OpenAI:
             self._router.follow(call)
             pump.tell_places()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(partial(self._on_done, exchange))
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("unexpected error", exc_info=error)
+            exchange.fail(ServekitError("an internal error; see the logs"))
 
     def _answer_to(self, shape: Shape, request: Common, call: Call) -> Answer:
         options = request.stream_options
