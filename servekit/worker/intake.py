@@ -18,6 +18,9 @@ from servekit.worker.capability import check
 
 #: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
 LONG_PROMPT_CHARS = 16_384
+#: Tokens of a text that are told one by one, as many as a client may send: each is an object here
+#: and at the gateway.
+MAX_TOKENS_TOLD = 2**20
 #: Grammars that are compiled at once.
 COMPILERS = 2
 #: How long a grammar may take, the wait for its turn included. The engine has limits of its own,
@@ -54,6 +57,8 @@ class Intake:
         match request.task:
             case "detokenize":
                 return self._detokenized(request)
+            case "tokenize":
+                return Prepared(self._told(self._encode(request)))
             case "embed":
                 return Prepared(inputs=self._inputs(request.inputs))
             case _:
@@ -87,6 +92,14 @@ class Intake:
     def _constraint(self, request: Generate) -> object | None:
         grammar = request.params.grammar
         return None if grammar is None else self._engine.constrain(grammar, request.emitted)
+
+    def _told(self, ids: list[int]) -> list[int]:
+        if len(ids) > MAX_TOKENS_TOLD:
+            raise RequestError(
+                f"the text has {len(ids)} tokens; at most {MAX_TOKENS_TOLD} are told at once",
+                param="prompt",
+            )
+        return ids
 
     def _detokenized(self, request: Generate) -> Prepared:
         ids = request.prompt if isinstance(request.prompt, list) else []

@@ -73,6 +73,12 @@ async def test_a_chat_is_tokenised_as_its_template_has_it(tiny: Client) -> None:
     assert answer.prompt_tokens == tokens.prompt_tokens
 
 
+async def test_a_text_of_too_many_tokens_to_tell_is_refused(echo: Client) -> None:
+    failure = await echo.failure(echo.send(task="tokenize", prompt="x" * (2**20 + 1)))
+    assert (failure.code, failure.param) == ("invalid_request", "prompt")
+    assert "the text has 1048577 tokens" in failure.message
+
+
 @pytest.mark.parametrize("ids", [[-1], [10**7], [2**63], [5, 0x110000]])
 async def test_ids_out_of_range_are_refused(echo: Client, ids: list[int]) -> None:
     failure = await echo.failure(echo.send(task="detokenize", prompt=ids))
