@@ -33,6 +33,9 @@ GATEWAYS = 2
 TASKS = 16
 #: What a process may grow by after the first fifth of a run.
 GROWTH = 0.10
+#: glibc keeps what it has once needed for a huge body, up to 64 MiB in each arena. So it gives all
+#: back at once, and what grows is what the process itself keeps.
+GLIBC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 #: Names that a body's model becomes now and then.
 STRANGERS = ("", "no such", "echo:latest", "m" * 3000, "e\u0301", "../echo")
 
@@ -97,7 +100,7 @@ def here(wish: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="servekit-fuzz-") as folder:
         found = models(with_model=wish.model)
         server = {"gateways": GATEWAYS, "legacy": "huixiangdou"}
-        with Instance.up(Path(folder), found, server=server) as instance:
+        with Instance.up(Path(folder), found, server=server, env=GLIBC) as instance:
             status = instance.until_settled(within_s=300)
             names = asked_for(wish)
             one = fuzz(status.url, wish, names, legacy=True)
