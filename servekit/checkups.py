@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,3 +33,21 @@ def trace_cuda(
     # The program's own stdout stays its own; with --json it has gone to stderr.
     (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
     raise typer.Exit(code)
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Check what this file needs, too.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tell whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
+    from servekit.doctor.examine import examine, told
+
+    findings = examine(config, run_dir)
+    sys.stdout.write(f"{told(findings, as_json=as_json)}\n")
+    raise typer.Exit(any(finding.level == "error" for finding in findings))

@@ -253,6 +253,7 @@ def _one_sentence() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+app.command("doctor")(_one_sentence()(checkups.doctor))
 app.command("trace-cuda")(_one_sentence()(checkups.trace_cuda))
 
 

@@ -5,6 +5,10 @@ Each line on stdin is a question, each line on stdout its answer in JSON:
     gpus     [{"index": 0, "uuid": "GPU-…", "name": "NVIDIA H200", "total_bytes": …,
                "free_bytes": …}, …]
     memory   {PID: {UUID: bytes}}
+    details  {"error": "", "driver": "580.95.05", "cuda": "13.0", "gpus": [as above, and
+               "compute_mode": "default", "exclusive" or "prohibited", "mig": false,
+               "persistence": true (each None where the GPU has no such thing),
+               "processes": [[PID, bytes], …]]}; only "error" where there is no NVML
 
 A process of its own, because a driver that is broken or busy may keep a call for minutes, and the
 supervisor must go on meanwhile; and because the library takes 19 MB of whoever loads it. It stays
@@ -32,7 +36,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's are not for us
         signal.signal(number, signal.SIG_IGN)
     nvml = _initialised()
-    questions: dict[str, Callable[[Any], Any]] = {"gpus": _gpus, "memory": _memory}
+    questions: dict[str, Callable[[Any], Any]] = {
+        "gpus": _gpus,
+        "memory": _memory,
+        "details": _details,
+    }
     for line in sys.stdin:
         answer = questions[line.strip()](nvml)
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -63,6 +71,46 @@ def _memory(nvml: Any) -> dict[int, dict[str, int]]:
             of_pid = holdings.setdefault(pid, {})
             of_pid[uuid] = of_pid.get(uuid, 0) + held_bytes
     return holdings
+
+
+def _details(nvml: Any) -> dict[str, Any]:
+    if nvml is None:
+        return {"error": _why_not()}
+    cuda = nvml.nvmlSystemGetCudaDriverVersion()
+    return {
+        "error": "",
+        "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "gpus": [_detailed(nvml, index, handle) for index, handle in _handles(nvml)],
+    }
+
+
+def _why_not() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:
+        return str(error) or repr(error)
+    return "it did not answer at first, and does now"
+
+
+def _detailed(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+    def asked(name: str) -> Any:
+        try:
+            return getattr(nvml, name)(handle)
+        except nvml.NVMLError:  # this GPU or this driver knows nothing of it
+            return None
+
+    mode, mig = asked("nvmlDeviceGetComputeMode"), asked("nvmlDeviceGetMigMode")
+    persistence = asked("nvmlDeviceGetPersistenceMode")
+    modes = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
+    return _read(nvml, index, handle) | {
+        "compute_mode": None if mode is None else modes.get(mode, str(mode)),
+        "mig": None if mig is None else bool(mig[0]),
+        "persistence": None if persistence is None else bool(persistence),
+        "processes": sorted(_processes(nvml, handle)),
+    }
 
 
 def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:

@@ -54,7 +54,8 @@ MAY_IMPORT = {
     "display": {"errors", "wire", "config", "tables"},
     "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
     | {"stories", "init", "huixiangdou", "tracing", "checkups"},
-    "checkups": {"supervisor", "tracing"},
+    "checkups": {"supervisor", "tracing", "doctor"},
+    "doctor": {"errors", "config", "supervisor"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -32,6 +32,11 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
     return [Thing(pid=7, usedGpuMemory=30), Thing(pid=8, usedGpuMemory=None)]
 def nvmlDeviceGetGraphicsRunningProcesses(handle):
     return [Thing(pid=7, usedGpuMemory=10)]
+def nvmlSystemGetDriverVersion(): return b"580.95"
+def nvmlSystemGetCudaDriverVersion(): return 12080
+def nvmlDeviceGetComputeMode(handle): return 3
+def nvmlDeviceGetPersistenceMode(handle): return 0
+def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
 """
 
 
@@ -59,6 +64,13 @@ def test_what_nvml_says_is_passed_on(
     gpu = {"index": 0, "uuid": "GPU-aa", "name": "H200", "total_bytes": 100, "free_bytes": 60}
     assert driver.ask("gpus") == [gpu]
     assert driver.ask("memory") == {"7": {"GPU-aa": 30}, "8": {"GPU-aa": 0}}
+    more = {"compute_mode": "exclusive", "mig": None, "persistence": False}
+    assert driver.ask("details") == {
+        "error": "",
+        "driver": "580.95",
+        "cuda": "12.8",
+        "gpus": [{**gpu, **more, "processes": [[7, 30], [8, 0]]}],
+    }
 
 
 def test_without_a_library_there_is_no_gpu(
@@ -70,6 +82,7 @@ def test_without_a_library_there_is_no_gpu(
     drivers.append(driver)
     assert driver.ask("gpus") == []
     assert driver.ask("memory") == {}
+    assert driver.ask("details") == {"error": "no libnvidia-ml.so.1"}
 
 
 def test_one_process_answers_many_questions(drivers: list[Driver]) -> None:

@@ -1,0 +1,34 @@
+"""What is said of one thing that was examined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer. `said` tells what is so and, unless it is ok, what to do."""
+
+    area: str
+    level: Level
+    said: str
+
+
+def gib(size_bytes: int) -> str:
+    """ "3.4 GiB", "64 MiB"."""
+    if size_bytes < 2**30:
+        return f"{size_bytes / 2**20:.0f} MiB"
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def text(findings: Sequence[Finding]) -> str:
+    """For people: one line each, and the sum."""
+    width = max((len(finding.area) for finding in findings), default=0)
+    lines = [f"{f.level:<8} {f.area:<{width}}  {f.said}" for f in findings]
+    errors = sum(finding.level == "error" for finding in findings)
+    warnings = sum(finding.level == "warning" for finding in findings)
+    return "\n".join([*lines, f"{errors} errors, {warnings} warnings"])
