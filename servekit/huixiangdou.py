@@ -109,7 +109,8 @@ def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
     if llm.get("enable_local") in (0, False):
         yield "llm.enable_local: it is off there; the local model is served all the same"
     if llm.get("enable_remote") in (1, True):
-        yield f"llm.enable_remote: {_WHY_NOT['remote_type']}; `backend` of a request is ignored"
+        instead = "a request's `backend` picks a model by its name"
+        yield f"llm.enable_remote: {_WHY_NOT['remote_type']}; {instead}"
     for key in llm.keys() - {"enable_local", "enable_remote", "client_url", "server"}:
         yield f"llm.{key}: not known here"
     for key, value in server.items():

@@ -106,6 +106,7 @@ def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar |
 
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
     """JSON by a schema."""
+    schema = {} if schema is True else schema  # the same, in the form that compilers take
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 
 

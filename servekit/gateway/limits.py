@@ -40,11 +40,15 @@ class HeaderTooLarge(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`header_s` is for a whole header; `body_s` for silence within a body."""
+    """`header_s` is for a whole header; `body_s` for silence within a body.
+
+    A body may take `body_s` in all, and as much longer as it takes at `body_bytes_per_s`.
+    """
 
     header_bytes: int = 64 * 1024
     header_s: float = 10.0
     body_s: float = 30.0
+    body_bytes_per_s: float = 1024.0
     #: What a refused client may take, and send, until it reads why: closing at once may reset it.
     linger_s: float = 2.0
     linger_bytes: int = 1024 * 1024
@@ -65,6 +69,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._max_header_bytes = limits.header_bytes
         self._header_bytes = 0  # of a message that has begun; see _BODY and _REFUSED
         self._body_comes = False
+        self._body_since_s = 0.0  # as `_header_since_s`
+        self._chunk_bytes = 0  # of the chunks of a body before this one
         self._heard_s = self.loop.time()
         # since when a header is waited for; 0 where none is, or no sweep has seen it yet
         self._header_since_s = self._heard_s
@@ -140,6 +146,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_comes = True
 
     def on_chunk_header(self) -> None:
+        if self._header_bytes < 0:
+            self._chunk_bytes += self._header_bytes - _BODY
         self._header_bytes = 0  # no body may follow, but trailers: a header again
 
     def body_goes_on(self) -> None:
@@ -148,7 +156,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def message_ends(self) -> None:
         self._header_bytes = 0
-        self._header_since_s = 0.0
+        self._header_since_s = self._body_since_s = 0.0
+        self._chunk_bytes = 0
         self._body_comes = False
 
     # ---- time
@@ -170,11 +179,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def _sweep_body(self, now_s: float) -> None:
-        if self.flow.read_paused:
-            self._heard_s = now_s  # it is the application that does not read
-        elif now_s - self._heard_s > self.limits.body_s:
-            limit_s = self.limits.body_s
+        limit_s, since_s = self.limits.body_s, self._body_since_s
+        if self.flow.read_paused:  # it is the application that does not read
+            self._heard_s, self._body_since_s = now_s, 0.0
+        elif now_s - self._heard_s > limit_s:
             self.refuse(RequestTimeout(f"nothing of the body came for {limit_s:g} s"))
+        elif not since_s:
+            self._body_since_s = now_s
+        elif now_s - since_s > limit_s + self._body_bytes() / self.limits.body_bytes_per_s:
+            self.refuse(RequestTimeout("the body came too slowly"))
+
+    def _body_bytes(self) -> int:
+        """How much of it has come."""
+        return self._chunk_bytes + (self._header_bytes - _BODY if self._header_bytes < 0 else 0)
 
     def _refuse_header(self) -> None:
         if not self._header_bytes:  # not a single byte: there is no request to answer

@@ -98,6 +98,7 @@ class OpenAI:
         if (
             (request.n or 1) > 1
             or request.tools
+            or request.tool_choice not in (None, "auto", "none")
             or request.logprobs
             or request.chat_template_kwargs
             or request.reasoning_effort

@@ -143,10 +143,10 @@ def _grammar(format: Format | None) -> Grammar | None:
     if format is None or format.type == "text":
         return None
     if format.type == "json_object":
-        return Grammar("json_schema", '{"type":"object"}')
+        return Grammar("json_schema", '{"type":"object"}', "text.format")
     if format.schema is None:
         raise RequestError("text.format.schema is required", param="text.format.schema")
-    return schema_grammar(format.schema)
+    return replace(schema_grammar(format.schema), param="text.format")
 
 
 def _template(options: ReasoningOptions | None) -> dict[str, Any]:

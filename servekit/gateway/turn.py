@@ -167,7 +167,9 @@ class Turn:
     def _grammar(self, thinking: bool) -> Grammar | None:
         """What the whole of the model's text has to be: calls, an answer, thoughts before them."""
         ask, grammar = self.ask, self.ask.params.grammar
-        calls = tool_grammar(self._dialect, self._choice, parallel=ask.parallel, begun=thinking)
+        calls = tool_grammar(
+            self._dialect, self._choice, parallel=ask.parallel, begun=thinking, answer=grammar
+        )
         if calls is not None:
             return calls
         if grammar is not None and ask.messages is not None:

@@ -40,7 +40,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what messages carry: no tag."""
 
 
-GrammarParam = Literal["response_format", "tools"]
+GrammarParam = Literal["response_format", "tools", "text.format"]
 
 
 class Grammar(Value, frozen=True):

@@ -15,6 +15,10 @@ _TASKS: dict[Capability, str] = {
 }
 
 
+#: A grammar that is made of tools: strict ones, or one that has to be called.
+_ORDERED = ("grammar", "tools")
+
+
 def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     """Raise Unsupported for a task or parameter that is not among `info.serves`."""
     if request.task not in info.serves:
@@ -25,9 +29,9 @@ def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
         )
     for capability, param in _asked(request):
         if capability not in info.serves:
+            what = "keep calls to a schema" if (capability, param) == _ORDERED else "take it"
             raise Unsupported(
-                f"{param}: the {spec.engine} engine of '{spec.model}' does not take it",
-                param=param,
+                f"{param}: the {spec.engine} engine of '{spec.model}' does not {what}", param=param
             )
 
 

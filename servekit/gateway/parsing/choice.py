@@ -6,9 +6,13 @@ Needed where the request leaves no choice ("required", a named function), and wh
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 from servekit.errors import Unsupported
-from servekit.gateway.parsing.definitions import Choice
-from servekit.gateway.parsing.lark import Lark, harmony_thoughts, one_of, thoughts
+from servekit.gateway.parsing.definitions import Choice, Tool
+from servekit.gateway.parsing.lark import JSON_SPACE, Lark, harmony_thoughts, one_of, thoughts
 from servekit.gateway.parsing.syntax import WRITERS, Syntax
 from servekit.wire.messages import Dialect, Grammar
 
@@ -18,7 +22,12 @@ _BARE = {"llama3_json": "{", "pythonic": "["}
 
 
 def tool_grammar(
-    dialect: Dialect, choice: Choice, *, parallel: bool = True, begun: bool = False
+    dialect: Dialect,
+    choice: Choice,
+    *,
+    parallel: bool = True,
+    begun: bool = False,
+    answer: Grammar | None = None,
 ) -> Grammar | None:
     """The grammar for one answer; None where the model may write what it likes.
 
@@ -27,7 +36,7 @@ def tool_grammar(
     """
     required = choice.mode == "required"
     strict = any(tool["function"].get("strict") for tool in choice.tools)
-    if choice.mode == "none" or not (required or strict):
+    if choice.mode == "none" or not (required or strict or answer):
         return None
     if dialect.tools not in WRITERS:
         raise Unsupported(
@@ -36,14 +45,65 @@ def tool_grammar(
         )
     lark = Lark(dialect)
     many = parallel and not choice.once
-    opening, calls = WRITERS[dialect.tools](Syntax(lark, dialect, choice.tools, many, required))
+    if answer is not None and dialect.tools == "llama3_json":
+        schema = _call_or_answer(choice.tools, json.loads(answer.text))
+        whole = f"{thoughts(lark, dialect, begun)} {lark.json(schema, JSON_SPACE)}"
+        return lark.grammar(whole, param="tools")
+    by_schema = required or answer is not None
+    opening, calls = WRITERS[dialect.tools](Syntax(lark, dialect, choice.tools, many, by_schema))
     written = f"{lark.text(opening)} {calls}"
     if dialect.tools == "harmony":
-        final = f"{lark.text('<|channel|>', 'final', '<|message|>')} {lark.rule(_TEXT)}"
-        answer = written if required else one_of([written, final])
-        return lark.grammar(f"{harmony_thoughts(lark)} {answer}", param="tools")
-    answer = written if required else _in_text(lark, dialect, opening, calls)
-    return lark.grammar(f"{thoughts(lark, dialect, begun)} {answer}", param="tools")
+        told = lark.rule(_TEXT) if answer is None else _told(lark, answer)
+        final = f"{lark.text('<|channel|>', 'final', '<|message|>')} {told}"
+        whole = written if required else one_of([written, final])
+        return lark.grammar(f"{harmony_thoughts(lark)} {whole}", param="tools")
+    if required:
+        whole = written
+    elif answer is not None:  # either a call or an answer that fits, and nothing around it
+        whole = one_of([written, _told(lark, answer)])
+    else:
+        whole = _in_text(lark, dialect, opening, calls)
+    return lark.grammar(f"{thoughts(lark, dialect, begun)} {whole}", param="tools")
+
+
+def _call_or_answer(tools: Sequence[Tool], answer: Any) -> dict[str, Any]:
+    """One schema for both where calls are bare JSON: what begins alike is one thing to a lexer."""
+    parts = {"answer": answer}
+    branches: list[dict[str, Any]] = [{"$ref": "#/$defs/answer"}]
+    for at, tool in enumerate(tools):
+        function = tool["function"]
+        parts[f"tool{at}"] = function.get("parameters") or {"type": "object"}
+        properties = {
+            "name": {"const": function["name"]},
+            "parameters": {"$ref": f"#/$defs/tool{at}"},
+        }
+        branches.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    defs = {name: _moved(schema, f"#/$defs/{name}") for name, schema in parts.items()}
+    return {"anyOf": branches, "$defs": defs}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references to itself hold where it stands now."""
+    if isinstance(schema, list):
+        return [_moved(inner, to) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, to) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved
+
+
+def _told(lark: Lark, answer: Grammar) -> str:
+    return lark.json(json.loads(answer.text), JSON_SPACE)
 
 
 def _in_text(lark: Lark, dialect: Dialect, opening: str, calls: str) -> str:

@@ -15,7 +15,7 @@ from servekit.wire.messages import Dialect, Grammar
 from servekit.wire.values import GrammarParam
 
 #: White space between the parts of JSON: enough to indent it, too little to go on with for ever.
-_JSON_SPACE = r"[ \n\r\t]{0,40}"
+JSON_SPACE = r"[ \n\r\t]{0,40}"
 #: The same in arguments, which models write in one line, or indented a little.
 _ARGUMENTS_SPACE = r"[ \n]{0,8}"
 _SPACE = r"/[ \n\r\t]{1,8}/"
@@ -108,7 +108,7 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
         return grammar
     match grammar.kind:
         case "json_schema":
-            return lark.grammar(f"{before} {lark.json(json.loads(grammar.text), _JSON_SPACE)}")
+            return lark.grammar(f"{before} {lark.json(json.loads(grammar.text), JSON_SPACE)}")
         case "regex":
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", r"\n")
             return lark.grammar(f"{before} {lark.rule(f'/{pattern}/')}")

@@ -103,11 +103,11 @@ async def test_a_body_that_does_not_come_is_408(
 
 
 @PATHS
-async def test_a_body_that_drips_is_waited_for(connect: Connect, path: bytes) -> None:
+async def test_a_body_in_pieces_is_waited_for(connect: Connect, path: bytes) -> None:
     reader, writer = await connect()
-    writer.write(HEAD % path + b"content-length: 10\r\n\r\n")
-    answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n10"))
-    for _ in range(10):  # for longer than either limit
+    writer.write(HEAD % path + b"content-length: 4\r\n\r\n")
+    answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n4"))
+    for _ in range(4):
         assert not answer.done()
         await asyncio.wait([answer], timeout=0.05)
         writer.write(b"x")
@@ -179,3 +179,36 @@ async def test_no_http_is_400_in_the_envelope(connect: Connect, garbage: bytes) 
 async def test_a_broken_body_is_400_in_the_envelope(connect: Connect, path: bytes) -> None:
     got = await to_the_end(connect, HEAD % path + b"transfer-encoding: chunked\r\n\r\nzz\r\n")
     assert code_of(got) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize("path", [b"/hot", b"/other"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_drips_is_refused_in_the_end(
+    connect: Connect, path: bytes, chunked: bool
+) -> None:
+    reader, writer = await connect()
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: 100000"
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % (path, length))
+    reading = asyncio.ensure_future(reader.read())
+    began = asyncio.get_running_loop().time()
+    while not reading.done():
+        assert asyncio.get_running_loop().time() - began < WITHIN_S
+        writer.write(b"1\r\nx\r\n" if chunked else b"x")
+        await asyncio.wait([reading], timeout=LIMITS.body_s / 6)
+    assert code_of(reading.result()) == (408, "request_timeout")
+    assert b"too slowly" in reading.result()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_long_body_at_a_fair_rate_is_taken(connect: Connect, chunked: bool) -> None:
+    reader, writer = await connect()
+    pieces, size = 20, 2048
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (pieces * size)
+    writer.write(b"POST /hot HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % length)
+    reading = asyncio.ensure_future(reader.readuntil(b"%d" % (pieces * size)))
+    for _ in range(pieces):
+        piece = bytes(size)
+        writer.write(b"%x\r\n%b\r\n" % (size, piece) if chunked else piece)
+        await asyncio.wait([reading], timeout=LIMITS.body_s / 6)
+    writer.write(b"0\r\n\r\n" if chunked else b"")
+    assert b"200 OK" in await asyncio.wait_for(reading, WITHIN_S)

@@ -146,7 +146,7 @@ def test_parameters_become_our_own() -> None:
     assert asked.tool_choice == {"type": "function", "name": "look"}
     assert not asked.parallel
     assert asked.template["enable_thinking"] is False
-    assert asked.params.grammar == Grammar("json_schema", '{"type":"null"}')
+    assert asked.params.grammar == Grammar("json_schema", '{"type":"null"}', "text.format")
     assert (asked.params.temperature, asked.params.logprobs) == (0.5, 0)
 
 

@@ -363,3 +363,22 @@ def test_whatever_a_schema_holds_the_gateway_has_a_grammar_for_the_worker_to_jud
 
 def test_what_can_be_read_can_be_required() -> None:
     assert set(WRITERS) == set(FAMILIES) | {"harmony"} == set(MARKERS)
+
+
+@ALL
+@BOTH
+@pytest.mark.parametrize("tools", [TOOLS, STRICT], ids=["loose", "strict"])
+def test_with_an_answer_by_schema_there_is_either_a_call_or_that_answer(
+    family: str, own_tokens: bool, tools: list[Any]
+) -> None:
+    spoken = dialect(family, own_tokens)
+    if family in ("mistral", "pythonic"):  # with their tokens these write in another way
+        spoken = structs.replace(spoken, tokens=())
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    answer = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
+    grammar = tool_grammar(spoken, choose(tools, "auto"), answer=answer)
+    final = "<|channel|>final<|message|>" if family == "harmony" else ""
+    assert fits(spoken, grammar, written(family, "weather", arguments(family, "Bern")))
+    assert fits(spoken, grammar, final + '{"ok": true}')
+    for wrong in (TEXT, final + TEXT, final + '{"ok": 1}', final + "{}"):
+        assert not fits(spoken, grammar, wrong), wrong
