@@ -108,7 +108,7 @@ def ps(
         if as_json:
             import json
 
-            from servekit.tables import as_builtins
+            from servekit.wire.values import as_builtins
 
             print(json.dumps(as_builtins(status), indent=2))
             return
@@ -131,7 +131,7 @@ def why(
         if as_json:
             import json
 
-            from servekit.tables import as_builtins
+            from servekit.wire.values import as_builtins
 
             print(json.dumps(as_builtins(answer), indent=2))
             return

@@ -5,6 +5,7 @@ ServekitError                     500 internal_error
 ├─ StartError                     the machine is in the way (port, run directory, disk): exit code 1
 ├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
 ├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
+├─ …                              400, 404, 409, 503 of administration: servekit.gateway.admin
 ├─ WireError                      a peer broke the wire protocol; its connection is closed
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded

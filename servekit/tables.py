@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -157,14 +155,3 @@ def duration(time_s: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def as_builtins(value: Any) -> Any:
-    """Structs as dicts with their field names (on the wire they are arrays)."""
-    if isinstance(value, msgspec.Struct):
-        return {name: as_builtins(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, dict):
-        return {key: as_builtins(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_builtins(item) for item in value]
-    return value

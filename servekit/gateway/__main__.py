@@ -18,6 +18,7 @@ if __name__ == "__main__":
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--no-ui", action="store_true")
     parser.add_argument("--ui-socket", type=Path)
+    parser.add_argument("--operators", type=Path, help="the supervisor's socket for operators")
     parser.add_argument("--legacy", action="store_true")
     args = parser.parse_args()
     die_with(args.parent_pid)
@@ -41,6 +42,7 @@ if __name__ == "__main__":
         max_body_bytes=args.max_body_bytes,
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
+        operators=args.operators,
         legacy=args.legacy,
         tls=(args.tls_certificate, args.tls_key) if args.tls_certificate else None,
     )

@@ -148,14 +148,18 @@ class Access:
             name = caller.rule.name if caller else ""
             raise Forbidden(f"the key {name!r} may not use {model!r}", param="model")
 
-    def require_admin(self) -> None:
-        """Raise Forbidden unless the caller of this moment may administer.
+    def require_admin(self) -> Caller:
+        """The caller of this moment, who may administer. Raises Forbidden.
 
         Without keys nobody may over HTTP: `servekit`'s own commands use the control socket.
         """
         caller = ACTING.get()
-        if caller is None or not caller.rule.admin:
-            raise Forbidden("this needs a key with `admin: true`; or use servekit's command line")
+        needs = "this needs a key with `admin: true`"
+        if caller is None:
+            raise Forbidden(f"{needs}; on this machine use servekit's command line")
+        if not caller.rule.admin:
+            raise Forbidden(f"the key {caller.rule.name!r} may not administer: {needs}")
+        return caller
 
 
 def key_of(headers: Headers, *, browser: bool = False) -> bytes:

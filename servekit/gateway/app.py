@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
+from servekit.gateway.admin import Supervisor, add_administration
 from servekit.gateway.anthropic import Anthropic
 from servekit.gateway.gate import Gate, Refuse
 from servekit.gateway.http import (
@@ -39,8 +41,15 @@ class Application:
     """Dispatches by path; `ui` is set once Gradio has been imported, `ui_state` says till then."""
 
     def __init__(
-        self, router: Router, max_body_bytes: int, *, ui: bool, legacy: bool = False
+        self,
+        router: Router,
+        max_body_bytes: int,
+        *,
+        ui: bool,
+        legacy: bool = False,
+        operators: Path | None = None,
     ) -> None:
+        """`operators`: the socket where the supervisor answers operators."""
         self.router = router
         openai = OpenAI(router, max_body_bytes)
         self.hot = openai.routes
@@ -54,7 +63,8 @@ class Application:
         self.exchanges = self.gate.exchanges
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
-        self.rest = build_rest(router, ui=ui, hot=self.hot)
+        supervisor = Supervisor(operators, router.access)
+        self.rest = build_rest(router, supervisor, ui=ui, hot=self.hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -96,8 +106,10 @@ _WAITING_PAGE = b"""<!doctype html><meta charset=utf-8><meta http-equiv=refresh 
 height:90vh;color-scheme:light dark}</style><p>%b</p>"""
 
 
-def build_rest(router: Router, *, ui: bool, hot: Collection[str]) -> FastAPI:
-    """Everything that is not hot: health, models, version, and the document, of those too."""
+def build_rest(
+    router: Router, supervisor: Supervisor, *, ui: bool, hot: Collection[str]
+) -> FastAPI:
+    """All that is not hot: health, models, administration, and the document, of the hot too."""
     app = FastAPIOffline(  # /docs must not need the outside world
         title="servekit",
         version=__version__,
@@ -108,6 +120,7 @@ def build_rest(router: Router, *, ui: bool, hot: Collection[str]) -> FastAPI:
     _add_health(app, router)
     _add_models(app, router)
     add_reads(app, router)
+    add_administration(app, supervisor)
     _add_errors(app)
     describe_hot_routes(app, hot)
 

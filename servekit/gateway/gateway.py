@@ -48,6 +48,7 @@ class Settings:
     max_body_bytes: int
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
+    operators: Path | None = None  # the socket where the supervisor answers operators
     tls: tuple[Path, Path] | None = None  # certificate and key
     legacy: bool = False  # answer as HuixiangDou's LLM server does, too
 
@@ -72,7 +73,11 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._router = Router(settings.name, lambda found: self._control.send(found))
         self._app = Application(
-            self._router, settings.max_body_bytes, ui=settings.ui, legacy=settings.legacy
+            self._router,
+            settings.max_body_bytes,
+            ui=settings.ui,
+            legacy=settings.legacy,
+            operators=settings.operators,
         )
         self._tls = None if settings.tls is None else Tls(*settings.tls)
         self._told = asyncio.Event()

@@ -87,7 +87,7 @@ def _describe_reads(document: dict[str, Any]) -> None:
         read["responses"].pop("422", None)
         codes = ("401", "403", "404") if "{" in path else ("401",)
         failures = _refusals("Ollama" if path.startswith("/api/") else "OpenAI")
-        read["responses"] |= {code: failures[code] for code in codes}
+        read["responses"] = {code: failures[code] for code in codes} | read["responses"]
 
 
 def _describe(operation: Operation, body: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Gateway(Life[FromGateway]):
                 *("--max-body-bytes", str(self._server.max_body_bytes)),
                 *self._tls_args(),
                 *self._ui_args(),
+                *("--operators", str(self.host.run_dir.control)),
                 *(("--legacy",) if self._server.legacy else ()),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),

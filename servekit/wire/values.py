@@ -308,3 +308,14 @@ class AccessRules(Value, frozen=True):
     log_prompts: bool = False
     limits: RequestLimits = RequestLimits()
     certificate: str = ""  # changes when the TLS files do: read them again
+
+
+def as_builtins(value: Any) -> Any:
+    """Structs as dicts with their field names (on the wire they are arrays)."""
+    if isinstance(value, msgspec.Struct):
+        return {name: as_builtins(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: as_builtins(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_builtins(item) for item in value]
+    return value

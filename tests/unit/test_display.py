@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from servekit import logs
 from servekit.display import Display, Words, banner, picture, read_line, settled
-from servekit.tables import as_builtins, duration, note, progress_text, size, status_tables
+from servekit.tables import duration, note, progress_text, size, status_tables
 from servekit.wire.messages import (
     GatewayStatus,
     ModelInfo,
@@ -21,6 +21,7 @@ from servekit.wire.messages import (
     Status,
     WorkerState,
 )
+from servekit.wire.values import as_builtins
 
 WORDS = Words(ui=True, stop="servekit down")
 

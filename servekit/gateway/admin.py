@@ -1,0 +1,196 @@
+"""Administration over HTTP, for keys with `admin: true`: what `servekit ps`, `why`, `reload` do.
+
+The supervisor answers, over the operators' socket, which is this user's alone: whoever could open
+it needs no key. There is no shutdown here; who may end an instance is at its machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+from servekit.errors import ConfigError, DeadlineExceeded, ServekitError
+from servekit.gateway.access import Access
+from servekit.wire.connection import Connection, dial
+from servekit.wire.messages import (
+    Accepted,
+    FromSupervisor,
+    GetStatus,
+    GetWhy,
+    Refused,
+    Reload,
+    Status,
+    ToSupervisor,
+    Why,
+)
+from servekit.wire.values import as_builtins
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+ANSWER_S = 10.0
+#: It loads nothing, but reads the file and all that it names, and waits for a reload before it.
+RELOAD_S = 20.0
+
+A = TypeVar("A", bound=FromSupervisor)
+
+
+class FileRefused(ConfigError):
+    """The file that a reload would read is wrong; the message tells of all of it."""
+
+    status = 400
+
+
+class NothingSuch(ServekitError):
+    """No model and no process has that name."""
+
+    status = 404
+    code = "not_found"
+
+
+class NotNow(ServekitError):
+    """The supervisor refuses, and the request is not to blame."""
+
+    status = 409
+    code = "conflict"
+
+
+class NoSupervisor(ServekitError):
+    """There is none, or it hung up: servekit is about to end."""
+
+    status = 503
+    code = "supervisor_unavailable"
+
+
+class Supervisor:
+    """Answers what may be asked over HTTP; `path` is the operators' socket."""
+
+    def __init__(self, path: Path | None, access: Access) -> None:
+        self._path = path
+        self._access = access
+
+    async def status(self) -> Response:
+        """As `servekit ps --json`. Raises Forbidden and what `ask` raises."""
+        self._access.require_admin()
+        return _json(as_builtins(await self._ask(GetStatus(), Status, ANSWER_S)))
+
+    async def why(self, name: str) -> Response:
+        """As `servekit why NAME --json`. Raises Forbidden, NothingSuch and what `ask` raises."""
+        self._access.require_admin()
+        return _json(as_builtins(await self._ask(GetWhy(name), Why, ANSWER_S, NothingSuch)))
+
+    async def reload(self) -> Response:
+        """As `servekit reload`. Raises Forbidden, FileRefused and what `ask` raises."""
+        caller = self._access.require_admin()
+        log.info("reload asked for over HTTP", key=caller.rule.name)
+        done = await self._ask(Reload(), Accepted, RELOAD_S, FileRefused)
+        return _json({"message": done.message})
+
+    async def _ask(
+        self,
+        question: ToSupervisor,
+        kind: type[A],
+        deadline_s: float,
+        invalid: type[ServekitError] = NotNow,
+    ) -> A:
+        """The answer; `invalid` is raised where what was asked for is wrong, not the moment."""
+        if self._path is None:
+            raise NoSupervisor("there is no supervisor to ask")
+        answer = await ask(self._path, question, deadline_s)
+        if isinstance(answer, Refused):
+            raise (invalid if answer.invalid else NotNow)(answer.message)
+        if not isinstance(answer, kind):
+            raise ServekitError("the supervisor's answer does not belong to the question")
+        return answer
+
+
+async def ask(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
+    """What the supervisor behind the socket `path` answers.
+
+    Raises NoSupervisor where none does, and DeadlineExceeded after `deadline_s`.
+    """
+    answer: asyncio.Future[FromSupervisor] = asyncio.get_running_loop().create_future()
+
+    def on_message(message: FromSupervisor) -> None:
+        if not answer.done():
+            answer.set_result(message)
+
+    def on_close(error: Exception | None) -> None:
+        if not answer.done():
+            answer.set_exception(NoSupervisor("the supervisor hung up; ask again in a moment"))
+
+    try:
+        async with asyncio.timeout(deadline_s):
+            connection = await dial(path, lambda: Connection(FromSupervisor, on_message, on_close))
+            try:
+                connection.send(question)
+                return await answer
+            finally:
+                connection.close()
+    except TimeoutError:
+        late = f"the supervisor did not answer within {deadline_s:g} s; it may yet do as asked"
+        raise DeadlineExceeded(late) from None
+    except OSError:
+        raise NoSupervisor("the supervisor takes no questions now: servekit is ending") from None
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+# ---- the routes
+
+
+def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
+    """GET /admin/status, GET /admin/why/NAME and POST /admin/reload."""
+    common: dict[str, Any] = {"tags": ["administration"], "response_model": dict[str, Any]}
+
+    @app.get(
+        "/admin/status",
+        summary="All processes, as `servekit ps --json` tells",
+        responses=_refusals(403, 409, 503, 504),
+        **common,
+    )
+    async def status() -> Response:
+        return await supervisor.status()
+
+    @app.get(
+        "/admin/why/{name:path}",
+        summary="What became of a model, or of a process such as MODEL/0",
+        responses=_refusals(403, 404, 409, 503, 504),
+        **common,
+    )
+    async def why(name: str) -> Response:
+        return await supervisor.why(name)
+
+    @app.post(
+        "/admin/reload",
+        summary="Read the file again; only what changed is touched",
+        responses=_refusals(400, 401, 403, 409, 429, 503, 504),
+        **common,
+    )
+    async def reload() -> Response:
+        return await supervisor.reload()
+
+
+_REFUSALS = {
+    400: "The file is wrong, and nothing was changed; the message says what",
+    401: "An API key is needed, or this one is not known",
+    403: "The key has no `admin: true`; the same for all where the file has no keys",
+    404: "No model and no process has that name",
+    409: "Not at this moment, such as during a shutdown",
+    429: "The key's limits are reached; see Retry-After",
+    503: "The supervisor takes no questions now",
+    504: "The supervisor did not answer in time",
+}
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    schema = {"$ref": "#/components/schemas/OpenAIError"}
+    content = {"application/json": {"schema": schema}}
+    return {code: {"description": _REFUSALS[code], "content": content} for code in statuses}
