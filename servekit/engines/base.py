@@ -102,11 +102,26 @@ class Decoder(Protocol):
         """Return what is left at the end; an incomplete character is left out."""
 
 
+class TooManyTokens(Exception):
+    """A text has more than `count` tokens; that is all that was found out about it.
+
+    From a codec to the worker, which words the refusal; nobody else sees it.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"more than {count} tokens")
+        self.count = count
+
+
 class Codec(Protocol):
     """The model's tokenizer and chat template."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, special tokens added as the model expects."""
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Token ids of a plain prompt, special tokens added as the model expects.
+
+        Where far more than `limit` tokens come out, it may raise TooManyTokens instead. It never
+        does for a text that has no more than `limit`.
+        """
 
     def render_chat(
         self,
@@ -114,12 +129,13 @@ class Codec(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
+        limit: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation by the model's own template, generation prompt included.
 
         `tools` are OpenAI's definitions, `template` further arguments of the template. With
         `continues` the last message is the model's own beginning, to be gone on with. Raises
-        RequestError if the template refuses.
+        RequestError if the template refuses, and as `encode` does.
         """
 
     def decoder(self, markers: Collection[str] = ()) -> Decoder:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from servekit.engines.base import TooManyTokens
 from servekit.engines.chat import ChatTemplate
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage
@@ -20,6 +21,12 @@ from servekit.wire.messages import ChatMessage
 REPLACEMENT = "�"
 #: Tokens after which a window that still ends in U+FFFD is not waiting but broken.
 _LONGEST_CHARACTER = 8
+#: Characters for each token that has room, of which a longer text is judged first. Almost no text
+#: that fits is longer, so that hardly any is tokenised twice.
+_FIRST_CHARS = 16
+#: Tokens that may be there only because a text was cut: the pieces of a word or of a special token,
+#: and what a tokenizer adds at the ends. WordPiece has one token for any word over 100 characters.
+_CUT_TOKENS = 128
 
 
 class TokenizerCodec:
@@ -36,8 +43,8 @@ class TokenizerCodec:
     def chat(self) -> bool:
         return bool(self.template.source)
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        return self._ids_within(limit, text, special=True)
 
     def render_chat(
         self,
@@ -45,13 +52,33 @@ class TokenizerCodec:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
+        limit: int | None = None,
     ) -> list[int]:
         if not self.chat:
             raise RequestError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         text = self.template.render(messages, tools, template, continues)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._ids_within(limit, text, special=False)
+
+    def _ids_within(self, limit: int | None, text: str, *, special: bool) -> list[int]:
+        """Token ids; TooManyTokens as soon as a beginning has too many, for each takes 200 bytes.
+
+        Only twice as many are too many: in one long word without a break, what follows changes
+        how the beginning is split, but not into half as many. White space at the cut does not
+        count, for a special token behind it may swallow any amount.
+        """
+        reach = len(text) if limit is None else _FIRST_CHARS * max(limit, 1)
+        while limit is not None and reach < len(text):
+            certain = len(self._ids(text[:reach].rstrip(), special)) - _CUT_TOKENS
+            if certain > 2 * limit:
+                raise TooManyTokens(certain)
+            reach *= 4
+        return self._ids(text, special)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        tokenized = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False)
+        return list(tokenized["input_ids"])
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
         """Those of `texts` that are tokens of their own, added to the vocabulary, special or not.

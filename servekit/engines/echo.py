@@ -61,7 +61,7 @@ class EchoDecoder:
 class EchoCodec:
     """One character is one token; a chat is its last message."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         return list(map(ord, text))
 
     def render_chat(
@@ -70,6 +70,7 @@ class EchoCodec:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
+        limit: int | None = None,
     ) -> list[int]:
         return list(map(ord, messages[-1].content))
 

@@ -1,19 +1,20 @@
 """What a request is before the engine gets it: token ids, a compiled grammar, or a refusal.
 
-What takes long is done in threads: long prompts in the event loop's own, grammars in two of their
-own, so that whoever sends explosive ones waits for himself.
+What takes long is done in threads: long prompts one after the other in one, for each may take a
+gigabyte while it is tokenised; grammars in two of their own, so that whoever sends explosive ones
+waits for himself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from servekit.engines.base import Engine
+from servekit.engines.base import Engine, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError
-from servekit.wire.messages import Generate, ModelInfo
+from servekit.wire.messages import ChatMessage, Generate, ModelInfo
 from servekit.worker.capability import check
 
 #: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
@@ -45,6 +46,7 @@ class Intake:
         self._engine = engine
         self._info = info
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
 
     def takes_long(self, request: Generate) -> bool:
         """Whether it is too much work for the event loop."""
@@ -62,29 +64,46 @@ class Intake:
             case "embed":
                 return Prepared(inputs=self._inputs(request.inputs))
             case _:
-                return Prepared(self._encode(request), self._constraint(request))
+                return Prepared(self._prompt(request), self._constraint(request))
 
-    async def prepare_aside(self, request: Generate) -> Prepared:
-        """In another thread. Raises RequestError."""
-        if request.params.grammar is None:
-            return await asyncio.to_thread(self.prepare, request)
+    async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
+        """In another thread, unless it is not `wanted` any more at its turn. Raises RequestError.
+
+        `wanted` is called in that thread. What is not wanted is prepared as nothing.
+        """
+
+        def prepare() -> Prepared:
+            return self.prepare(request) if wanted() else Prepared()
+
         loop = asyncio.get_running_loop()
+        if request.params.grammar is None:
+            long = _length(request) > LONG_PROMPT_CHARS
+            return await loop.run_in_executor(self._reader if long else None, prepare)
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                return await loop.run_in_executor(self._compilers, self.prepare, request)
+                return await loop.run_in_executor(self._compilers, prepare)
         except TimeoutError:
             raise RequestError(
                 f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it",
                 param=request.params.grammar.param,
             ) from None
 
-    def _encode(self, request: Generate) -> list[int]:
+    def _prompt(self, request: Generate) -> list[int]:
+        """What is to be gone on with; refused early where it is far longer than the context."""
+        context, params = self._info.max_context, request.params
+        try:
+            return self._encode(request, context)
+        except TooManyTokens as error:
+            found = f"more than {error.count}"
+            raise _too_long(context, found, params.max_tokens) from None
+
+    def _encode(self, request: Generate, limit: int | None = None) -> list[int]:
         if request.messages is not None:
             return self._engine.codec.render_chat(
-                request.messages, request.tools, request.template, request.continues
+                request.messages, request.tools, request.template, request.continues, limit
             )
         if isinstance(request.prompt, str):
-            return self._engine.codec.encode(request.prompt)
+            return self._engine.codec.encode(request.prompt, limit)
         ids = request.prompt or []
         self._check_ids(ids, "prompt")
         return ids
@@ -110,22 +129,24 @@ class Intake:
     def _inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
         if not inputs:
             raise RequestError("there is no input", param="input")
-        encode = self._engine.codec.encode
-        found = [encode(one) if isinstance(one, str) else one for one in inputs]
-        for index, ids in enumerate(found):
-            self._check_input(ids, f"input[{index}]" if len(found) > 1 else "input")
-        return found
+        several = len(inputs) > 1
+        return [
+            self._input(one, f"input[{index}]" if several else "input")
+            for index, one in enumerate(inputs)
+        ]
 
-    def _check_input(self, ids: list[int], name: str) -> None:
+    def _input(self, one: str | list[int], name: str) -> list[int]:
+        limit = self._info.max_context
+        try:
+            ids = self._engine.codec.encode(one, limit) if isinstance(one, str) else one
+        except TooManyTokens as error:
+            raise _input_too_long(name, f"more than {error.count}", limit) from None
         if not ids:
             raise RequestError(f"{name} is empty", param="input")
         self._check_ids(ids, "input")
-        if len(ids) > self._info.max_context:
-            raise ContextLengthExceeded(
-                f"{name} has {len(ids)} tokens, and this model reads at most "
-                f"{self._info.max_context}. Shorten it",
-                param="input",
-            )
+        if len(ids) > limit:
+            raise _input_too_long(name, str(len(ids)), limit)
+        return ids
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         size = self._engine.vocab_size
@@ -144,16 +165,27 @@ def completion_limit(
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     room = context - prompt
-    if clamp and asked is not None:
-        asked = max(1, min(asked, room))
-    if room < 1 or (asked is not None and asked > room):
-        wanted = f" and max_tokens is {asked}" if asked is not None else ""
-        raise ContextLengthExceeded(
-            f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
-            "Shorten the prompt or ask for fewer tokens",
-            param="messages" if asked is None else "max_tokens",
-        )
-    return asked if asked is not None else min(room, default or room)
+    if room < 1 or (asked is not None and asked > room and not clamp):
+        raise _too_long(context, str(prompt), asked)
+    if asked is None:
+        return min(room, default or room)
+    return max(1, min(asked, room)) if clamp else asked
+
+
+def _too_long(context: int, prompt: str, asked: int | None) -> ContextLengthExceeded:
+    wanted = f" and max_tokens is {asked}" if asked is not None else ""
+    return ContextLengthExceeded(
+        f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
+        "Shorten the prompt or ask for fewer tokens",
+        param="messages" if asked is None else "max_tokens",
+    )
+
+
+def _input_too_long(name: str, tokens: str, limit: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{name} has {tokens} tokens, and this model reads at most {limit}. Shorten it",
+        param="input",
+    )
 
 
 def _length(request: Generate) -> int:
@@ -161,7 +193,13 @@ def _length(request: Generate) -> int:
     if request.inputs:
         return sum(map(len, request.inputs))
     if request.messages is not None:
-        return sum(len(message.content) for message in request.messages)
+        tools = sum(len(str(tool)) for tool in request.tools)
+        return tools + sum(map(_turn_length, request.messages))
     if isinstance(request.prompt, str) or request.task == "detokenize":
         return len(request.prompt or ())
     return 0
+
+
+def _turn_length(message: ChatMessage) -> int:
+    calls = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning or "") + calls

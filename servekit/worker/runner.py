@@ -140,8 +140,12 @@ class Runner:
 
     async def _start_later(self, peer: Peer, request: Generate, job_id: int) -> None:
         with self._answering(peer, request, job_id):
-            prepared = await self._intake.prepare_aside(request)
-            if peer.jobs.get(request.id) == job_id:  # not cancelled meanwhile
+
+            def wanted() -> bool:  # not cancelled meanwhile
+                return peer.jobs.get(request.id) == job_id
+
+            prepared = await self._intake.prepare_aside(request, wanted)
+            if wanted():
                 self._start(peer, request, job_id, prepared)
 
     @contextlib.contextmanager

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from servekit.engines.base import TooManyTokens
 from servekit.engines.codec import REPLACEMENT, ByteDecoder, TokenizerCodec, WindowDecoder
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage
@@ -253,3 +254,94 @@ def test_markers_stay_in_the_text_and_no_other_special_token(make: Any) -> None:
         texts = [text + end.flush() for text, end in zip(texts, (kept, plain), strict=True)]
         assert texts[1] == whole(tokenizer, ids)
         assert texts[0].replace(" ", "") == "the[TOOL_CALLS]the<plain>ab🎉"
+
+
+# ---------------------------------------------------------------- texts that do not fit
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """BERT's kind: any word over 100 characters is one token; and a mask that takes all spaces."""
+    pieces = ["[UNK]", *"abcdef", *(f"##{letter}" for letter in "abcdef")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=tokenizer, unk_token="[UNK]")  # type: ignore[no-any-return]
+
+
+def space_eater() -> PreTrainedTokenizerFast:
+    """RoBERTa's kind: a token for each space, but none before a mask."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, " ": 1, "<unk>": 2}, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=tokenizer, unk_token="<unk>")  # type: ignore[no-any-return]
+
+
+class Counted:
+    """A tokenizer, and how many characters it has been given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.chars += len(text)
+        return self._tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "the cat. ", "ab", "x y"])
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
+def test_a_text_far_too_long_is_refused_by_its_beginning(tokenizer: Any, text: str) -> None:
+    counted = Counted(tokenizer)
+    limit, whole = 100, text * 20_000
+    with pytest.raises(TooManyTokens) as caught:
+        TokenizerCodec(counted).encode(whole, limit)
+    assert 2 * limit < caught.value.count <= len(tokenizer(whole)["input_ids"])
+    assert counted.chars < len(whole) / 3
+
+
+def test_a_conversation_is_judged_as_its_template_renders_it() -> None:
+    counted = Counted(BYTE_LEVEL)
+    codec, limit = TokenizerCodec(counted), 100
+    asked = [ChatMessage("user", "x"), ChatMessage("user", "\U0001f600" * 50_000)]
+    with pytest.raises(TooManyTokens):
+        codec.render_chat(asked, limit=limit)
+    assert counted.chars <= 16 * limit
+    tools = [{"type": "function", "function": {"name": "f", "description": "ab " * 50_000}}]
+    short = codec.render_chat(asked[:1])
+    assert codec.render_chat(asked[:1], limit=1) == short
+    assert codec.render_chat(asked[:1], tools, limit=limit) == short  # it renders no tools
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "count"),
+    [
+        (word_pieces(), "a" * 50_000, 1),
+        (word_pieces(), " " * 50_000 + "ab", 2),
+        (word_pieces(), ("a" * 101 + " ") * 100, 100),
+        (word_pieces(), "b" * 200 + " " * 1395 + "abc" * 300, 2),
+        (space_eater(), " " * 50_000 + "<mask>", 1),
+        (space_eater(), "a" + " " * 50_000 + "<mask>", 2),
+    ],
+)
+def test_a_text_that_fits_is_never_refused_however_long_it_is(
+    tokenizer: Any, text: str, count: int
+) -> None:
+    ids = TokenizerCodec(tokenizer).encode(text, count)
+    assert ids == tokenizer(text)["input_ids"]
+    assert len(ids) == count
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from(["the ", "ab", " ", "\n", "Größe", "🙂", "x1", "def "]), min_size=1),
+    st.integers(1, 400),
+)
+def test_a_limit_that_holds_changes_nothing(parts: list[str], times: int) -> None:
+    text = "".join(parts) * times
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
+        ids = tokenizer(text)["input_ids"]
+        assert TokenizerCodec(tokenizer).encode(text, len(ids)) == ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,15 +14,16 @@ from typing import Any
 import pytest
 
 from servekit.errors import RequestError
-from servekit.wire.messages import ChatMessage, Grammar, SamplingParams
+from servekit.wire.messages import ChatMessage, Generate, Grammar, SamplingParams, ToolCall
 from servekit.worker.intake import LONG_PROMPT_CHARS, completion_limit
 from servekit.worker.worker import warm_up
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.test_embedding import bert
-from tests.unit.gateway.conftest import until
+from tests.unit.gateway.conftest import DEADLINE_S, until
 from tests.unit.worker.serving import Client, serving, spec
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+LONG = "\U0001f600" * 100_000
 
 
 def bound(text: str, kind: Any = "regex", **params: Any) -> SamplingParams:
@@ -37,6 +39,11 @@ async def echo(tmp_path: Path) -> AsyncIterator[Client]:
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -126,10 +133,8 @@ async def test_inputs_that_cannot_be_embedded_are_named(
     assert not echo.runner.busy
 
 
-async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path) -> None:
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    wanted = spec(tmp_path, "transformers", str(bert(folder)), threads=1)
+async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path, bert_folder: Path) -> None:
+    wanted = spec(tmp_path, "transformers", str(bert_folder), threads=1)
     async with serving(wanted) as client:
         await warm_up(wanted.socket, client.info)
         requests = [client.send(task="embed", inputs=["a", "b" * number]) for number in range(1, 9)]
@@ -139,6 +144,75 @@ async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path) -> None:
         refused = await client.failure(client.send(GREEDY, prompt="Hello"))
         assert (refused.code, refused.param) == ("unsupported_parameter", "model")
         assert "/v1/embeddings" in refused.message
+
+
+# ---------------------------------------------------------------- prompts that are too long
+
+
+@pytest.mark.parametrize("asked", [{"prompt": LONG}, {"messages": [ChatMessage("user", LONG)]}])
+@pytest.mark.parametrize(("limit", "clamp"), [(None, False), (3, False), (3, True)])
+async def test_a_prompt_far_too_long_is_refused_in_the_words_of_all_others(
+    tiny: Client, asked: dict[str, Any], limit: int | None, clamp: bool
+) -> None:
+    failure = await tiny.failure(tiny.send(SamplingParams(limit, clamp=clamp), **asked))
+    assert failure.code == "context_length_exceeded"
+    assert failure.param == ("messages" if limit is None else "max_tokens")
+    assert re.fullmatch(
+        rf"this model's context is {tiny.info.max_context} tokens; the prompt has more than "
+        rf"[0-9]{{4,}}{'' if limit is None else ' and max_tokens is 3'}\. "
+        r"Shorten the prompt or ask for fewer tokens",
+        failure.message,
+    )
+    assert not tiny.runner.busy
+
+
+async def test_an_input_far_too_long_is_refused_by_its_beginning(
+    tmp_path: Path, bert_folder: Path
+) -> None:
+    async with serving(spec(tmp_path, "transformers", str(bert_folder), threads=1)) as client:
+        failure = await client.failure(client.send(task="embed", inputs=["a", "b " * 50_000]))
+        assert (failure.code, failure.param) == ("context_length_exceeded", "input")
+        assert re.match(r"input\[1\] has more than \d+ tokens, and this model", failure.message)
+
+
+async def test_long_prompts_are_read_one_after_the_other_and_not_for_who_is_gone(
+    tiny: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first holds the thread until all others are cancelled; they are never tokenised."""
+    encode = tiny.engine.codec.encode
+    seen: list[str] = []
+    entered, go = threading.Event(), threading.Event()
+
+    def watched(text: str, limit: int | None = None) -> list[int]:
+        seen.append(text[0])
+        entered.set()
+        assert go.wait(DEADLINE_S)
+        return encode(text, limit)
+
+    monkeypatch.setattr(tiny.engine.codec, "encode", watched)
+    requests = [tiny.send(GREEDY, prompt=letter + LONG) for letter in "abcdef"]
+    try:
+        await until(entered.is_set)
+        await until(lambda: len(tiny.runner._encoding) == len(requests))
+        for request in requests[1:-1]:
+            tiny.cancel(request)
+        await until(lambda: sum(len(peer.jobs) for peer in tiny.runner.peers) == 2)
+    finally:
+        go.set()
+    for request in (requests[0], requests[-1]):
+        assert (await tiny.failure(request)).code == "context_length_exceeded"
+    await until(lambda: not tiny.runner._encoding)
+    assert seen == ["a", "f"]
+    assert tiny.failures.keys() == {requests[0], requests[-1]} and not tiny.deltas
+
+
+async def test_all_that_a_template_renders_counts_as_prompt(tiny: Client) -> None:
+    call = ToolCall("a", "f", "x" * LONG_PROMPT_CHARS)
+    turn = ChatMessage("assistant", "x", reasoning="y" * LONG_PROMPT_CHARS)
+    short, intake = ChatMessage("user", "x"), tiny.runner._intake
+    assert not intake.takes_long(Generate(1, GREEDY, messages=[short]))
+    for long in (turn, ChatMessage("assistant", "x", tool_calls=(call,))):
+        assert intake.takes_long(Generate(1, GREEDY, messages=[short, long]))
 
 
 # ---------------------------------------------------------------- what is not served
@@ -284,5 +358,7 @@ def test_a_limit_beyond_the_context_is_lowered_only_where_that_is_wished(
     assert completion_limit(40, asked, (100, None), clamp=clamp) == allowed
     with pytest.raises(RequestError):
         completion_limit(40, 90, (100, None))
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError) as caught:
         completion_limit(100, asked, (100, None), clamp=clamp)
+    assert ("max_tokens" in caught.value.message) == (asked is not None)
+    assert asked is None or f"the prompt has 100 and max_tokens is {asked}." in caught.value.message
