@@ -24,6 +24,8 @@ _LONGEST_CHARACTER = 8
 #: Characters for each token that has room, of which a longer text is judged first. Almost no text
 #: that fits is longer, so that hardly any is tokenised twice.
 _FIRST_CHARS = 16
+#: And at most so many: half a gigabyte of tokens, at worst.
+_MOST_FIRST_CHARS = 2**20
 #: Tokens that may be there only because a text was cut: the pieces of a word or of a special token,
 #: and what a tokenizer adds at the ends. WordPiece has one token for any word over 100 characters.
 _CUT_TOKENS = 128
@@ -68,7 +70,7 @@ class TokenizerCodec:
         how the beginning is split, but not into half as many. White space at the cut does not
         count, for a special token behind it may swallow any amount.
         """
-        reach = len(text) if limit is None else _FIRST_CHARS * max(limit, 1)
+        reach = len(text) if limit is None else min(_FIRST_CHARS * max(limit, 1), _MOST_FIRST_CHARS)
         while limit is not None and reach < len(text):
             certain = len(self._ids(text[:reach].rstrip(), special)) - _CUT_TOKENS
             if certain > 2 * limit:

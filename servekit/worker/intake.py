@@ -1,8 +1,8 @@
 """What a request is before the engine gets it: token ids, a compiled grammar, or a refusal.
 
 What takes long is done in threads: long prompts one after the other in one, for each may take a
-gigabyte while it is tokenised; grammars in two of their own, so that whoever sends explosive ones
-waits for himself.
+gigabyte while it is tokenised; long texts of which only the tokens are asked in another; grammars
+in two of their own, so that whoever sends explosive ones waits for himself.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Intake:
         self._info = info
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
 
     def takes_long(self, request: Generate) -> bool:
         """Whether it is too much work for the event loop."""
@@ -60,7 +61,7 @@ class Intake:
             case "detokenize":
                 return self._detokenized(request)
             case "tokenize":
-                return Prepared(self._told(self._encode(request)))
+                return Prepared(self._told(request))
             case "embed":
                 return Prepared(inputs=self._inputs(request.inputs))
             case _:
@@ -77,8 +78,7 @@ class Intake:
 
         loop = asyncio.get_running_loop()
         if request.params.grammar is None:
-            long = _length(request) > LONG_PROMPT_CHARS
-            return await loop.run_in_executor(self._reader if long else None, prepare)
+            return await loop.run_in_executor(self._thread_for(request), prepare)
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 return await loop.run_in_executor(self._compilers, prepare)
@@ -87,6 +87,12 @@ class Intake:
                 f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it",
                 param=request.params.grammar.param,
             ) from None
+
+    def _thread_for(self, request: Generate) -> ThreadPoolExecutor | None:
+        """None: one of the event loop's own, where the text is short and something else is not."""
+        if _length(request) <= LONG_PROMPT_CHARS:
+            return None
+        return self._reader if request.task in ("generate", "embed") else self._teller
 
     def _prompt(self, request: Generate) -> list[int]:
         """What is to be gone on with; refused early where it is far longer than the context."""
@@ -112,12 +118,13 @@ class Intake:
         grammar = request.params.grammar
         return None if grammar is None else self._engine.constrain(grammar, request.emitted)
 
-    def _told(self, ids: list[int]) -> list[int]:
+    def _told(self, request: Generate) -> list[int]:
+        try:
+            ids = self._encode(request, MAX_TOKENS_TOLD)
+        except TooManyTokens as error:
+            raise _too_many_to_tell(f"more than {error.count}") from None
         if len(ids) > MAX_TOKENS_TOLD:
-            raise RequestError(
-                f"the text has {len(ids)} tokens; at most {MAX_TOKENS_TOLD} are told at once",
-                param="prompt",
-            )
+            raise _too_many_to_tell(str(len(ids)))
         return ids
 
     def _detokenized(self, request: Generate) -> Prepared:
@@ -178,6 +185,13 @@ def _too_long(context: int, prompt: str, asked: int | None) -> ContextLengthExce
         f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
         "Shorten the prompt or ask for fewer tokens",
         param="messages" if asked is None else "max_tokens",
+    )
+
+
+def _too_many_to_tell(tokens: str) -> RequestError:
+    return RequestError(
+        f"the text has {tokens} tokens; at most {MAX_TOKENS_TOLD} are told at once",
+        param="prompt",
     )
 
 

@@ -206,6 +206,30 @@ async def test_long_prompts_are_read_one_after_the_other_and_not_for_who_is_gone
     assert tiny.failures.keys() == {requests[0], requests[-1]} and not tiny.deltas
 
 
+async def test_counting_tokens_does_not_keep_prompts_waiting(
+    tiny: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = tiny.engine.codec.encode
+    entered, go = threading.Event(), threading.Event()
+
+    def watched(text: str, limit: int | None = None) -> list[int]:
+        if text[0] == "t":
+            entered.set()
+            assert go.wait(DEADLINE_S)
+        return encode(text, limit)
+
+    monkeypatch.setattr(tiny.engine.codec, "encode", watched)
+    counting = tiny.send(task="tokenize", prompt="t" * (LONG_PROMPT_CHARS + 1))
+    try:
+        await until(entered.is_set)
+        failure = await tiny.failure(tiny.send(GREEDY, prompt=LONG))
+        assert failure.code == "context_length_exceeded"
+    finally:
+        go.set()
+    (counted,) = await tiny.answer(counting)
+    assert counted.token_ids == encode("t" * (LONG_PROMPT_CHARS + 1))
+
+
 async def test_all_that_a_template_renders_counts_as_prompt(tiny: Client) -> None:
     call = ToolCall("a", "f", "x" * LONG_PROMPT_CHARS)
     turn = ChatMessage("assistant", "x", reasoning="y" * LONG_PROMPT_CHARS)
