@@ -29,6 +29,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="servekit-trace-") as folder:
         out = sys.stderr.fileno() if as_json else None
         trace = program.run(command, Path(folder), descendants, stdout=out)
+    trace.only_imports = module is not None
     found = report(trace)
     code: int = 1 if check and found["findings"] else found["exit_code"]
     return json.dumps(found, indent=2) if as_json else text(found), code

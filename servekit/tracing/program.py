@@ -31,6 +31,8 @@ class Trace:
     lines: dict[int, list[dict[str, Any]]]
     #: Of processes that have opened a GPU's device file: (its command line, those files).
     seen: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
+    #: With --import, all that happens happens at an import.
+    only_imports: bool = False
 
 
 def command_of(words: Sequence[str], module: str | None) -> list[str]:

@@ -13,11 +13,13 @@ Lines have `kind`, `pid`, `at` (Unix time, s), and where there is Python code be
     end        devices held, CUDA libraries mapped, CUDA_VISIBLE_DEVICES
 
 Only torch is known by name: its calls are wrapped until each has been seen once. Anything else is
-known by what it does: it looks up a symbol through ctypes, or /dev/nvidia-uvm is open, which only
-CUDA's driver opens (NVML does not). Native code can do that without a word to Python; then the
-next import, fork, write or exit finds it done, and the line says so (`how`: "device").
+known by what it does: it looks up a symbol through ctypes, or has a GPU's device file mapped, which
+cuInit() does. (NVML opens the same files, /dev/nvidia-uvm among them, and maps none: seen with
+driver 580.) Native code can do that without a word to Python; then the next import, fork, write or
+exit finds it done, and the line says so (`how`: "device").
 
-Source: Python documentation, "Audit events table"; torch/cuda/__init__.py.
+Source: Python documentation, "Audit events table"; torch/cuda/__init__.py; /proc/PID/maps before
+and after nvmlInit_v2(), cuInit() and cuDevicePrimaryCtxRetain() on an H100.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from _thread import _local
 from types import ModuleType
 from typing import Any, Callable, Dict, Optional, Set
 
-UVM = "nvidia-uvm"
 _DEVICE_PREFIX = "nvidia"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LIBRARIES = ("libcuda.", "libcudart", "libnvidia-ml", "libcublas", "libcudnn", "libggml-cuda")
@@ -179,7 +180,7 @@ class Recorder:
 
     def _look(self, during: str) -> None:
         """Whether somebody has initialised CUDA without our seeing it."""
-        if "device" not in self._seen and any(UVM in path for path in self._held()):
+        if "device" not in self._seen and self._held() and self._has_mapped():
             self._seen.add("device")
             if not self._seen & {"py:init", "py:count"}:
                 self._cuda("native code", "device", noticed_at=during)
@@ -195,6 +196,10 @@ class Recorder:
             if path.startswith(self._devices):
                 found.add(path)
         return sorted(found)
+
+    def _has_mapped(self) -> bool:
+        with open("/proc/self/maps", "rb") as file:
+            return (" " + self._devices).encode() in file.read()
 
     def _cuda(self, what: str, how: str, **more: Any) -> None:
         self._write("cuda", what=what, how=how, **more, **self._where())
@@ -233,12 +238,14 @@ class Recorder:
     def _wrap_torch(self) -> None:
         """Wrap the calls that initialise, as soon as they are there: others copy them by name."""
         binding, cuda = sys.modules.get("torch._C"), sys.modules.get("torch.cuda")
-        if binding is not None and hasattr(binding, "_cuda_init"):
+        has_cuda = hasattr(binding, "_cuda_init")
+        if binding is not None and has_cuda:
             self._wrap(binding, "_cuda_init", "init")
             self._wrap(binding, "_cuda_getDeviceCount", "count")
-        elif cuda is not None:  # a build without CUDA: its own refusal comes too early for those
+        if cuda is not None:  # it refuses before the binding is called: in a fork, and without CUDA
             self._wrap(cuda, "_lazy_init", "init")
-            self._wrap(cuda, "is_available", "probe")
+            if not has_cuda:
+                self._wrap(cuda, "is_available", "probe")
 
     def _wrap(self, module: ModuleType, name: str, key: str) -> None:
         full = module.__name__ + "." + name

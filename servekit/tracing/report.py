@@ -24,7 +24,11 @@ def report(trace: Trace) -> dict[str, Any]:
     """The whole, as JSON takes it: `processes`, `findings`, `not_seen`."""
     processes = [_process(pid, lines, trace) for pid, lines in trace.lines.items()]
     by_pid = {process["pid"]: process for process in processes}
-    findings = [found for process in processes for found in _findings(process, by_pid)]
+    findings = [
+        found
+        for process in processes
+        for found in _findings(process, by_pid, only_imports=trace.only_imports)
+    ]
     return {
         "command": list(trace.command),
         "exit_code": exit_code(trace.returncode),
@@ -78,10 +82,12 @@ def _initialised(lines: Sequence[Line]) -> tuple[int, dict[str, Any] | None]:
     return 0, None
 
 
-def _findings(process: Line, by_pid: Mapping[int, Line]) -> Iterator[dict[str, Any]]:
+def _findings(
+    process: Line, by_pid: Mapping[int, Line], *, only_imports: bool
+) -> Iterator[dict[str, Any]]:
     cuda = process["cuda"]
-    if cuda and len(cuda["chain"]) > 0:
-        led = " → ".join(cuda["chain"])
+    if cuda and (cuda["chain"] or only_imports):
+        led = " → ".join(cuda["chain"]) or "the module that was asked for"
         yield _finding(process, "import", f"an import calls {cuda['what']}: {led}", cuda)
     after = "after CUDA was initialised"
     if cuda and cuda["error"]:
@@ -125,5 +131,4 @@ def _blind_spots(trace: Trace) -> Iterator[str]:
             yield f"pid {pid} ended without a word (a signal, or native code's exit)."
     for pid, (command, devices) in trace.seen.items():
         if pid not in trace.lines:
-            by = " initialised CUDA and" if any("nvidia-uvm" in path for path in devices) else ""
-            yield f"pid {pid} ({command}) recorded nothing;{by} had open {', '.join(devices)}."
+            yield f"pid {pid} ({command}) recorded nothing; had open {', '.join(devices)}."

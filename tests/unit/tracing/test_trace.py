@@ -20,7 +20,11 @@ TORCH = {
     "torch/_C.py": "def _cuda_init(): pass\ndef _cuda_getDeviceCount(): return 1\n",
     "torch/cuda/__init__.py": (
         "import torch._C\n"
-        "def _lazy_init(): torch._C._cuda_init()\n"
+        "import os\n"
+        "pid = os.getpid()\n"
+        "def _lazy_init():\n"
+        "    if os.getpid() != pid: raise RuntimeError('Cannot re-initialize CUDA in forked')\n"
+        "    torch._C._cuda_init()\n"
         "def is_available(): return torch._C._cuda_getDeviceCount() > 0\n"
         "from torch.cuda import memory\n"
     ),
@@ -70,18 +74,18 @@ def test_the_first_initialisation_with_stack_and_import_chain(folder: Path) -> N
     (folder / "kernels.py").write_text("import torch\n\ntorch.cuda.memory.empty_cache()\n")
     report = traced(folder, "import adapters")
     [process] = report["processes"]
-    assert process["cuda"]["what"] == "torch._C._cuda_init()"
+    assert process["cuda"]["what"] == "torch.cuda._lazy_init()"
     assert process["cuda"]["chain"] == ["__main__", "adapters", "kernels"]
     assert [str(folder / "kernels.py"), 3, "<module>"] in process["cuda"]["stack"]
     assert process["cuda"]["error"] == ""
     assert findings(report) == [
-        ("import", "an import calls torch._C._cuda_init(): __main__ → adapters → kernels")
+        ("import", "an import calls torch.cuda._lazy_init(): __main__ → adapters → kernels")
     ]
 
 
 def test_use_outside_of_imports_is_no_finding(folder: Path) -> None:
     report = traced(folder, "import torch\ntorch.cuda.memory.empty_cache()")
-    assert report["processes"][0]["cuda"]["what"] == "torch._C._cuda_init()"
+    assert report["processes"][0]["cuda"]["what"] == "torch.cuda._lazy_init()"
     assert report["findings"] == []
 
 
@@ -107,8 +111,10 @@ FORK = """
 import os, torch
 torch.cuda.is_available()
 if (pid := os.fork()) == 0:
-    torch.cuda.memory.empty_cache()
-    os._exit(0)
+    try:
+        torch.cuda.memory.empty_cache()
+    except RuntimeError:
+        os._exit(0)
 os.waitpid(pid, 0)
 """
 
@@ -122,6 +128,7 @@ def test_a_fork_after_it_and_its_child(folder: Path) -> None:
         "os.fork() after CUDA was initialised: the child cannot use CUDA",
     )
     assert kinds[1][1].endswith(f"in a fork of pid {parent['pid']}, which had initialised CUDA")
+    assert child["cuda"]["error"] == "RuntimeError: Cannot re-initialize CUDA in forked"
     assert child["forked"] and child["parent"] == parent["pid"] and child["ended"]
 
 
@@ -169,16 +176,25 @@ def test_an_opened_device_is_named_though_it_is_not_there(folder: Path) -> None:
     assert traced(folder, code)["processes"][0]["devices"] == ["/dev/nvidia77"]
 
 
-def test_native_code_is_noticed_by_the_device_it_opens(tmp_path: Path) -> None:
-    """libc's open() tells Python nothing, like cuInit() in a library."""
-    (tmp_path / "nvidia-uvm").touch()
+#: What cuInit() does tells Python nothing, and neither does libc. NVML opens, and maps nothing.
+OPENED = "fd = libc.open(str(folder / 'nvidia-uvm').encode(), 0)"
+MAPPED = f"{OPENED}\nlibc.mmap(None, 4096, 1, 2, fd, 0)"
+
+
+@pytest.mark.parametrize(("native", "noticed"), [(OPENED, []), (MAPPED, ["the import of later"])])
+def test_native_code_is_noticed_by_the_device_it_maps(
+    native: str, noticed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-uvm").write_bytes(bytes(4096))
     (tmp_path / "later.py").write_text("")
     code = f"""
-import ctypes, sys
+import ctypes, pathlib, sys
 from servekit.tracing import chain, recorder
-sys.path.insert(0, {str(tmp_path)!r})
-recorder.start({str(tmp_path)!r}, chain, devices={str(tmp_path)!r})
-ctypes.CDLL(None).open({str(tmp_path / "nvidia-uvm")!r}.encode(), 0)
+folder = pathlib.Path({str(tmp_path)!r})
+sys.path.insert(0, str(folder))
+libc = ctypes.CDLL(None)
+recorder.start(str(folder), chain, devices=str(folder))
+{native}
 import later
 """
     path = os.pathsep.join(filter(None, sys.path))
@@ -186,8 +202,9 @@ import later
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=env)
     [file] = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    [cuda] = [line for line in lines if line["kind"] == "cuda"]
-    assert (cuda["how"], cuda["noticed_at"]) == ("device", "the import of later")
+    assert [
+        x["noticed_at"] for x in lines if x["kind"] == "cuda" and x["how"] == "device"
+    ] == noticed
     assert lines[-1]["devices"] == [str(tmp_path / "nvidia-uvm")]
 
 
