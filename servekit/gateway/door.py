@@ -1,4 +1,4 @@
-"""POST endpoints of other dialects than OpenAI's: a body in, an answer out, errors as they look."""
+"""POST endpoints off the short way: a body in, an answer out, errors as each API writes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Calls(Protocol):
 
 
 class Door:
-    """Makes the endpoints of one dialect. `refuse` writes an error as its clients expect it."""
+    """Makes the endpoints of one API. `refuse` writes an error as its clients expect it."""
 
     def __init__(self, router: Router, max_body_bytes: int, refuse: Refuse) -> None:
         self._router = router

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from servekit.errors import ServekitError
 from servekit.gateway.chat import logprob_of, new_id
-from servekit.gateway.http import (
-    ClientGone,
-    Receive,
-    Scope,
-    Send,
-    api_key,
-    read_body,
-    send_error,
-)
+from servekit.gateway.door import Door, Endpoint
+from servekit.gateway.http import send_error
 from servekit.gateway.parsing import CallArguments, CallBegins, Event, Reasoning, Text
-from servekit.gateway.respond import Form, respond
+from servekit.gateway.respond import Form
 from servekit.gateway.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.router import Router
 from servekit.gateway.schema import decode
-from servekit.gateway.turn import Choice, Piece, Turn
+from servekit.gateway.turn import Ask, Choice, Piece, Turn
 from servekit.wire.messages import TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
@@ -35,23 +28,13 @@ class Responses:
     """The endpoint, as an ASGI route by path."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
-        self._router = router
-        self._max_body_bytes = max_body_bytes
-        self.routes: dict[str, Callable[[Scope, Receive, Send], Awaitable[None]]] = {
-            "/v1/responses": self.create,
-        }
+        door = Door(router, max_body_bytes, send_error)
+        self.routes: dict[str, Endpoint] = {"/v1/responses": door.turn(_asked)}
 
-    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await read_body(scope, receive, self._max_body_bytes)
-            request = decode(ResponsesRequest, body)
-            turn = Turn(self._router, ask_of(request, api_key(scope)))
-        except ClientGone:
-            return
-        except ServekitError as error:
-            await send_error(send, error)
-            return
-        await respond(turn, ResponsesForm(request), receive, send)
+
+def _asked(body: bytes, key: str) -> tuple[Ask, Form]:
+    request = decode(ResponsesRequest, body)
+    return ask_of(request, key), ResponsesForm(request)
 
 
 class ResponsesForm(Form):

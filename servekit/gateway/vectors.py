@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import base64
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
-from servekit.errors import ClientClosed, RequestError, ServekitError, Unsupported
+from servekit.errors import RequestError, Unsupported
 from servekit.gateway.asking import chat_messages
 from servekit.gateway.bounds import check_free
 from servekit.gateway.call import Call
-from servekit.gateway.http import (
-    ClientGone,
-    Receive,
-    Scope,
-    Send,
-    api_key,
-    read_body,
-    send_error,
-    send_json,
-)
+from servekit.gateway.door import Door, Endpoint
+from servekit.gateway.http import send_error
 from servekit.gateway.parsing import check_tools
-from servekit.gateway.respond import Watch
 from servekit.gateway.router import Router
 from servekit.gateway.schema import InMessage, Timeout, TokenId, decode
 from servekit.wire.messages import Delta, SamplingParams
@@ -97,53 +87,17 @@ class Asked:
             self.cancel()
 
 
-Answering = Callable[[bytes, str], tuple[Asked, Callable[[list[Delta]], bytes]]]
-
-
 class Vectors:
     """The endpoints, as ASGI routes by path."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        self._max_body_bytes = max_body_bytes
-        self.routes: dict[str, Callable[[Scope, Receive, Send], Awaitable[None]]] = {
-            "/v1/embeddings": self.embeddings,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
+        door = Door(router, max_body_bytes, send_error)
+        self.routes: dict[str, Endpoint] = {
+            "/v1/embeddings": door.calls(self._embed),
+            "/tokenize": door.calls(self._tokenize),
+            "/detokenize": door.calls(self._detokenize),
         }
-
-    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, self._embed)
-
-    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, self._tokenize)
-
-    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, self._detokenize)
-
-    async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, answering: Answering
-    ) -> None:
-        try:
-            body = await read_body(scope, receive, self._max_body_bytes)
-            asked, write = answering(body, api_key(scope))
-        except ClientGone:
-            return
-        except ServekitError as error:
-            await send_error(send, error)
-            return
-        watch = Watch(asked, receive)
-        try:
-            answers = await asked.answers()
-            # thousands of vectors are not written on the loop that streams live on
-            await send_json(send, await asyncio.to_thread(write, answers))
-        except ClientClosed:
-            return
-        except RequestError as error:
-            await send_error(send, error)
-        finally:
-            watch.end()
-            asked.cancel()
 
     # ---- what each asks, and how it is answered
 

@@ -66,7 +66,7 @@ def poll(what: str, probe: Callable[[], T], within_s: float) -> T:
         if found := probe():
             return found
         assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks, up to the deadline
 
 
 class Instance:

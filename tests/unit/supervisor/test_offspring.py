@@ -25,7 +25,7 @@ def until(condition):
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks, up to the deadline
 
 offspring.become_subreaper()
 """

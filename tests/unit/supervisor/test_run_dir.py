@@ -25,6 +25,7 @@ from servekit.supervisor.run_dir import (
     read_record,
 )
 
+#: A process that lives until somebody ends it; no test waits for it.
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
 

@@ -68,10 +68,10 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGSEGV)
     if args.how == "nonsense":
         socket.socket(fileno=args.control_fd).sendall(b"\0\0\0\4junk")
-        time.sleep(600)
+        time.sleep(600)  # stays until it is killed, which is what is tested
     if args.how == "hangs-up":
         os.close(args.control_fd)
-        time.sleep(600)
+        time.sleep(600)  # as above
     if args.how == "talks":
         sys.stdout.write("out\n")
         sys.stdout.flush()
