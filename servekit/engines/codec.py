@@ -92,7 +92,7 @@ class TokenizerCodec:
 
     def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
         kept = frozenset(token for token, text in self._special.items() if text in markers)
-        if not _is_byte_level(self._backend):
+        if not is_byte_level(self._backend):
             return WindowDecoder(self._tokenizer, self._special.keys() - kept if kept else None)
         pieces = self._kept.get(kept)
         if pieces is None:
@@ -110,7 +110,8 @@ def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
 # ---------------------------------------------------------------- byte-level tokenizers
 
 
-def _is_byte_level(backend: Any) -> bool:
+def is_byte_level(backend: Any) -> bool:
+    """Whether its tokens are written in GPT-2's stand-ins for bytes."""
     return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
 
 
@@ -132,14 +133,19 @@ class _BytePieces:
         text = None if token in self._silent else self._backend.id_to_token(token)
         if text is None:
             return b""
-        try:
-            return bytes(byte_alphabet()[character] for character in text)
-        except KeyError:  # an added token, written as plain text
-            return str(text).encode()
+        return from_alphabet(text)
+
+
+def from_alphabet(text: str) -> bytes:
+    """The bytes of a byte-level token, or of an added one, which is written as plain text."""
+    try:
+        return bytes(_byte_alphabet()[character] for character in text)
+    except KeyError:
+        return text.encode()
 
 
 @lru_cache(maxsize=1)
-def byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest from U+0100."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from servekit.engines.codec import byte_alphabet
+from servekit.engines.codec import from_alphabet, is_byte_level
 
 #: How SentencePiece writes a single byte, and a space.
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -23,8 +23,7 @@ class Pieces:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._known = {int(token): str(piece).encode() for token, piece in added.items()}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
+        self._byte_level = is_byte_level(getattr(tokenizer, "backend_tokenizer", None))
 
     def of(self, token: int) -> bytes:
         """Empty for an id that is only padding of the vocabulary."""
@@ -38,14 +37,6 @@ class Pieces:
         if text is None:
             return b""
         if self._byte_level:
-            return _from_alphabet(text)
+            return from_alphabet(text)
         byte = _BYTE.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE, " ").encode()
-
-
-def _from_alphabet(text: str) -> bytes:
-    alphabet = byte_alphabet()
-    try:
-        return bytes(alphabet[character] for character in text)
-    except KeyError:  # written as plain text
-        return text.encode()

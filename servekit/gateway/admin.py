@@ -6,7 +6,6 @@ it needs no key. There is no shutdown here; who may end an instance is at its ma
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ from fastapi.responses import Response
 
 from servekit.errors import ConfigError, DeadlineExceeded, ServekitError
 from servekit.gateway.access import Access
-from servekit.wire.connection import Connection, dial
 from servekit.wire.messages import (
     Accepted,
     FromSupervisor,
@@ -29,6 +27,7 @@ from servekit.wire.messages import (
     ToSupervisor,
     Why,
 )
+from servekit.wire.question import put
 from servekit.wire.values import as_builtins
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -114,24 +113,10 @@ async def ask(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupe
 
     Raises NoSupervisor where none does, and DeadlineExceeded after `deadline_s`.
     """
-    answer: asyncio.Future[FromSupervisor] = asyncio.get_running_loop().create_future()
-
-    def on_message(message: FromSupervisor) -> None:
-        if not answer.done():
-            answer.set_result(message)
-
-    def on_close(error: Exception | None) -> None:
-        if not answer.done():
-            answer.set_exception(NoSupervisor("the supervisor hung up; ask again in a moment"))
-
     try:
-        async with asyncio.timeout(deadline_s):
-            connection = await dial(path, lambda: Connection(FromSupervisor, on_message, on_close))
-            try:
-                connection.send(question)
-                return await answer
-            finally:
-                connection.close()
+        return await put(path, question, deadline_s)
+    except EOFError as error:
+        raise NoSupervisor(f"{error}; ask again in a moment") from None
     except TimeoutError:
         late = f"the supervisor did not answer within {deadline_s:g} s; it may yet do as asked"
         raise DeadlineExceeded(late) from None

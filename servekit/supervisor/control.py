@@ -13,7 +13,7 @@ import structlog
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor import procfs
 from servekit.supervisor.run_dir import read_record
-from servekit.wire.connection import Connection, dial, listen
+from servekit.wire.connection import Connection, listen
 from servekit.wire.messages import (
     Accepted,
     FromSupervisor,
@@ -26,6 +26,7 @@ from servekit.wire.messages import (
     ToSupervisor,
     Why,
 )
+from servekit.wire.question import put
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -114,28 +115,14 @@ async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> Fro
     Raises StartError when none runs there, ConfigError when what is asked for is wrong,
     ServekitError when it refuses for another reason or does not answer.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[FromSupervisor] = loop.create_future()
-
-    def on_message(reply: FromSupervisor) -> None:
-        if not answer.done():
-            answer.set_result(reply)
-
-    def on_close(error: Exception | None) -> None:
-        if not answer.done():
-            answer.set_exception(ServekitError("the supervisor hung up"))
-
     try:
-        connection = await dial(path, lambda: Connection(FromSupervisor, on_message, on_close))
-    except OSError as error:
-        raise StartError(f"no servekit runs in {path.parent}") from error
-    connection.send(message)
-    try:
-        reply = await asyncio.wait_for(answer, timeout_s)
+        reply = await put(path, message, timeout_s)
+    except EOFError as error:
+        raise ServekitError(str(error)) from None
     except TimeoutError:
         raise ServekitError(f"the supervisor did not answer within {timeout_s:g} s") from None
-    finally:
-        connection.close()
+    except OSError as error:
+        raise StartError(f"no servekit runs in {path.parent}") from error
     if isinstance(reply, Refused):
         raise (ConfigError if reply.invalid else ServekitError)(reply.message)
     return reply
