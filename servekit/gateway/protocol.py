@@ -231,6 +231,9 @@ class Http(LimitedProtocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.disconnected = True
+            if isinstance(cast(Any, self.cycle), Exchange):
+                # they hold each other, and would wait for the collector, which comes rarely
+                self.cycle = cast(Any, None)
             if exchange.on_gone is not None:
                 exchange.on_gone()
 
