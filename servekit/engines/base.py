@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from servekit.errors import Unsupported
+from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.messages import (
     ChatMessage,
     Grammar,
@@ -50,6 +51,7 @@ class Job:
     params: SamplingParams
     emitted: list[int] = field(default_factory=list)
     constraint: object | None = None  # what `Engine.constrain` made of `params.grammar`
+    adapter: str = ""  # one that is loaded; "": the base model
 
 
 @dataclass(slots=True)
@@ -171,6 +173,19 @@ class Engine(ABC):
     def embed(self, job: EmbedJob) -> None:
         """Queue texts to embed; as `submit`."""
         raise Unsupported("this engine makes no embeddings", param="model")
+
+    def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
+        """Load and verify an adapter beside what runs; jobs may name it from then on.
+
+        Called from a thread, one at a time; may block for long. Raises RequestError if the adapter
+        is wrong for this model or does not pass its verification, LoadError if only now is wrong;
+        in both cases nothing of it is left.
+        """
+        raise Unsupported("this engine has no adapters", param="lora_name")
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no job names any more, and free its memory; as `load_adapter`."""
+        raise Unsupported("this engine has no adapters", param="lora_name")
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> object:
         """Compile a grammar for one job, and lead it through the tokens `emitted` before.

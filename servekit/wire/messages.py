@@ -4,23 +4,26 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 (`servekit.wire.connection`). Imperatives go to children; facts come back. Fields are only ever
 added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
-    supervisor → worker    Load · Ping · Drain · Stop
+    supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter
     worker → supervisor    Loading · Ready · BootFailed · Pong
-    supervisor → gateway   Topology · Drain · Stop
+                           AdapterLoaded · AdapterUnloaded · AdapterRefused
+    supervisor → gateway   Topology · Drain · Stop · Spent, of the others
     gateway → supervisor   Serving · Traffic · Quarantined · Spent
-    supervisor → gateway   Spent, of the others
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
-    supervisor → operator  Status · Accepted · Refused · Why
+                           AddAdapter · RemoveAdapter · GetAdapters
+    supervisor → operator  Status · Accepted · Refused · Why · Adapters
+
+Those of adapters are in `servekit.wire.adapters`.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
-
+from servekit.wire import adapters as a
+from servekit.wire.value import Message
 from servekit.wire.values import (
     AccessRules,
     Capability,
@@ -113,10 +116,6 @@ __all__ = [
 PROTOCOL = 2
 #: New tokens that show that it isn't this request that kills workers; see `gateway.fate`.
 PROOF_TOKENS = 2
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Base of all messages; the tag is the class name."""
 
 
 # ---------------------------------------------------------------- supervisor → worker
@@ -244,6 +243,7 @@ class Generate(Message, frozen=True):
     template: dict[str, Any] = {}  # further arguments of the chat template
     continues: bool = False  # the last message is the assistant's own beginning, to be gone on with
     alone_until: Literal["", "proven", "done"] = ""
+    adapter: str = ""  # one that the worker has loaded; "": the base model
 
 
 class Cancel(Message, frozen=True):
@@ -331,11 +331,13 @@ class Refused(Message, frozen=True):
     invalid: bool = False  # what was asked for is wrong, not the moment
 
 
-ToWorker = Load | Ping | Drain | Stop
-FromWorker = Loading | Ready | BootFailed | Pong
+ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter
+_OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
+FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters
 ToGateway = Topology | Drain | Stop | Spent
 FromGateway = Serving | Traffic | Quarantined | Spent
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed | Alone | Together
-ToSupervisor = GetStatus | Shutdown | GetWhy | Reload
-FromSupervisor = Status | Accepted | Refused | Why
+_AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
+ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters
+FromSupervisor = Status | Accepted | Refused | Why | a.Adapters

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from servekit.wire.adapters import AdapterInfo, AdapterSpec, AdapterStatus
+from servekit.wire.value import Value
+
 FinishReason = Literal["stop", "length", "cancelled"]
 WorkerState = Literal[
     "starting",
@@ -33,11 +36,8 @@ Capability = Literal[
     "logit_bias",
     "grammar",
     "tools",
+    "adapters",
 ]
-
-
-class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of what messages carry: no tag."""
 
 
 GrammarParam = Literal["response_format", "tools", "text.format"]
@@ -136,6 +136,8 @@ class ModelInfo(Value, frozen=True):
     serves: tuple[Capability, ...] = ("generate",)
     dialect: Dialect = Dialect()
     embedding_size: int = 0  # of its vectors, where it serves "embed"
+    adapters: tuple[AdapterInfo, ...] = ()  # of its WorkerSpec, those that serve
+    refused_adapters: dict[str, str] = {}  # the others: name, and why
 
 
 class WorkerSpec(Value, frozen=True):
@@ -155,6 +157,7 @@ class WorkerSpec(Value, frozen=True):
     socket: str  # where the worker listens
     tool_parser: str = ""  # a key of `dialects.MARKERS`, or "none"; "": as the template tells
     reasoning_parser: str = ""  # a key of `dialects.THOUGHTS`, or "none"; "": as the template tells
+    adapters: tuple[AdapterSpec, ...] = ()
 
 
 class ReplicaStatus(Value, frozen=True):
@@ -189,6 +192,7 @@ class ModelStatus(Value, frozen=True):
     timeout_s: float = 600.0
     max_queue: int = 1024
     quarantine_s: float = 600.0
+    adapters: tuple[AdapterStatus, ...] = ()
 
 
 class TokenLogprob(Value, frozen=True):
