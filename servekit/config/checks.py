@@ -10,7 +10,7 @@ from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.nodes import Node, find
 from servekit.config.problems import Problem, dotted, short
-from servekit.config.schema import Config, ModelConfig
+from servekit.config.schema import ENGINES_WITH_ADAPTERS, Config, ModelConfig, names_of
 
 Place = tuple[str | int, ...]
 
@@ -37,6 +37,10 @@ def _names(root: Node) -> Iterator[tuple[Place, str]]:
         for j, alias in enumerate(_items(entries.get("aliases"))):
             if isinstance(alias.value, str):
                 yield ("models", i, "aliases", j), alias.value
+        for j, adapter in enumerate(_items(entries.get("adapters"))):
+            keys = adapter.value if isinstance(adapter.value, dict) else {}
+            if (name := keys.get("name")) and isinstance(name.value, str):
+                yield ("models", i, "adapters", j, "name"), name.value
 
 
 def _items(node: Node | None) -> list[Node]:
@@ -47,6 +51,8 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """What is wrong with a model whose keys are each right. The echo engine reads no file."""
     if config.engine != "echo":
         yield from _path(config, at, folder)
+    if config.adapters:
+        yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
     longest, context = config.sampling.max_tokens, config.max_context
@@ -64,6 +70,23 @@ def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     if config.revision is not None and path.kind != "hub":
         message = "only a hub id has revisions, and `path` is not one."
         yield Problem((*at, "revision"), message, at_key=True)
+
+
+def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    if config.engine not in ENGINES_WITH_ADAPTERS:
+        message = f"the engine {config.engine} has no adapters."
+        yield Problem((*at, "adapters"), message, at_key=True)
+        return
+    for i, adapter in enumerate(config.adapters):
+        here = (*at, "adapters", i)
+        try:
+            path = paths.check_adapter(adapter.path, folder)
+        except ValueError as error:
+            yield Problem((*here, "path"), f"{error}.")
+            continue
+        if adapter.revision is not None and path.kind != "hub":
+            message = "only a hub id has revisions, and `path` is not one."
+            yield Problem((*here, "revision"), message, at_key=True)
 
 
 def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:
@@ -91,7 +114,7 @@ def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
 
 def keys(config: Config) -> Iterator[Problem]:
     """Keys that share a name, or name a model that is not there."""
-    known = {name for model in config.models for name in (model.name, *model.aliases)}
+    known = set(names_of(config))
     names: set[str] = set()
     prefixes: list[bytes] = []
     for i, key in enumerate(config.keys):

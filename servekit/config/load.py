@@ -112,6 +112,12 @@ def _absolute_tls(tls: TlsConfig | None, folder: Path) -> TlsConfig | None:
 
 
 def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
-    if model.engine == "echo":
-        return model
-    return model.model_copy(update={"path": paths.check(model.path, folder).text})
+    update: dict[str, object] = {
+        "adapters": tuple(
+            adapter.model_copy(update={"path": paths.check_adapter(adapter.path, folder).text})
+            for adapter in model.adapters
+        )
+    }
+    if model.engine != "echo":
+        update["path"] = paths.check(model.path, folder).text
+    return model.model_copy(update=update)

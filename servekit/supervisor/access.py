@@ -35,6 +35,7 @@ class KeyMissing(ValueError):
 def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
     """What gateways go by. Raises KeyMissing."""
     names = {alias: m.name for m in config.models for alias in (m.name, *m.aliases)}
+    names |= {adapter.name: adapter.name for m in config.models for adapter in m.adapters}
     server = config.server
     return AccessRules(
         keys=tuple(_rule(key, i, names, environ) for i, key in enumerate(config.keys)),
@@ -42,6 +43,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         cors=server.cors,
         log_prompts=config.logging.prompts,
         limits=RequestLimits(**server.limits.model_dump()),
+        runtime_adapters=server.runtime_adapters,
         certificate="" if server.tls is None else _stamp(server.tls.certificate, server.tls.key),
     )
 

@@ -13,6 +13,7 @@ import structlog
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor import procfs
 from servekit.supervisor.run_dir import read_record
+from servekit.wire.adapters import Adapters, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.connection import Connection, listen
 from servekit.wire.messages import (
     Accepted,
@@ -49,11 +50,20 @@ class Desk(Protocol):
         """Read the file again and act on it."""
 
 
+class AdapterDesk(Protocol):
+    """Who knows of adapters, and answers when what was asked for is done, or refused."""
+
+    async def add(self, wish: AddAdapter) -> Accepted | Refused: ...
+    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused: ...
+    def show(self, wish: GetAdapters) -> Adapters | Refused: ...
+
+
 class Operators:
     """Answers operators until closed."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, adapters: AdapterDesk) -> None:
         self._desk = desk
+        self._adapters = adapters
         self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
         self._server: asyncio.Server | None = None
@@ -90,6 +100,12 @@ class Operators:
                 connection.send(self._desk.why(name))
             case Reload():
                 self._answer(connection, self._desk.reload())
+            case AddAdapter():
+                self._answer(connection, self._adapters.add(message))
+            case RemoveAdapter():
+                self._answer(connection, self._adapters.remove(message))
+            case GetAdapters():
+                connection.send(self._adapters.show(message))
 
     def _answer(
         self, connection: Connection[ToSupervisor], answer: Coroutine[Any, Any, FromSupervisor]

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import structlog
 
 from servekit.config.schema import ModelConfig
+from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.life import Host
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.reload import Slots, same_worker
 from servekit.supervisor.replicas import Replica
+from servekit.wire.adapters import AdapterSpec, AdapterStatus
 from servekit.wire.messages import Drain, ReplicaHistory, Stop
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -57,12 +59,21 @@ class Fleet:
         self._next_index = 0
         self._stirred = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
+        self.adapters = Adapters(model.name, adapters_of(model), self)
 
-    def become(self, model: ModelConfig, slots: Slots, threads: int | None) -> None:
-        """Have these replicas of this version; whatever was under way is given up for it."""
-        self.halt()
-        if not same_worker(self.model, model):
+    def become(
+        self, model: ModelConfig, slots: Slots, threads: int | None, claimed: Collection[str] = ()
+    ) -> None:
+        """Have these replicas of this version; whatever was under way is given up for it.
+
+        `claimed` are the names that the file gives to anything.
+        """
+        self._give_up_change()
+        if same_worker(self.model, model):
+            self.adapters.follow(adapters_of(model), claimed)
+        else:
             self.circuit = Circuit(model.name)
+            self.adapters = self.adapters.successor(adapters_of(model), claimed)
         self.model, self._threads, self.failed = model, threads, ()
         for replica in self._living():
             if same_worker(replica.model, model):
@@ -78,12 +89,17 @@ class Fleet:
             self._drain(replica)
 
     def halt(self) -> None:
-        """Give up the change that is under way, if there is one."""
+        """Give up the changes that are under way, if there are any."""
+        self._give_up_change()
+        self.adapters.halt()
+
+    def _give_up_change(self) -> None:
         if self._change is not None:
             self._change.cancel()
 
-    def retry(self) -> None:
-        """Start what has failed once more."""
+    def retry(self, claimed: Collection[str] = ()) -> None:
+        """Start what has failed once more, and load it."""
+        self.adapters.follow(adapters_of(self.model), claimed)
         if any(replica.state in ("failed", "backoff") for replica in self._living()):
             self.circuit.reset()
         for replica in self._living():
@@ -95,6 +111,25 @@ class Fleet:
 
     def slots(self) -> Slots:
         return tuple(replica.place.gpu for replica in self._living())
+
+    # ---- its adapters
+
+    def adapter_statuses(self) -> tuple[AdapterStatus, ...]:
+        """How they stand, on workers of whichever version."""
+        return self.adapters.statuses([one.holds for one in self.replicas if one.serves])
+
+    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+        return [replica for replica in self.replicas if replica.adapters is adapters]
+
+    @property
+    def drain_timeout_s(self) -> float:
+        return self._yard.drain_timeout_s
+
+    def changed(self) -> None:
+        self._yard.host.changed()
+
+    def is_unused(self, adapter: str) -> bool:
+        return self._yard.host.is_unused(adapter)
 
     # ---- from one version to the next
 
@@ -148,7 +183,7 @@ class Fleet:
         if replica.state == "ready":
             return True
         self._take_back([replica], old)
-        self.model = victim.model
+        self.model, self.adapters = victim.model, victim.adapters
         await self._until(lambda: not self._yard.holders(slot))
         await self._yard.memory_gone(slot)
         self.circuit = Circuit(self.model.name)
@@ -165,7 +200,7 @@ class Fleet:
         for replica in old:
             replica.set(replica.state, f"serves on: what was loaded at {at} failed: {why}")
         if old:
-            self.model = old[0].model
+            self.model, self.adapters = old[0].model, old[0].adapters
             self.circuit = old[0].circuit or self.circuit
 
     # ---- single replicas
@@ -177,7 +212,9 @@ class Fleet:
         threads = self._threads if gpu is None else None
         place = Assignment(model.name, self._next_index, gpu, threads)
         self._next_index += 1
-        replica = Replica(model, place, self._yard.gpus, self._yard.host, self.circuit)
+        replica = Replica(
+            model, place, self._yard.gpus, self._yard.host, self.circuit, self.adapters
+        )
         self.replicas.append(replica)
         self._yard.start(replica)
         return replica
@@ -190,6 +227,11 @@ class Fleet:
         while not true():
             self._stirred.clear()
             await self._stirred.wait()
+
+
+def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
+    """What the file names."""
+    return tuple(AdapterSpec(one.name, one.path, one.revision) for one in model.adapters)
 
 
 def _fit(slots: Slots, kept: list[Replica]) -> tuple[list[Gpu | None], list[Replica]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from servekit.config.schema import names_of
 from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import reload
 from servekit.supervisor.fleet import Fleet
@@ -124,6 +125,7 @@ class Fleets:
         models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
         running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
         changes = reload.diff(running, models, plan.places)
+        claimed = names_of(plan.config)
         kinds = {change.name: change.kind for change in changes}
         self.served = [before.get(model.name) or Fleet(model, self) for model in models]
         for fleet in before.values():
@@ -132,10 +134,10 @@ class Fleets:
                 fleet.leave()
         for fleet, model in zip(self.served, models, strict=True):
             if kinds[model.name] == "unchanged":
-                fleet.retry()
+                fleet.retry(claimed)
             else:
                 threads = next(p.threads for p in plan.places if p.model == model.name)
-                fleet.become(model, reload.slots(model.name, plan.places), threads)
+                fleet.become(model, reload.slots(model.name, plan.places), threads, claimed)
         self.host.changed()
         return reload.tell(changes, access=new_access)
 

@@ -12,6 +12,7 @@ from servekit.config.schema import ServerConfig
 from servekit.supervisor import environment
 from servekit.supervisor.child import Command
 from servekit.supervisor.life import Host, Life
+from servekit.wire.adapters import Unused
 from servekit.wire.messages import (
     FromGateway,
     GatewayStatus,
@@ -44,6 +45,7 @@ class Gateway(Life[FromGateway]):
         self._listen_fds = listen_fds
         self._server = server
         self._topology = Topology(())
+        self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
 
     def command(self) -> Command:
         return Command(
@@ -81,8 +83,18 @@ class Gateway(Life[FromGateway]):
     def publish(self, topology: Topology) -> None:
         """Tell it where everything is; a later incarnation is told first thing."""
         self._topology = topology
+        self._unused -= {
+            adapter.name
+            for model in topology.models
+            for adapter in model.adapters
+            if adapter.state == "serving"
+        }
         if self.child is not None:
             self.child.send(topology)
+
+    def is_done_with(self, adapter: str) -> bool:
+        """It has no request for an adapter that serves no more."""
+        return self.state != "ready" or adapter in self._unused
 
     def hear(self, spent: Spent) -> None:
         """Tell it what keys have used at another gateway."""
@@ -97,6 +109,8 @@ class Gateway(Life[FromGateway]):
                 self.came_up()
             case Quarantined():
                 self.host.quarantine(message)
+            case Unused(adapter):
+                self._unused.add(adapter)
             case Spent():
                 self._tell_others(message)
             case Traffic():
@@ -108,6 +122,7 @@ class Gateway(Life[FromGateway]):
 
     def buried(self) -> None:
         self.traffic = Traffic(0, 0, {})
+        self._unused.clear()
 
     def status(self) -> GatewayStatus:
         return GatewayStatus(

@@ -59,6 +59,9 @@ class Host(Protocol):
     def quarantine(self, request: Quarantined) -> None:
         """A request takes workers down; all gateways are to know."""
 
+    def is_unused(self, adapter: str) -> bool:
+        """No gateway has a request for an adapter that serves no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Ending:

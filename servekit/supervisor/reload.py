@@ -3,6 +3,7 @@
 a model's section                          its replicas
 is the same                                are not touched
 differs in what only we or gateways read   go on, with the new values
+differs in its adapters                    go on, and load or unload those
 differs in how many, or on which GPUs      the difference is added or drained
 differs in anything that the worker loads  are replaced
 is gone                                    are drained
@@ -19,18 +20,21 @@ from servekit.config.schema import Config, ModelConfig
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment
 
-Kind = Literal["unchanged", "updated", "scaled", "replaced", "removed", "added"]
+Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]
 Slots = tuple[Gpu | None, ...]
 
 #: Keys of a model that no worker ever sees.
 _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
     "stall_timeout_s",
     "load_timeout_s",
+    "stray_memory",
 }
+#: What workers load and unload while they serve.
+_IN_PLACE = frozenset({"adapters"})
 #: Keys that say where workers run, not what they are.
 _PLACEMENT = frozenset({"replicas", "gpus"})
 #: Keys of `server` that a running instance can take over.
-_LIVE_SERVER = frozenset({"drain_timeout_s", "cors", "limits"})
+_LIVE_SERVER = frozenset({"drain_timeout_s", "cors", "limits", "runtime_adapters"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Change:
                 return f"{self.name} scaled from {self.before} to {self.after}"
             case "scaled":
                 return f"{self.name} moved"
+            case "adapted":
+                return f"adapters of {self.name} changed"
             case "added":
                 return f"{self.name} added with {_replicas(self.after)}"
         return f"{self.name} {self.kind}"
@@ -69,7 +75,7 @@ def needs_restart(old: Config, new: Config) -> str:
 
 def same_worker(old: ModelConfig, new: ModelConfig) -> bool:
     """Whether a worker of `old` may go on as one of `new`."""
-    return _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT
+    return _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT | _IN_PLACE
 
 
 def slots(name: str, places: Sequence[Assignment]) -> Slots:
@@ -111,6 +117,8 @@ def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Ki
         return "replaced"
     if sorted(map(str, before)) != sorted(map(str, after)):
         return "scaled"
+    if _differ(old, new) & _IN_PLACE:
+        return "adapted"
     return "updated" if _differ(old, new) & _NOT_THE_WORKERS else "unchanged"
 
 

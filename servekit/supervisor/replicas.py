@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,25 @@ import structlog
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import environment
+from servekit.supervisor.adapters import Outcome, Refusal
+from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
 from servekit.supervisor.child import Command
 from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.errands import Errands, Order
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.stall import Pulse, Timeouts
+from servekit.wire.adapters import (
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterSpec,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from servekit.wire.messages import (
     BootFailed,
     FromWorker,
@@ -51,9 +64,11 @@ class Replica(Life[FromWorker]):
         place: Assignment,
         gpus: Sequence[Gpu],
         host: Host,
-        circuit: Circuit | None = None,
+        circuit: Circuit | None,
+        adapters: Adapters,
     ) -> None:
         super().__init__(place.name, host, circuit)
+        self.adapters = adapters
         self.model = model  # a reload may change what does not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
@@ -64,8 +79,12 @@ class Replica(Life[FromWorker]):
         self._pulse = Pulse(time.monotonic())
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
-        self._attesting: asyncio.Task[None] | None = None
+        self._coming_up: asyncio.Task[None] | None = None
+        self._held: dict[str, AdapterInfo] = {}
+        self._errands = Errands()
+        self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
         self._gpu_bytes = 0
+        self._stray = ""
         self.pids: set[int] = set()  # of all its incarnations
 
     def command(self) -> Command:
@@ -84,7 +103,8 @@ class Replica(Life[FromWorker]):
     def greet(self) -> None:
         assert self.child is not None
         self.pids.add(self.child.pid)
-        self.child.send(Load(worker_spec(self.model, self.place, str(self._socket))))
+        adapters = () if self._wary else self.adapters.expected()
+        self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
     def receive(self, message: FromWorker) -> None:
         match message:
@@ -100,35 +120,47 @@ class Replica(Life[FromWorker]):
             case Pong():
                 self._pulse.answered(message)
                 self.host.changed()
+            case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
+                self._errands.answered(message)
 
     def buried(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
         self._socket, self._progress = None, None
         self._pulse = Pulse(time.monotonic())
-        self._gpu_bytes = 0
+        self._gpu_bytes, self._stray = 0, ""
+        self._wary = self._ready_at is None
+        self._held = {}
+        if self._coming_up is not None:
+            self._coming_up.cancel()
+        self._errands.died(self.name, "" if self.ending else self._died_of)
+        self._errands = Errands()
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
-        if not self._gpus:
-            self._is_ready(info, timings_s)
-        else:
-            self._attesting = self._loop.create_task(self._attest(info, timings_s))
+        self._held = {adapter.name: adapter for adapter in info.adapters}
+        self._coming_up = self._loop.create_task(self._come_up(info, timings_s))
 
-    async def _attest(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
-        """Let it serve only if it holds memory where it may."""
+    async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
+        """Let it serve only if it holds memory where it may, and the adapters that it should."""
         child = self.child
+        reason = await self._stray_memory() if self._gpus else ""
+        permanent = bool(reason)
+        if not reason:
+            admit = functools.partial(self._is_ready, info, timings_s)
+            reason = await self.adapters.join(self, info.refused_adapters, admit)
+        if reason and child is not None and child is self.child and not self.ending:
+            self.fail(reason, permanent=permanent)
+            child.kill(reason)
+
+    async def _stray_memory(self) -> str:
+        """A sentence on what it holds on GPUs that are not its own; "" if nothing."""
         holdings = await asyncio.to_thread(gpu_memory_by_pid)
         stray = stray_memory(group_of(self.pid), self._own_gpus, holdings, self._gpus)
-        if child is None or child is not self.child or self.ending:
-            return  # it has died meanwhile, or is told to end
-        if stray:
-            message = f"worker {self.name} {stray}"
-            self.fail(message, permanent=True)
-            child.kill(message)
-            return
-        self._is_ready(info, timings_s)
+        return f"worker {self.name} {stray}" if stray else ""
 
     def _is_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
+        if self.child is None or self.ending or self.state == "stalled":
+            return  # too late
         self.info, self._timings_s, self._progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
@@ -150,10 +182,15 @@ class Replica(Life[FromWorker]):
             self._ping()
         cause = "" if self.ending else self._pulse.verdict(self.state, timeouts, now)
         if cause:
-            log.error("stalled", child=self.name, pid=self.pid, reason=cause)
-            self._progress = None
-            self.set("stalled", cause)
-            self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
+            self._give_up(cause)
+
+    def _give_up(self, cause: str) -> None:
+        if self.child is None:
+            return
+        log.error("stalled", child=self.name, pid=self.pid, reason=cause)
+        self._progress = None
+        self.set("stalled", cause)
+        self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
     def slept(self) -> None:
         """The supervisor has not run for a while: nobody could answer it."""
@@ -166,7 +203,49 @@ class Replica(Life[FromWorker]):
         self.child.send(Ping(self._pings))
 
     def _timeouts(self) -> Timeouts:
-        return Timeouts(self.model.stall_timeout_s, self.model.load_timeout_s)
+        """While it loads an adapter it may be as silent as when it loads its model."""
+        stall_s, load_s = self.model.stall_timeout_s, self.model.load_timeout_s
+        return Timeouts(max(stall_s, load_s) if self._errands.loading else stall_s, load_s)
+
+    # ---- adapters
+
+    @property
+    def serves(self) -> bool:
+        return self.state == "ready" and not self.ending
+
+    @property
+    def holds(self) -> Mapping[str, AdapterInfo]:
+        """The adapters that it has, by its own word."""
+        return self._held
+
+    async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
+        """Have it load an adapter; one that takes longer than its model may is ended."""
+        name, limit_s = adapter.name, self.model.load_timeout_s
+        make = functools.partial(LoadAdapter, adapter=adapter)
+        answer = await self._order(make, f"loaded the adapter {name!r}", limit_s)
+        self._pulse.pardon(time.monotonic())
+        if isinstance(answer, AdapterLoaded):
+            self._held[name] = answer.info
+            return answer.info
+        return answer if isinstance(answer, Refusal) else Refusal("it has answered amiss")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have it unload an adapter; if it does not, it is ended: gone is gone."""
+        limit_s = self.model.timeout_s + self.model.load_timeout_s
+        make = functools.partial(UnloadAdapter, name=name)
+        answer = await self._order(make, f"unloaded the adapter {name!r}", limit_s)
+        self._held.pop(name, None)
+        if isinstance(answer, Refusal) and not answer.died and self.child is not None:
+            self.child.kill(f"it could not unload the adapter {name!r}: {answer.message}")
+
+    async def _order(
+        self, make: Callable[[int], Order], what: str, limit_s: float
+    ) -> AdapterLoaded | AdapterUnloaded | Refusal:
+        child = self.child
+        if child is None or self.state == "stalled":
+            return Refusal(f"worker {self.name} died before it {what}", died=True, left=self.ending)
+        late = functools.partial(self._give_up, f"stalled: it had not {what} after {limit_s:g} s")
+        return await self._errands.send(make, child.send, what, late, limit_s)
 
     def load(self) -> tuple[int, int]:
         return self._pulse.last.served, self._pulse.last.running
@@ -176,9 +255,21 @@ class Replica(Life[FromWorker]):
         return self._gpu_bytes
 
     def measure_gpus(self, holdings: Holdings) -> None:
-        """Take its share of what NVML tells."""
-        if self.child is not None:
-            self._gpu_bytes = held_bytes(group_of(self.pid), holdings)
+        """Take its share of what NVML tells, and look whether it is where it should be."""
+        if self.child is None:
+            return
+        group = group_of(self.pid)
+        self._gpu_bytes = held_bytes(group, holdings)
+        stray = stray_memory(group, self._own_gpus, holdings, self._gpus)
+        if stray and self.serves:
+            self._on_stray(stray, bool(self._stray))
+        self._stray = stray
+
+    def _on_stray(self, stray: str, known: bool) -> None:
+        if not known:
+            log.error("stray memory", child=self.name, pid=self.pid, reason=stray)
+        if self.model.stray_memory == "fail" and self.child is not None:
+            self.child.kill(f"it {stray}")
 
     def status(self) -> ReplicaStatus:
         gpu = self.place.gpu
@@ -197,10 +288,13 @@ class Replica(Life[FromWorker]):
             rss_bytes=self.rss_bytes,
             gpu_bytes=self._gpu_bytes,
             timings_s=self._timings_s,
+            stray=self._stray,
         )
 
 
-def worker_spec(model: ModelConfig, place: Assignment, socket: str) -> WorkerSpec:
+def worker_spec(
+    model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
+) -> WorkerSpec:
     """What the worker is told to load."""
     return WorkerSpec(
         name=place.name,
@@ -217,4 +311,5 @@ def worker_spec(model: ModelConfig, place: Assignment, socket: str) -> WorkerSpe
         socket=socket,
         tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
         reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
+        adapters=adapters,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.life import Life
-from servekit.wire.messages import ModelStatus, Refused, Why
+from servekit.wire.messages import ModelStatus, Refused, ReplicaHistory, Why
 
 
 def of_model(fleet: Fleet, created: int) -> ModelStatus:
@@ -25,17 +25,21 @@ def of_model(fleet: Fleet, created: int) -> ModelStatus:
         timeout_s=model.timeout_s,
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
+        adapters=fleet.adapter_statuses(),
     )
 
 
 def why(name: str, fleets: Sequence[Fleet], others: Sequence[Life[Any]]) -> Why | Refused:
-    """What became of a model, by its name, an alias, or one of its replicas; or of a gateway."""
+    """What became of a model, by its name, an alias, an adapter or a replica; or of a gateway."""
     for fleet in fleets:
-        stories = [*fleet.failed, *(replica.story() for replica in fleet.replicas)]
+        adapters = fleet.adapter_statuses()
+        if named := tuple(adapter for adapter in adapters if adapter.name == name):
+            return Why(fleet.model.name, fleet.circuit.explain(), _stories(fleet), named)
+        stories = _stories(fleet)
         if name not in (fleet.model.name, *fleet.model.aliases):
-            stories = [story for story in stories if story.name == name]
+            stories, adapters = tuple(story for story in stories if story.name == name), ()
         if stories:
-            return Why(fleet.model.name, fleet.circuit.explain(), tuple(stories))
+            return Why(fleet.model.name, fleet.circuit.explain(), stories, adapters)
     for life in others:
         if life.name == name:
             return Why(name, "closed", (life.story(),))
@@ -43,3 +47,7 @@ def why(name: str, fleets: Sequence[Fleet], others: Sequence[Life[Any]]) -> Why 
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
     return Refused(f"nothing here is called {name!r}; there are: {', '.join(known)}", True)
+
+
+def _stories(fleet: Fleet) -> tuple[ReplicaHistory, ...]:
+    return (*fleet.failed, *(replica.story() for replica in fleet.replicas))

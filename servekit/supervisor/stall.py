@@ -20,6 +20,8 @@ from servekit.wire.messages import Pong, WorkerState
 
 #: After a pause of our own (SIGSTOP, a frozen container), how long nobody is blamed.
 FORGIVEN_S = 1.0
+#: After it has loaded an adapter, until its pongs tell of the time since then.
+PARDONED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class Pulse:
         self._forgiven_until = now + FORGIVEN_S
         if self._owed_since is not None:
             self._owed_since = now
+
+    def pardon(self, now: float) -> None:
+        """It was busy with what we had told it to do: that it made no progress is no fault."""
+        self.slept(now)
+        self._forgiven_until = now + PARDONED_S
 
     def due(self, now: float, every_s: float) -> bool:
         """Whether it is time for the next ping."""

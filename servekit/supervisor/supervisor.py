@@ -21,6 +21,7 @@ from servekit import __version__
 from servekit.errors import StartError
 from servekit.supervisor import listening, offspring, procfs, snapshot
 from servekit.supervisor.access import secret_variables
+from servekit.supervisor.adapter_desk import AdapterDesk
 from servekit.supervisor.control import Operators
 from servekit.supervisor.driver import driver
 from servekit.supervisor.fleet import Fleet
@@ -92,7 +93,6 @@ class Supervisor:
         self._reloads: set[asyncio.Task[Any]] = set()
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
-        self._operators = Operators(self)
         self._signals = Signals(self._requests.put_nowait)
         server = plan.config.server
         fds = tuple(sock.fileno() for sock in ground.listeners)
@@ -100,6 +100,7 @@ class Supervisor:
             Gateway(index, fds, server, self, self._spent) for index in range(server.gateways)
         ]
         self._fleets = Fleets(plan, self, self._run)
+        self._operators = Operators(self, AdapterDesk(self._fleets))
         self._measures = Measures(self._lives, self.run_dir, self.children_changed)
 
     # ---- its life
@@ -258,6 +259,9 @@ class Supervisor:
         self._fleets.explained(request.model)
         self.changed()
 
+    def is_unused(self, adapter: str) -> bool:
+        return all(gateway.is_done_with(adapter) for gateway in self._gateways)
+
     def _publish(self) -> None:
         self._publishing = False
         topology = Topology(
@@ -339,8 +343,5 @@ class Supervisor:
         return [*self._gateways, *self._fleets.replicas()]
 
     def _leave_record(self) -> None:
-        self.run_dir.record(
-            Record(
-                os.getpid(), self._started_at, self.url, self._fleets.plan.config_path, self.mark
-            )
-        )
+        config = self._fleets.plan.config_path
+        self.run_dir.record(Record(os.getpid(), self._started_at, self.url, config, self.mark))

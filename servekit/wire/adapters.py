@@ -2,6 +2,7 @@
 
     supervisor → worker    LoadAdapter · UnloadAdapter
     worker → supervisor    AdapterLoaded · AdapterUnloaded · AdapterRefused
+    gateway → supervisor   Unused
     operator → supervisor  AddAdapter · RemoveAdapter · GetAdapters
     supervisor → operator  Adapters, or Accepted, or Refused
 
@@ -91,6 +92,15 @@ class AdapterRefused(Message, frozen=True):
     invalid: bool  # the adapter is wrong for this model, not the moment
 
 
+# ---------------------------------------------------------------- gateway → supervisor
+
+
+class Unused(Message, frozen=True):
+    """No request of this gateway needs an adapter any more that does not serve, by its Topology."""
+
+    name: str
+
+
 # ---------------------------------------------------------------- operator ↔ supervisor
 
 
@@ -99,6 +109,7 @@ class AddAdapter(Message, frozen=True):
 
     model: str  # its name or alias; "" where one model is served
     adapter: AdapterSpec
+    in_place: bool = False  # instead of what has its name now
 
 
 class RemoveAdapter(Message, frozen=True):

@@ -8,7 +8,7 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
     worker → supervisor    Loading · Ready · BootFailed · Pong
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
     supervisor → gateway   Topology · Drain · Stop · Spent, of the others
-    gateway → supervisor   Serving · Traffic · Quarantined · Spent
+    gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
@@ -306,6 +306,7 @@ class Why(Message, frozen=True):
     model: str
     breaker: str  # "closed", or a sentence that says since when and until when it is open
     replicas: tuple[ReplicaHistory, ...]
+    adapters: tuple[a.AdapterStatus, ...] = ()
 
 
 class Status(Message, frozen=True):
@@ -329,13 +330,14 @@ class Accepted(Message, frozen=True):
 class Refused(Message, frozen=True):
     message: str
     invalid: bool = False  # what was asked for is wrong, not the moment
+    retry_after_s: float = 0.0  # over 0: nobody can do it now, and later somebody may
 
 
 ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters
 ToGateway = Topology | Drain | Stop | Spent
-FromGateway = Serving | Traffic | Quarantined | Spent
+FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed | Alone | Together
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters

@@ -177,6 +177,7 @@ class ReplicaStatus(Value, frozen=True):
     rss_bytes: int = 0
     gpu_bytes: int = 0
     timings_s: dict[str, float] = {}
+    stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
 
 
 class ModelStatus(Value, frozen=True):
@@ -312,6 +313,7 @@ class AccessRules(Value, frozen=True):
     log_prompts: bool = False
     limits: RequestLimits = RequestLimits()
     certificate: str = ""  # changes when the TLS files do: read them again
+    runtime_adapters: bool = False  # without keys: whoever reaches the port may load adapters
 
 
 def as_builtins(value: Any) -> Any:

@@ -15,7 +15,14 @@ from typing import Any
 import structlog
 
 from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
-from servekit.errors import EngineFailed, RequestError, WireError, WorkerLost
+from servekit.errors import (
+    EngineFailed,
+    ModelNotFound,
+    RequestError,
+    Unsupported,
+    WireError,
+    WorkerLost,
+)
 from servekit.wire.connection import Connection
 from servekit.wire.messages import (
     PROOF_TOKENS,
@@ -80,6 +87,8 @@ class Runner:
         self.peers: set[Peer] = set()
         self.ward = Ward(self)
         self.draining = False
+        self.adapters = {adapter.name for adapter in info.adapters}  # that take requests
+        self._adapted: dict[int, str] = {}  # job id → adapter, pruned when somebody looks
         self._on_idle = on_idle
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
@@ -108,8 +117,13 @@ class Runner:
         if self.draining:
             peer.fail(request.id, WorkerLost("the worker is draining"))
             return
+        if request.adapter and (refusal := self._refuse_adapter(request)) is not None:
+            peer.fail(request.id, refusal)
+            return
         self._next_job += 1
         peer.jobs[request.id] = self._next_job
+        if request.adapter:
+            self._adapted[self._next_job] = request.adapter
         if self.ward.closed or request.alone_until:
             self.ward.hold(Held(peer, request, self._next_job))
         else:
@@ -124,6 +138,21 @@ class Runner:
         else:
             with self._answering(peer, request, job_id):
                 self._start(peer, request, job_id, self._intake.prepare(request))
+
+    def _refuse_adapter(self, request: Generate) -> RequestError | None:
+        """Why an adapter cannot answer this. Tokens are the base model's, whoever asks."""
+        name = request.adapter
+        if request.task == "embed":
+            return Unsupported(f"the adapter {name!r} makes no embeddings", param="model")
+        if request.task == "generate" and name not in self.adapters:
+            return ModelNotFound(f"the adapter {name!r} is not loaded any more", param="model")
+        return None
+
+    def uses(self, adapter: str) -> bool:
+        """Whether a request that names the adapter is under way."""
+        alive = {job_id for peer in self.peers for job_id in peer.jobs.values()}
+        self._adapted = {job: name for job, name in self._adapted.items() if job in alive}
+        return adapter in self._adapted.values()
 
     @property
     def settled(self) -> bool:
@@ -183,7 +212,8 @@ class Runner:
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")])
             return
-        self.engine.submit(Job(job_id, ids, params, list(request.emitted), prepared.constraint))
+        emitted, constraint = list(request.emitted), prepared.constraint
+        self.engine.submit(Job(job_id, ids, params, emitted, constraint, request.adapter))
 
     def _embed(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
         count = sum(map(len, prepared.inputs))

@@ -20,6 +20,7 @@ import structlog
 from servekit.engines import create
 from servekit.engines.base import Engine, StepOutput
 from servekit.errors import LoadError
+from servekit.wire.adapters import LoadAdapter, UnloadAdapter
 from servekit.wire.connection import Connection, adopt, dial, listen
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import (
@@ -43,6 +44,7 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
+from servekit.worker.adapters import Adapters
 from servekit.worker.runner import Runner
 
 log: Any = structlog.get_logger("servekit.worker")
@@ -81,6 +83,7 @@ class Worker:
         self._probe_task: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
+        self._adapters: Adapters | None = None
         self._server: asyncio.Server | None = None
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
@@ -115,6 +118,9 @@ class Worker:
                 self._drain()
             case Stop():
                 self._end(0)
+            case LoadAdapter() | UnloadAdapter():
+                assert self._adapters is not None  # they come after Ready
+                self._adapters.take(message)
 
     def _on_eof(self, error: Exception | None) -> None:
         if not self._exit.done():
@@ -197,6 +203,7 @@ class Worker:
     async def _listen(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
+        self._adapters = Adapters(self._runner, self._control.send)
         self._engine.start(self._emit)
         try:
             # Kept: the server lives as long as its reference.

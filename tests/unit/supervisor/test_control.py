@@ -8,6 +8,13 @@ import pytest
 
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor.control import Operators, ask
+from servekit.wire.adapters import (
+    Adapters,
+    AdapterSpec,
+    AddAdapter,
+    GetAdapters,
+    RemoveAdapter,
+)
 from servekit.wire.messages import (
     Accepted,
     GetStatus,
@@ -42,6 +49,22 @@ class Desk:
         return Accepted("a added")
 
 
+class AdapterDesk:
+    """One adapter may be had."""
+
+    async def add(self, wish: AddAdapter) -> Accepted | Refused:
+        await asyncio.sleep(0)
+        if wish.adapter.name == "x":
+            return Accepted("x serves")
+        return Refused("nobody is ready", retry_after_s=5.0)
+
+    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused:
+        return Refused(f"there is no {wish.name}", True)
+
+    def show(self, wish: GetAdapters) -> Adapters | Refused:
+        return Adapters({wish.model: ()})
+
+
 class BrokenDesk(Desk):
     async def status_now(self) -> Status:
         raise RuntimeError("bug")
@@ -49,7 +72,7 @@ class BrokenDesk(Desk):
 
 async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     desk = Desk()
-    operators = Operators(desk)
+    operators = Operators(desk, AdapterDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -61,6 +84,19 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     assert await ask(path, Reload()) == Accepted("a added")
     with pytest.raises(ConfigError, match="no such model"):
         await ask(path, GetWhy("n"))
+    operators.close()
+
+
+async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:
+    operators = Operators(Desk(), AdapterDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert await ask(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted("x serves")
+    assert await ask(path, GetAdapters("m")) == Adapters({"m": ()})
+    with pytest.raises(ServekitError, match="nobody is ready"):
+        await ask(path, AddAdapter("m", AdapterSpec("y", "/y")))
+    with pytest.raises(ConfigError, match="there is no z"):
+        await ask(path, RemoveAdapter("z"))
     operators.close()
 
 
@@ -85,7 +121,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -
 
 
 async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
-    operators = Operators(BrokenDesk())
+    operators = Operators(BrokenDesk(), AdapterDesk())
     await operators.listen(tmp_path / "control.sock")
     with pytest.raises(ServekitError, match="hung up"):
         await ask(tmp_path / "control.sock", GetStatus())

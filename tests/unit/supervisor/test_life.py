@@ -6,15 +6,17 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
+from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.breaker import BreakerLimits
 from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.fleet import adapters_of
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.replicas import Replica
@@ -60,6 +62,15 @@ class Host:
     def quarantine(self, request: Quarantined) -> None:
         pass
 
+    drain_timeout_s = 1.0  # as a fleet has it
+
+    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+        assert self.replica is not None
+        return [self.replica]
+
+    def is_unused(self, adapter: str) -> bool:
+        return True
+
     async def until(self, true: Callable[[], bool], within_s: float = 15.0) -> None:
         async with asyncio.timeout(within_s):
             while not true():
@@ -96,7 +107,9 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
         )
         place = Assignment("m", 0, None, 1)
         circuit = Circuit("m", BreakerLimits(lives=3, first_s=600))
-        stages.append(Stage(host, Replica(model, place, gpus, host, circuit)))
+        adapters = Adapters("m", adapters_of(model), host)
+        replica = Replica(model, place, gpus, host, circuit, adapters)
+        stages.append(Stage(host, replica))
         return stages[-1]
 
     yield start

@@ -1,0 +1,91 @@
+"""Adapters that come and go while the worker serves: one at a time, in the order of the messages.
+
+The engine loads in a thread, so that pings are answered meanwhile. What goes is first closed to
+new requests, then waited for, and only then taken from the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from servekit.errors import LoadError, RequestError
+from servekit.wire.adapters import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from servekit.worker.runner import STEP_S, Runner
+
+log: Any = structlog.get_logger("servekit.worker")
+
+Order = LoadAdapter | UnloadAdapter
+Answer = AdapterLoaded | AdapterUnloaded | AdapterRefused
+
+#: Between looks whether an adapter's last request is done.
+_LOOK_EVERY_S = 0.02
+
+
+class Adapters:
+    """Carries out what the supervisor orders, and answers each order."""
+
+    def __init__(self, runner: Runner, send: Callable[[Answer], None]) -> None:
+        self._runner = runner
+        self._send = send
+        self._orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._working = asyncio.get_running_loop().create_task(self._work())
+
+    def take(self, order: Order) -> None:
+        """An order of the supervisor; those before it are carried out first."""
+        self._orders.put_nowait(order)
+
+    def close(self) -> None:
+        self._working.cancel()
+
+    async def _work(self) -> None:
+        while True:
+            order = await self._orders.get()
+            try:
+                answer = await self._carry_out(order)
+            except (RequestError, LoadError) as error:
+                invalid = isinstance(error, RequestError) and error.status < 500
+                answer = AdapterRefused(order.seq, error.message, invalid)
+            except Exception as error:
+                log.exception("an adapter could not be changed", order=repr(order))
+                answer = AdapterRefused(order.seq, f"{type(error).__name__}: {error}", False)
+            self._send(answer)
+
+    async def _carry_out(self, order: Order) -> Answer:
+        if isinstance(order, LoadAdapter):
+            return await self._load(order)
+        return await self._unload(order)
+
+    async def _load(self, order: LoadAdapter) -> AdapterLoaded:
+        name, served = order.adapter.name, self._runner.adapters
+        if name in served:
+            raise RequestError(f"the adapter {name!r} is loaded already")
+        info = await asyncio.to_thread(self._runner.engine.load_adapter, order.adapter)
+        served.add(name)
+        log.info("adapter loaded", adapter=name, kind=info.kind, mode=info.mode)
+        return AdapterLoaded(order.seq, info)
+
+    async def _unload(self, order: UnloadAdapter) -> AdapterUnloaded:
+        name, runner = order.name, self._runner
+        if name not in runner.adapters:
+            raise RequestError(f"the adapter {name!r} is not loaded")
+        runner.adapters.discard(name)
+        while runner.uses(name):  # noqa: ASYNC110 - jobs end in many ways
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(STEP_S)  # one that was cancelled may be in the step that runs
+        try:
+            await asyncio.to_thread(runner.engine.unload_adapter, name)
+        except Exception:
+            runner.adapters.add(name)  # it is there yet: it serves on
+            raise
+        log.info("adapter unloaded", adapter=name)
+        return AdapterUnloaded(order.seq, name)
