@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from servekit import checkups
+from servekit import adapters, checkups
 from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ app = typer.Typer(
 
 key = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(key, name="key")
+adapter = typer.Typer(
+    help="Adapters of a running instance.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(adapter, name="adapter")
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
 RunDirectory = Annotated[
@@ -255,6 +259,8 @@ def _one_sentence() -> Iterator[None]:
 
 app.command("doctor")(_one_sentence()(checkups.doctor))
 app.command("trace-cuda")(_one_sentence()(checkups.trace_cuda))
+for command in (adapters.add, adapters.rm, adapters.ls):
+    adapter.command()(_one_sentence()(command))
 
 
 def _source(

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from servekit.tables import size, state
+from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ExitRecord, ReplicaHistory, Why
 
 #: Last lines shown of each death but the newest, of which all are.
@@ -31,6 +32,8 @@ def why_tables(why: Why) -> Sequence[RenderableType]:
     shown: list[RenderableType] = [Text(diagnosis(why), style="bold")]
     if why.breaker != "closed":
         shown.append(Text(f"breaker: {plain(why.breaker)}", style="red"))
+    for adapter in why.adapters:
+        shown += ["", *_adapter(adapter)]
     for replica in why.replicas:
         shown += ["", _head(replica)]
         for exit_ in replica.exits[:-1]:
@@ -73,6 +76,23 @@ def _advice(why: Why, last: ExitRecord) -> str:
     if last.signal is not None and why.replicas and not last.tail:
         return "It left no word: somebody, or the kernel, has killed it."
     return "It was started again by itself." if not failed else ""
+
+
+def _adapter(adapter: AdapterStatus) -> Iterator[Text]:
+    """How an adapter is run, why that way, and what was measured; or why it is not."""
+    line = Text(f"adapter {plain(adapter.name)}", style="bold").append(" ")
+    yield line.append_text(state(adapter.state)).append(f", from {plain(adapter.path)}", "")
+    if adapter.reason:
+        yield Text(f"    {plain(adapter.reason)}", style="red")
+    if (info := adapter.info) is None:
+        return
+    rank = f", rank {info.rank}" if info.rank else ""
+    yield Text(f"    {info.kind}{rank}, {info.mode}: {plain(info.why)}")
+    facts = [f"{info.parameters} parameters"] if info.parameters else []
+    facts += [size(info.bytes)] if info.bytes else []
+    facts += [f"{name} {value:.3g}" for name, value in info.figures.items()]
+    if facts:
+        yield Text(f"    {', '.join(facts)}", style="dim")
 
 
 def _head(replica: ReplicaHistory) -> Text:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from servekit.supervisor.planning import Plan
+from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
 
 _COLOURS = {
@@ -22,6 +23,9 @@ _COLOURS = {
     "backoff": "red",
     "failed": "red",
     "stopped": "dim",
+    # of adapters
+    "serving": "green",
+    "unloading": "yellow",
 }
 #: Columns of a table that goes to a file or a pipe, where nothing should be cut off.
 _WIDE = 200
@@ -60,7 +64,38 @@ def status_tables(status: Status, *, timings: bool) -> Sequence[RenderableType]:
         f"{size(status.rss_bytes)} · up {duration(time.time() - status.started_at)}"
         + (" · draining" if status.draining else "")
     )
-    return [head, _workers(status, timings=timings), _gateways(status)]
+    adapters = {model.name: model.adapters for model in status.models if model.adapters}
+    shown: list[RenderableType] = [head, _workers(status, timings=timings)]
+    return [*shown, *([adapter_table(adapters)] if adapters else []), _gateways(status)]
+
+
+def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:
+    """The adapters of each model: how they are run and why, or why not."""
+    table = _table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
+    for model, statuses in adapters.items():
+        for one in statuses:
+            info = one.info
+            table.add_row(
+                Text(one.name),
+                state(one.state),
+                Text(model),
+                info.kind if info else "-",
+                info.mode if info else "-",
+                size(info.bytes) if info else "-",
+                duration(time.time() - one.since),
+                Text(adapter_note(one)),
+            )
+    return table
+
+
+def adapter_note(adapter: AdapterStatus) -> str:
+    """Why it has failed; else why it is run as it is, and what its verification measured."""
+    if adapter.reason:
+        return adapter.reason
+    if adapter.info is None:
+        return adapter.path
+    figures = [f"{name} {value:.3g}" for name, value in adapter.info.figures.items()]
+    return "; ".join([adapter.info.why, *figures])
 
 
 def _workers(status: Status, *, timings: bool) -> Table:
@@ -112,6 +147,8 @@ def state(name: str) -> Text:
 
 def note(model: ModelStatus, replica: ReplicaStatus) -> str:
     """What there is to say of a replica: its progress, why it is down, else what it runs."""
+    if replica.stray:
+        return replica.stray
     if replica.progress is not None:
         return progress_text(replica.progress)
     if replica.state in ("failed", "backoff"):

@@ -120,8 +120,8 @@ class Access:
 
     # ---- may they
 
-    def admit(self, call: Call, model: str) -> None:
-        """Take a call for a model, by the model's own name.
+    def admit(self, call: Call, model: str, adapter: str = "") -> None:
+        """Take a call for a model, by the model's own name, or for an adapter of it.
 
         Raises Forbidden and RateLimited, RequestError for what is too much, and InvalidKey where
         nobody is known to ask for it.
@@ -130,20 +130,21 @@ class Access:
             caller = call.caller or ACTING.get()
             if caller is None:
                 raise InvalidKey("an API key is needed")
-            caller.admit(call, model)
+            caller.admit(call, model, adapter)
         bounds.check_call(call, self.rules.limits)
         if self.rules.log_prompts:
             prompt = call.prompt if call.messages is None else call.messages
-            log.info("prompt", key=call.key if self.closed else "", model=model, prompt=prompt)
+            key, name = call.key if self.closed else "", adapter or model
+            log.info("prompt", key=key, model=name, prompt=prompt)
 
-    def may_use(self, model: str) -> bool:
-        """Whether the caller of this moment may use a model, by the model's own name."""
+    def may_use(self, model: str, base: str = "") -> bool:
+        """Whether the caller of this moment may use a model, or an adapter of `base`."""
         caller = ACTING.get()
-        return not self.closed or (caller is not None and caller.may_use(model))
+        return not self.closed or (caller is not None and caller.may_use(model, base))
 
-    def require_model(self, model: str) -> None:
-        """Raise Forbidden unless the caller of this moment may use a model."""
-        if not self.may_use(model):
+    def require_model(self, model: str, base: str = "") -> None:
+        """Raise Forbidden unless the caller of this moment may use a model; as `may_use`."""
+        if not self.may_use(model, base):
             caller = ACTING.get()
             name = caller.rule.name if caller else ""
             raise Forbidden(f"the key {name!r} may not use {model!r}", param="model")

@@ -14,7 +14,7 @@ import structlog
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from servekit.errors import ConfigError, DeadlineExceeded, ServekitError
+from servekit.errors import ConfigError, DeadlineExceeded, ModelUnavailable, ServekitError
 from servekit.gateway.access import Access
 from servekit.wire.messages import (
     Accepted,
@@ -74,33 +74,38 @@ class Supervisor:
         self._access = access
 
     async def status(self) -> Response:
-        """As `servekit ps --json`. Raises Forbidden and what `ask` raises."""
+        """As `servekit ps --json`. Raises Forbidden and what `answer_to` raises."""
         self._access.require_admin()
-        return _json(as_builtins(await self._ask(GetStatus(), Status, ANSWER_S)))
+        return _json(as_builtins(await self.answer_to(GetStatus(), Status, ANSWER_S)))
 
     async def why(self, name: str) -> Response:
-        """As `servekit why NAME --json`. Raises Forbidden, NothingSuch and what `ask` raises."""
+        """As `servekit why NAME --json`. Raises Forbidden, NothingSuch, what `answer_to` raises."""
         self._access.require_admin()
-        return _json(as_builtins(await self._ask(GetWhy(name), Why, ANSWER_S, NothingSuch)))
+        return _json(as_builtins(await self.answer_to(GetWhy(name), Why, ANSWER_S, NothingSuch)))
 
     async def reload(self) -> Response:
-        """As `servekit reload`. Raises Forbidden, FileRefused and what `ask` raises."""
+        """As `servekit reload`. Raises Forbidden, FileRefused and what `answer_to` raises."""
         caller = self._access.require_admin()
         log.info("reload asked for over HTTP", key=caller.rule.name)
-        done = await self._ask(Reload(), Accepted, RELOAD_S, FileRefused)
+        done = await self.answer_to(Reload(), Accepted, RELOAD_S, FileRefused)
         return _json({"message": done.message})
 
-    async def _ask(
+    async def answer_to(
         self,
         question: ToSupervisor,
         kind: type[A],
         deadline_s: float,
         invalid: type[ServekitError] = NotNow,
     ) -> A:
-        """The answer; `invalid` is raised where what was asked for is wrong, not the moment."""
+        """The answer; `invalid` is raised where what was asked for is wrong, not the moment.
+
+        Raises NotNow, ModelUnavailable where nobody can do it yet, and what `ask` raises.
+        """
         if self._path is None:
             raise NoSupervisor("there is no supervisor to ask")
         answer = await ask(self._path, question, deadline_s)
+        if isinstance(answer, Refused) and answer.retry_after_s:
+            raise ModelUnavailable(answer.message, retry_after_s=answer.retry_after_s)
         if isinstance(answer, Refused):
             raise (invalid if answer.invalid else NotNow)(answer.message)
         if not isinstance(answer, kind):

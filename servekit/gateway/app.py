@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
+from servekit.gateway.adapted import AdapterRoute, base_of
 from servekit.gateway.admin import Supervisor, add_administration
 from servekit.gateway.anthropic import Anthropic
 from servekit.gateway.gate import Gate, Refuse
@@ -29,6 +30,7 @@ from servekit.gateway.http import (
     send_error,
 )
 from servekit.gateway.legacy import Legacy
+from servekit.gateway.lora import Lora
 from servekit.gateway.ollama import Ollama, add_reads
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
@@ -64,6 +66,7 @@ class Application:
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
         supervisor = Supervisor(operators, router.access)
+        self.hot |= Lora(supervisor, router.access, max_body_bytes).routes
         self.rest = build_rest(router, supervisor, ui=ui, hot=self.hot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,6 +180,7 @@ def model_health(route: Route) -> dict[str, Any]:
         "running": route.running,
         "waiting": route.waiting,
         "replicas": replicas,
+        "adapters": {one.name: one.state for one in route.status.adapters},
     }
 
 
@@ -184,6 +188,8 @@ def model_state(route: Route) -> str:
     """The best state among the model's replicas; ready only if this gateway can reach one."""
     if route.ready:
         return "ready"
+    if isinstance(route, AdapterRoute) and route.adapter.state != "serving":
+        return route.adapter.state
     states = [replica.state for replica in route.status.replicas]
     order = ("ready", "loading", "starting", "stalled", "backoff", "draining", "failed", "stopped")
     best = next((state for state in order if state in states), "stopped")
@@ -193,16 +199,14 @@ def model_state(route: Route) -> str:
 def _add_models(app: FastAPI, router: Router) -> None:
     @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
     async def models() -> dict[str, Any]:
-        allowed = router.access.may_use
-        served = (route for name, route in router.routes.items() if allowed(name))
-        return {"object": "list", "data": [_model(route) for route in served]}
+        return {"object": "list", "data": [_model(route) for route in router.models()]}
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One model")
     async def model(model: str) -> dict[str, Any]:
         if not model:
             raise ModelNotFound("name a model", param="model")
         route = router.find(model)
-        router.access.require_model(route.status.name)
+        router.access.require_model(route.status.name, base_of(route))
         return _model(route)
 
 
@@ -218,6 +222,9 @@ def _model(route: Route) -> dict[str, Any]:
         "engine": status.engine,
         "aliases": list(status.aliases),
         "state": model_state(route),
+        # as vLLM: where it is from, and of an adapter its base
+        "root": status.path,
+        "parent": base_of(route) or None,
     }
 
 

@@ -54,9 +54,13 @@ class Caller:
         """Whether its answers carry `x-ratelimit-…` headers."""
         return self.requests is not None or self.tokens is not None
 
-    def may_use(self, model: str) -> bool:
-        """Whether it may use a model, by the model's own name."""
-        return self._models is None or model in self._models
+    def may_use(self, model: str, base: str = "") -> bool:
+        """Whether it may use a model, by the model's own name.
+
+        An adapter may be used by its own name, and by whoever may use its `base`.
+        """
+        models = self._models
+        return models is None or model in models or (bool(base) and base in models)
 
     # ---- a request
 
@@ -97,10 +101,13 @@ class Caller:
 
     # ---- a call
 
-    def admit(self, call: Call, model: str) -> None:
-        """Take a call for a model, by the model's own name; raises Forbidden and RateLimited."""
+    def admit(self, call: Call, model: str, adapter: str = "") -> None:
+        """Take a call for a model, by the model's own name, or for an adapter of it.
+
+        Raises Forbidden and RateLimited.
+        """
         rule = self.rule
-        if not self.may_use(model):
+        if not (self.may_use(adapter, model) if adapter else self.may_use(model)):
             raise Forbidden(f"the key {rule.name!r} may not use {call.model!r}", param="model")
         most = rule.max_concurrent
         if most is not None and self.active + self._active_elsewhere() >= most:

@@ -180,7 +180,7 @@ class Legacy:
         router = self._router
         if backend and router.serves(backend):
             return backend
-        allowed = [name for name in router.routes if router.access.may_use(name)]
+        allowed = [route.status.name for route in router.models()]
         if not allowed:
             raise ModelUnavailable("there is no model here that may be used")
         return allowed[0]

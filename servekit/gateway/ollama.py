@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from servekit import __version__
 from servekit.errors import Unsupported
 from servekit.gateway import ollama_models as models
+from servekit.gateway.adapted import base_of
 from servekit.gateway.door import Door, Endpoint, Refuse
 from servekit.gateway.ollama_asking import (
     ChatRequest,
@@ -139,7 +140,7 @@ class Ollama:
     def _named(self, body: bytes) -> Route:
         request = decode(NameRequest, body)
         route = models.find(self._router, request.model or request.name)
-        self._router.access.require_model(route.status.name)
+        self._router.access.require_model(route.status.name, base_of(route))
         return route
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from servekit.errors import ModelNotFound
+from servekit.gateway.adapted import base_of
 from servekit.gateway.ollama_form import timestamp
 from servekit.gateway.route import Route
 from servekit.gateway.router import Router
@@ -38,16 +39,12 @@ def find(router: Router, name: str) -> Route:
 
 def tags(router: Router) -> dict[str, Any]:
     """/api/tags: all models."""
-    return {"models": [_entry(route) for route in _allowed(router)]}
+    return {"models": [_entry(route) for route in router.models()]}
 
 
 def running(router: Router) -> dict[str, Any]:
     """/api/ps: those that can serve now."""
-    return {"models": [_running(route) for route in _allowed(router) if route.ready]}
-
-
-def _allowed(router: Router) -> list[Route]:
-    return [route for name, route in router.routes.items() if router.access.may_use(name)]
+    return {"models": [_running(route) for route in router.models() if route.ready]}
 
 
 def _entry(route: Route) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def details(route: Route) -> dict[str, Any]:
     info = status.info
     family = _family(info) if info else ""
     return {
-        "parent_model": "",
+        "parent_model": base_of(route),
         "format": "gguf" if status.path.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family] if family else [],

@@ -104,6 +104,9 @@ def _describe(operation: Operation, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(operation: Operation) -> dict[str, Any]:
+    if operation.text:
+        said: dict[str, Any] = {"text/plain": {"schema": _TEXT, "example": operation.text}}
+        return {"description": "It is done", "content": said}
     content: dict[str, Any] = {
         "application/json": {"schema": _shape(operation.answer), "example": operation.answer}
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from servekit.gateway import anthropic_asking, legacy, ollama_asking
+from servekit.gateway import anthropic_asking, legacy, lora, ollama_asking
 from servekit.gateway.responses_schema import ResponsesRequest
 from servekit.gateway.schema import ChatRequest, CompletionRequest
 from servekit.gateway.vectors import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
@@ -45,6 +45,7 @@ class Operation:
     answer: dict[str, Any]
     streams: str = ""  # the content type of its streams
     envelope: Envelope = "OpenAI"
+    text: str = ""  # the answer, where it is no JSON
 
 
 _CHAT_ANSWER = {
@@ -154,6 +155,24 @@ OPERATIONS = (
         "tokens",
         {"model": MODEL, "tokens": [19556, 905]},
         {"prompt": "Hello world"},
+    ),
+    Operation(
+        "/v1/load_lora_adapter",
+        lora.LoadLoraAdapterRequest,
+        "Load an adapter on all workers of a model, or on none",
+        "adapters",
+        {"lora_name": "sql", "lora_path": "/adapters/sql"},
+        {},
+        text="Success: LoRA adapter 'sql' added successfully.",
+    ),
+    Operation(
+        "/v1/unload_lora_adapter",
+        lora.UnloadLoraAdapterRequest,
+        "Unload an adapter, once its requests are done",
+        "adapters",
+        {"lora_name": "sql"},
+        {},
+        text="Success: LoRA adapter 'sql' removed successfully.",
     ),
     Operation(
         "/v1/messages",

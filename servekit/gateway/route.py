@@ -16,6 +16,7 @@ and when:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from servekit.errors import ModelUnavailable
 from servekit.gateway.call import Call
@@ -37,6 +38,7 @@ class Route:
         self.suspects: deque[Call] = deque()
         self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
+        self.adapters: Sequence[Route] = ()  # by which requests may name it, too
         self.followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
         self.in_flight = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -23,6 +23,7 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.access import Access
+from servekit.gateway.adapted import AdapterRoute, Farewells, adapters_of
 from servekit.gateway.bounds import check_grammar
 from servekit.gateway.call import Call
 from servekit.gateway.deadlines import Deadlines
@@ -30,6 +31,7 @@ from servekit.gateway.fate import Fate
 from servekit.gateway.pool import Replica
 from servekit.gateway.quarantine import Quarantine, refusal
 from servekit.gateway.route import Route, describe
+from servekit.wire.adapters import Unused
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 
 __all__ = ["Route", "Router", "describe"]
@@ -48,10 +50,13 @@ ANNOUNCE_EVERY_S = 1.0
 class Router:
     """All models of the service, from this gateway's point of view.
 
-    `report` is called with each request that this gateway quarantines.
+    `report` is called with each request that this gateway quarantines, and each adapter that
+    does not serve any more once its last call is done.
     """
 
-    def __init__(self, name: str, report: Callable[[Quarantined], None] = lambda _: None) -> None:
+    def __init__(
+        self, name: str, report: Callable[[Quarantined | Unused], None] = lambda _: None
+    ) -> None:
         self.name = name
         self.routes: dict[str, Route] = {}
         self.draining = False
@@ -64,6 +69,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
         self._deadlines = Deadlines(self._open, self._expire)
+        self._farewells = Farewells(self._open, lambda adapter: report(Unused(adapter)))
 
     # ---- for the doors: HTTP and Gradio
 
@@ -73,20 +79,30 @@ class Router:
         return len(self._open)
 
     def find(self, model: str) -> Route:
-        """The route of a model name or alias; raises ModelNotFound."""
+        """The route of a model's name, its alias, or an adapter; raises ModelNotFound."""
         route = self._names.get(model)
         if route is None:
             if not model and len(self.routes) == 1:
                 return next(iter(self.routes.values()))
-            known = ", ".join(sorted(filter(self.access.may_use, self.routes))) or "none yet"
+            known = ", ".join(sorted(one.status.name for one in self.models())) or "none yet"
             raise ModelNotFound(
                 f"the model {model[:128]!r} is not served here; served are: {known}", param="model"
             )
         return route
 
     def serves(self, model: str) -> bool:
-        """Whether this is the name or alias of a model."""
+        """Whether this is the name or alias of a model, or the name of an adapter."""
         return model in self._names
+
+    def models(self) -> Iterator[Route]:
+        """What the caller of this moment may use: the models, and the adapters that serve."""
+        for route in self.routes.values():
+            name = route.status.name
+            if self.access.may_use(name):
+                yield route
+            for one in route.adapters:
+                if one.ready and self.access.may_use(one.status.name, name):
+                    yield one
 
     def open(self, call: Call, timeout_s: float | None = None) -> Call:
         """Queue a call and run it as soon as there is room.
@@ -96,10 +112,16 @@ class Router:
         by the model's own.
         """
         route = self.find(call.model)
+        adapted = route if isinstance(route, AdapterRoute) else None
+        if adapted is not None:
+            route = adapted.base
         if call.params.grammar is not None:
             check_grammar(call.params.grammar, self.access.rules.limits)
         if self.access.watchful:
-            self.access.admit(call, route.status.name)
+            adapter = "" if adapted is None else adapted.status.name
+            self.access.admit(call, route.status.name, adapter)
+        if adapted is not None:
+            adapted.adapt(call)
         self._admit(route, call)
         self._begin(route, call)
         limit_s = route.status.timeout_s
@@ -173,6 +195,7 @@ class Router:
         for status in topology.models:
             route = self.routes.setdefault(status.name, Route(status))
             route.set_status(status)
+            route.adapters = adapters_of(route)
             self._apply_replicas(route, status, topology.gateways)
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
@@ -181,6 +204,9 @@ class Router:
             for route in self.routes.values()
             for alias in (route.status.name, *route.status.aliases)
         }
+        for route in self.routes.values():
+            self._names |= {one.status.name: one for one in route.adapters}
+        self._farewells.apply(topology.models)
 
     def _apply_replicas(self, route: Route, status: ModelStatus, gateways: int) -> None:
         ready = {replica.socket: replica for replica in status.replicas if replica.state == "ready"}

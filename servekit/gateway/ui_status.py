@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from servekit.gateway.adapted import AdapterRoute
 from servekit.gateway.router import Route, Router, describe
 from servekit.gateway.ui_chat import Progress
 from servekit.wire.messages import ReplicaStatus
@@ -22,7 +23,8 @@ def workers(router: Router) -> str:
 
 def choices(router: Router) -> list[tuple[str, str]]:
     """The models to choose from: (label, name)."""
-    return [(_label(route), name) for name, route in router.routes.items()]
+    named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
+    return [(_label(route), name) for name, route in named]
 
 
 def progress_note(progress: Progress, *, busy: bool) -> str:
@@ -43,6 +45,8 @@ def _label(route: Route) -> str:
     name = route.status.name
     if route.ready:
         return name
+    if isinstance(route, AdapterRoute) and route.adapter.state != "serving":
+        return f"{name} · {route.adapter.state}"
     states = {replica.state for replica in route.status.replicas}
     first = next(iter(route.status.replicas), None)
     if first is None or states <= {"ready"}:

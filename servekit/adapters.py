@@ -1,0 +1,96 @@
+"""`servekit adapter add`, `rm` and `ls`: adapters of a running instance.
+
+`servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from servekit.errors import ServekitError
+
+if TYPE_CHECKING:
+    from servekit.wire.messages import FromSupervisor, ToSupervisor
+
+A = TypeVar("A", bound="FromSupervisor")
+
+#: All workers verify it, after the changes that came before; what hangs is ended there.
+_CHANGE_S = 3600.0
+_ANSWER_S = 10.0
+
+Name = Annotated[str, typer.Argument(help="The name that requests use.")]
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Its base; not needed where one model is served.")
+]
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+]
+
+
+def add(
+    name: Name,
+    path: Annotated[str, typer.Argument(help="A folder with adapter_config.json, or a hub id.")],
+    model: Model = "",
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Instead of the one that has this name now.")
+    ] = False,
+    run_dir: RunDirectory = None,
+) -> None:
+    """Load an adapter on all workers of a model, or on none."""
+    from servekit.wire.adapters import AdapterSpec, AddAdapter
+    from servekit.wire.messages import Accepted
+
+    folder = Path(path).expanduser()
+    spec = AdapterSpec(name, str(folder.absolute()) if folder.exists() else path, revision)
+    done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
+    sys.stdout.write(f"{done.message}\n")
+
+
+def rm(name: Name, run_dir: RunDirectory = None) -> None:
+    """Unload an adapter, once the requests for it are done."""
+    from servekit.wire.adapters import RemoveAdapter
+    from servekit.wire.messages import Accepted
+
+    done = _ask(run_dir, RemoveAdapter(name), Accepted, _CHANGE_S)
+    sys.stdout.write(f"{done.message}\n")
+
+
+def ls(
+    model: Model = "",
+    run_dir: RunDirectory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the adapters: how each is run and why, or why it is not."""
+    from servekit.wire.adapters import Adapters, GetAdapters
+
+    answer = _ask(run_dir, GetAdapters(model), Adapters, _ANSWER_S)
+    if as_json:
+        import json
+
+        from servekit.wire.values import as_builtins
+
+        sys.stdout.write(f"{json.dumps(as_builtins(answer.adapters), indent=2)}\n")
+        return
+    from servekit.tables import adapter_table, show
+
+    show(adapter_table(answer.adapters))
+
+
+def _ask(run_dir: Path | None, question: ToSupervisor, kind: type[A], timeout_s: float) -> A:
+    import asyncio
+
+    from servekit.supervisor.control import ask
+    from servekit.supervisor.run_dir import default_path
+
+    path = (run_dir or default_path(os.environ)) / "control.sock"
+    answer = asyncio.run(ask(path, question, timeout_s))
+    if not isinstance(answer, kind):
+        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+    return answer

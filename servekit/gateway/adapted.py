@@ -1,0 +1,94 @@
+"""An adapter at this gateway: a model of its own to clients, and its base's queue and workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+
+from msgspec.structs import replace
+
+from servekit.errors import ModelUnavailable
+from servekit.gateway.call import Call
+from servekit.gateway.route import Route
+from servekit.wire.adapters import AdapterStatus
+from servekit.wire.messages import ModelStatus
+
+#: Between looks whether an adapter's last call is done.
+_LOOK_EVERY_S = 0.05
+
+
+class AdapterRoute(Route):
+    """What requests for an adapter find: the base's route, under the adapter's name.
+
+    Only asked how things stand; calls queue at `base`.
+    """
+
+    def __init__(self, base: Route, adapter: AdapterStatus) -> None:
+        named = {"name": adapter.name, "path": adapter.path, "aliases": (), "adapters": ()}
+        super().__init__(replace(base.status, **named))
+        self.base: Route = base
+        self.adapter = adapter
+        self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
+
+    @property
+    def ready(self) -> bool:
+        return self.adapter.state == "serving" and self.base.ready
+
+    @property
+    def hopeless(self) -> bool:
+        return self.adapter.state == "failed" or self.base.hopeless
+
+    def check_available(self) -> None:
+        """Raise ModelUnavailable unless the adapter serves, and its base does or will soon."""
+        name, state = self.adapter.name, self.adapter.state
+        if state == "failed":
+            message = f"the adapter {name!r} cannot serve: {self.adapter.reason}"
+            raise ModelUnavailable(message, retry_after_s=30.0, param="model")
+        if state != "serving":
+            message = f"the adapter {name!r} is being loaded"
+            raise ModelUnavailable(message, retry_after_s=5.0, param="model")
+        self.base.check_available()
+
+    def adapt(self, call: Call) -> None:
+        """Have a call be this adapter's. Raises ModelUnavailable."""
+        self.check_available()
+        call.more = {**call.more, "adapter": self.adapter.name}
+
+
+def base_of(route: Route) -> str:
+    """The name of an adapter's base; "" for what is none."""
+    return route.base.status.name if isinstance(route, AdapterRoute) else ""
+
+
+def adapters_of(route: Route) -> tuple[AdapterRoute, ...]:
+    """What requests may name beside a model. What is being unloaded is not known any more."""
+    known = route.status.adapters
+    return tuple(AdapterRoute(route, one) for one in known if one.state != "unloading")
+
+
+class Farewells:
+    """Tells when no call needs an adapter any more that does not serve, new ones included.
+
+    `tell` is called with its name; `calls` are those that wait or run.
+    """
+
+    def __init__(self, calls: Collection[Call], tell: Callable[[str], None]) -> None:
+        self._calls = calls
+        self._tell = tell
+        self._leaving: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def apply(self, models: Iterable[ModelStatus]) -> None:
+        """These are the models and their adapters from now on."""
+        leaving = {one.name for m in models for one in m.adapters if one.state != "serving"}
+        new, self._leaving = leaving - self._leaving, leaving
+        for name in new:
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        if name not in self._leaving:
+            return
+        if any(call.more.get("adapter") == name for call in self._calls):
+            self._loop.call_later(_LOOK_EVERY_S, self._look, name)
+        else:
+            self._tell(name)
