@@ -27,6 +27,7 @@ from servekit.gateway.limits import LIMITS, Limits, Sweep
 from servekit.gateway.protocol import Handler, Http
 from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
+from servekit.wire.adapters import Unused
 from servekit.wire.connection import Connection, adopt
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import Drain, Serving, Spent, Stop, ToGateway, Topology, Traffic
@@ -71,7 +72,11 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._router = Router(settings.name, lambda found: self._control.send(found))
+        self._router = Router(
+            settings.name,
+            lambda found: self._control.send(found),
+            lambda adapter: self._control.send(Unused(adapter)),
+        )
         self._app = Application(
             self._router,
             settings.max_body_bytes,

@@ -31,7 +31,6 @@ from servekit.gateway.fate import Fate
 from servekit.gateway.pool import Replica
 from servekit.gateway.quarantine import Quarantine, refusal
 from servekit.gateway.route import Route, describe
-from servekit.wire.adapters import Unused
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 
 __all__ = ["Route", "Router", "describe"]
@@ -50,12 +49,15 @@ ANNOUNCE_EVERY_S = 1.0
 class Router:
     """All models of the service, from this gateway's point of view.
 
-    `report` is called with each request that this gateway quarantines, and each adapter that
-    does not serve any more once its last call is done.
+    `report` is called with each request that this gateway quarantines, `unused` with each adapter
+    that does not serve any more, once its last call is done.
     """
 
     def __init__(
-        self, name: str, report: Callable[[Quarantined | Unused], None] = lambda _: None
+        self,
+        name: str,
+        report: Callable[[Quarantined], None] = lambda _: None,
+        unused: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name = name
         self.routes: dict[str, Route] = {}
@@ -69,7 +71,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
         self._deadlines = Deadlines(self._open, self._expire)
-        self._farewells = Farewells(self._open, lambda adapter: report(Unused(adapter)))
+        self._farewells = Farewells(self._open, unused)
 
     # ---- for the doors: HTTP and Gradio
 
@@ -200,12 +202,11 @@ class Router:
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
         self._names = {
-            alias: route
+            alias: one
             for route in self.routes.values()
-            for alias in (route.status.name, *route.status.aliases)
+            for one in (route, *route.adapters)
+            for alias in (one.status.name, *one.status.aliases)
         }
-        for route in self.routes.values():
-            self._names |= {one.status.name: one for one in route.adapters}
         self._farewells.apply(topology.models)
 
     def _apply_replicas(self, route: Route, status: ModelStatus, gateways: int) -> None:

@@ -32,8 +32,8 @@ class Worker(Protocol):
     @property
     def holds(self) -> Mapping[str, AdapterInfo]: ...
     async def load_adapter(self, adapter: AdapterSpec) -> Outcome: ...
-    async def unload_adapter(self, name: str) -> None:
-        """Returns when it is gone, the worker with it if need be."""
+    async def unload_adapter(self, name: str) -> bool:
+        """Returns when it is gone; false: and the worker with it."""
 
 
 class Owner(Protocol):
@@ -142,7 +142,8 @@ class Adapters:
         """
         async with self._turn:
             for name in self.book.surplus(list(worker.holds)):
-                await worker.unload_adapter(name)
+                if not await worker.unload_adapter(name):
+                    return ""
             for spec in self.book.expected():
                 outcome = await self._fetch(worker, spec, refused)
                 if isinstance(outcome, AdapterInfo):

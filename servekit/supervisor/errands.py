@@ -34,6 +34,10 @@ class Errands:
         self._open: dict[int, _Open] = {}
 
     @property
+    def open(self) -> bool:
+        return bool(self._open)
+
+    @property
     def loading(self) -> bool:
         """It loads an adapter: its engine may be busy with nothing else."""
         return any(errand.loads for errand in self._open.values())

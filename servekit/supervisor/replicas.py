@@ -16,7 +16,7 @@ from servekit.supervisor import environment
 from servekit.supervisor.adapters import Outcome, Refusal
 from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
-from servekit.supervisor.child import Command
+from servekit.supervisor.child import Child, Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
@@ -131,8 +131,8 @@ class Replica(Life[FromWorker]):
         self._gpu_bytes, self._stray = 0, ""
         self._wary = self._ready_at is None
         self._held = {}
-        if self._coming_up is not None:
-            self._coming_up.cancel()
+        if self._coming_up is not None and not self._errands.open:
+            self._coming_up.cancel()  # else it is told what has become of its errand
         self._errands.died(self.name, "" if self.ending else self._died_of)
         self._errands = Errands()
 
@@ -146,7 +146,7 @@ class Replica(Life[FromWorker]):
         reason = await self._stray_memory() if self._gpus else ""
         permanent = bool(reason)
         if not reason:
-            admit = functools.partial(self._is_ready, info, timings_s)
+            admit = functools.partial(self._is_ready, child, info, timings_s)
             reason = await self.adapters.join(self, info.refused_adapters, admit)
         if reason and child is not None and child is self.child and not self.ending:
             self.fail(reason, permanent=permanent)
@@ -158,8 +158,10 @@ class Replica(Life[FromWorker]):
         stray = stray_memory(group_of(self.pid), self._own_gpus, holdings, self._gpus)
         return f"worker {self.name} {stray}" if stray else ""
 
-    def _is_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
-        if self.child is None or self.ending or self.state == "stalled":
+    def _is_ready(
+        self, child: Child[FromWorker] | None, info: ModelInfo, timings_s: dict[str, float]
+    ) -> None:
+        if self.child is not child or child is None or self.ending or self.state == "stalled":
             return  # too late
         self.info, self._timings_s, self._progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
@@ -211,7 +213,7 @@ class Replica(Life[FromWorker]):
 
     @property
     def serves(self) -> bool:
-        return self.state == "ready" and not self.ending
+        return self.state == "ready" and self.child is not None and not self.ending
 
     @property
     def holds(self) -> Mapping[str, AdapterInfo]:
@@ -229,21 +231,24 @@ class Replica(Life[FromWorker]):
             return answer.info
         return answer if isinstance(answer, Refusal) else Refusal("it has answered amiss")
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str) -> bool:
         """Have it unload an adapter; if it does not, it is ended: gone is gone."""
         limit_s = self.model.timeout_s + self.model.load_timeout_s
         make = functools.partial(UnloadAdapter, name=name)
         answer = await self._order(make, f"unloaded the adapter {name!r}", limit_s)
         self._held.pop(name, None)
-        if isinstance(answer, Refusal) and not answer.died and self.child is not None:
+        if not isinstance(answer, Refusal):
+            return True
+        if not answer.died and self.child is not None:
             self.child.kill(f"it could not unload the adapter {name!r}: {answer.message}")
+        return False
 
     async def _order(
         self, make: Callable[[int], Order], what: str, limit_s: float
     ) -> AdapterLoaded | AdapterUnloaded | Refusal:
         child = self.child
         if child is None or self.state == "stalled":
-            return Refusal(f"worker {self.name} died before it {what}", died=True, left=self.ending)
+            return Refusal(f"worker {self.name} died before it {what}", died=True, left=True)
         late = functools.partial(self._give_up, f"stalled: it had not {what} after {limit_s:g} s")
         return await self._errands.send(make, child.send, what, late, limit_s)
 

@@ -144,7 +144,7 @@ def test_adapters_of_the_file_are_models_of_their_own(tmp_path: Path) -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         assert [one.id for one in client.models.list()] == ["m", "loud", "lout"]
         chat = client.chat.completions.create(
-            model="loud", messages=[{"role": "user", "content": "the sea"}]
+            model="loud", messages=[{"role": "user", "content": "the sea"}], max_tokens=7
         )
         assert (chat.model, chat.choices[0].message.content) == ("loud", "THE SEA")
         other_apis(url)
@@ -156,6 +156,7 @@ def other_apis(url: str) -> None:
     tags = httpx.get(f"{url}/api/tags").json()["models"]
     assert [tag["name"] for tag in tags] == ["m:latest", "loud:latest", "lout:latest"]
     body: dict[str, Any] = {"model": "loud:latest", "prompt": "hey", "stream": False}
+    body["options"] = {"num_predict": 3}
     answer = httpx.post(f"{url}/api/generate", json=body).json()
     assert (answer["model"], answer["response"]) == ("loud:latest", "HEY")
     body = {
@@ -275,15 +276,15 @@ def test_workers_that_restart_or_are_new_get_what_the_others_have(tmp_path: Path
 
 def replaced(tmp_path: Path, instance: Instance, model: dict[str, Any]) -> None:
     """Another version of the model has the file's adapters, and those that were added."""
-    before = instance.model("m").replicas[0].pid
+    old = {replica.pid for replica in instance.model("m").replicas}
     write_config(tmp_path, [{**model, "options": {"slots": 7}}], OPEN)
     assert "replaced" in reload(instance)
-    instance.until(
-        "two new ones serve",
-        lambda: (
-            ready(instance) == 2 and before not in [r.pid for r in instance.model("m").replicas]
-        ),
-    )
+
+    def new() -> bool:
+        pids = {replica.pid for replica in instance.model("m").replicas}
+        return ready(instance) == 2 and not pids & old
+
+    instance.until("two new ones serve", new)
     every_worker_has(instance.url, "added", 2)
     every_worker_has(instance.url, "filed", 2)
 
@@ -392,7 +393,7 @@ def test_who_may_load(tmp_path: Path) -> None:
         assert [model["id"] for model in listed] == ["m", "filed", "loud"]
         body = {"model": "loud", "prompt": "x"}
         asked = httpx.post(f"{url}/v1/completions", json=body, headers=bearer(USER))
-        assert text(asked) == "X" * 16 or text(asked).startswith("X")
+        assert text(asked) == "X" * 16
         body["model"] = "bold"
         asked = httpx.post(f"{url}/v1/completions", json=body, headers=bearer(USER))
         assert asked.status_code == 403

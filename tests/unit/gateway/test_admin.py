@@ -27,6 +27,7 @@ from servekit.wire.messages import (
     ToSupervisor,
     Why,
 )
+from tests.unit.supervisor.test_control import AdapterDesk
 
 SALT = b"s" * 32
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
@@ -81,7 +82,7 @@ async def client(
 @asynccontextmanager
 async def desk_at(path: Path, reloaded: Accepted | Refused) -> AsyncIterator[Desk]:
     desk = Desk(reloaded)
-    operators = Operators(desk)
+    operators = Operators(desk, AdapterDesk())
     await operators.listen(path)
     try:
         yield desk
@@ -97,7 +98,7 @@ async def test_what_the_supervisor_says(tmp_path: Path) -> None:
         for name in ("m", "m/0", "m%2F0"):
             why = await http.get(f"/admin/why/{name}")
             wanted = {"model": name.replace("%2F", "/"), "breaker": "closed", "replicas": []}
-            assert why.json() == wanted
+            assert why.json() == {**wanted, "adapters": []}
         assert (await http.post("/admin/reload")).json() == {"message": "a added"}
         assert (await http.head("/admin/status")).status_code == 200
         assert (await http.get("/admin/reload")).status_code == 405
