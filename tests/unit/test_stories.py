@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from servekit.stories import diagnosis, plain, why_tables
+from servekit.wire.adapters import AdapterInfo, AdapterStatus
 from servekit.wire.messages import ExitRecord, ReplicaHistory, Why
 
 EXIT = ExitRecord(
@@ -63,3 +64,22 @@ def test_what_would_move_the_cursor_is_left_out() -> None:
     evil = "a\x1b[2Jb\x1b]0;title\x07c\x9b31md\u202ee\rf\tg"
     assert plain(evil) == "abc31mdef\tg"
     assert "\x1b" not in shown(of(replace(EXIT, tail=(evil,), what=evil, stacks=(evil,))))
+
+
+def test_adapters_are_told_with_how_they_run_and_why_or_why_not() -> None:
+    info = AdapterInfo(
+        "x", "LORA", "mixed", "all of it mixes", 8, 1200, 2**20, {"against float32": 0.0012}
+    )
+    why = replace(
+        of(),
+        adapters=(
+            AdapterStatus("x", "/x", "serving", "", info),
+            AdapterStatus("y", "/y", "failed", "its rank is 512"),
+        ),
+    )
+    told = shown(why)
+    assert "adapter x serving, from /x" in told
+    assert "LORA, rank 8, mixed: all of it mixes" in told
+    assert "1200 parameters, 1 MB, against float32 0.0012" in told
+    assert "adapter y failed, from /y" in told
+    assert "its rank is 512" in told

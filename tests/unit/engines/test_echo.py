@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.engines.base import Job, StepOutput
 from servekit.engines.echo import EchoEngine
-from servekit.errors import LoadError
+from servekit.errors import LoadError, RequestError
+from servekit.wire.adapters import AdapterSpec
 from servekit.wire.messages import ChatMessage, Progress, SamplingParams, WorkerSpec
 
 DEADLINE_S = 10.0
@@ -137,3 +140,50 @@ running.until_finished(1)
 def test_crashing_is_a_real_sigkill(options: str) -> None:
     ended = subprocess.run([sys.executable, "-c", _CRASH.format(options=options)], timeout=60)
     assert ended.returncode == -9
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapter(folder: Path, name: str = "x", config: str = "{}") -> AdapterSpec:
+    path = folder / name
+    path.mkdir()
+    (path / "adapter_config.json").write_text(config)
+    return AdapterSpec(name, str(path))
+
+
+def test_an_adapter_changes_letters_and_a_continuation_goes_on(
+    engines: list[Running], tmp_path: Path
+) -> None:
+    engines.append(running := Running())
+    info = running.engine.load_adapter(adapter(tmp_path))
+    assert (info.kind, info.mode, info.why) == ("ECHO", "mixed", "letters go through upper")
+    for number, emitted in ((1, ""), (2, "AßC")):
+        one = job(number, "aßc", emitted)
+        one.adapter = "x"
+        running.engine.submit(one)
+    running.engine.submit(job(3, "aßc"))
+    said = running.until_finished(1, 2, 3)
+    assert said == {1: "AßCAßCA", 2: "AßCA", 3: "aßcaßca"}  # one token stays one
+    running.engine.unload_adapter("x")
+
+
+def test_it_begins_with_the_adapters_of_its_spec(tmp_path: Path) -> None:
+    right, wrong = adapter(tmp_path), adapter(tmp_path, "wrong", "[]")
+    missing = AdapterSpec("missing", str(tmp_path / "nowhere"))
+    spec = replace(Running().engine.spec, adapters=(right, wrong, missing))
+    info = EchoEngine(spec).load(lambda progress: None)
+    assert [one.name for one in info.adapters] == ["x"]
+    assert set(info.refused_adapters) == {"wrong", "missing"}
+    assert "has to be a JSON object" in info.refused_adapters["wrong"]
+    assert "No such file" in info.refused_adapters["missing"]
+
+
+@pytest.mark.parametrize(("option", "is_meant"), [("x", True), ("x/0", True), ("x/1", False)])
+def test_it_refuses_an_adapter_when_told_to(tmp_path: Path, option: str, is_meant: bool) -> None:
+    engine = Running(adapter_error=option).engine
+    if is_meant:
+        with pytest.raises(RequestError, match="as its options say"):
+            engine.load_adapter(adapter(tmp_path))
+    else:
+        assert engine.load_adapter(adapter(tmp_path)).name == "x"

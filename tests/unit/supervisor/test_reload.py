@@ -36,6 +36,11 @@ def changes(before: list[ModelConfig], after: list[ModelConfig]) -> list[Change]
         ({"quarantine_s": 5.0}, "updated"),
         ({"stall_timeout_s": 5.0}, "updated"),
         ({"load_timeout_s": 5.0}, "updated"),
+        ({"stray_memory": "fail"}, "updated"),
+        ({"adapters": [{"name": "x", "path": "/x"}]}, "adapted"),
+        ({"adapters": [{"name": "x", "path": "/x"}], "timeout_s": 5.0}, "adapted"),
+        ({"adapters": [{"name": "x", "path": "/x"}], "replicas": 3}, "scaled"),
+        ({"adapters": [{"name": "x", "path": "/x"}], "path": "q"}, "replaced"),
         ({"replicas": 3}, "scaled"),
         ({"replicas": 3, "timeout_s": 5.0}, "scaled"),
         ({"replicas": 1}, "updated"),
@@ -77,6 +82,8 @@ def test_it_is_told_in_words() -> None:
     told = changes([model("a", replicas=2), model("b"), model("c")], after)
     assert tell(told) == "2 replicas of a replaced by 3, b scaled from 1 to 2, c updated"
     assert tell(changes([model()], [model()])) == "nothing to change"
+    adapted = model(adapters=[{"name": "x", "path": "/x"}])
+    assert tell(changes([model()], [adapted])) == "adapters of a changed"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,7 @@ def test_it_is_told_in_words() -> None:
     [
         ({}, ""),
         ({"drain_timeout_s": 3.0}, ""),
+        ({"runtime_adapters": True}, ""),
         ({"port": 81}, "server.port: a change of it needs a restart"),
         ({"ui": False, "gateways": 2}, "server.gateways, server.ui: a change"),
         ({"max_body_bytes": 2048}, "server.max_body_bytes"),
