@@ -13,6 +13,7 @@ import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
+from servekit.supervisor.adapters import Refusal
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.breaker import BreakerLimits
 from servekit.supervisor.circuit import Circuit
@@ -22,6 +23,7 @@ from servekit.supervisor.placement import Assignment
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.restart import Limits, RestartPolicy
 from servekit.supervisor.run_dir import RunDir
+from servekit.wire.adapters import AdapterSpec
 from servekit.wire.connection import Connection, dial
 from servekit.wire.messages import (
     PROTOCOL,
@@ -216,6 +218,89 @@ async def test_memory_on_a_gpu_that_is_not_its_own_is_final(
     assert stage.replica.restarts == 0
     assert procfs.read(pids[0]) is None
     assert "ready" not in stage.host.states
+
+
+@pytest.mark.parametrize("said", ["alert", "fail"])
+async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
+    play: Play, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stage = play(settings={"stray_memory": said})
+    replica = stage.replica
+    replica._gpus = (GPU,)  # as on a machine that has one; its NVML is made up
+    await stage.until("ready")
+    pid = replica.pid
+    replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})
+    words = "holds 520 MiB on GPU 0 (H200), which is not its own"
+    assert replica.status().stray == words
+    replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})
+    out, err = capfd.readouterr()
+    assert (out + err).count("stray memory") == 1
+    if said == "fail":
+        await stage.host.until(lambda: replica.restarts == 1)
+        assert words in replica.history.exits()[-1].what
+        return
+    replica.measure_gpus({pid: {}})
+    assert (replica.status().stray, replica.pid) == ("", pid)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapter(folder: Path, name: str = "x") -> AdapterSpec:
+    (folder / name).mkdir()
+    (folder / name / "adapter_config.json").write_text("{}")
+    return AdapterSpec(name, str(folder / name))
+
+
+async def test_it_loads_and_unloads_and_says_what_it_holds(play: Play, tmp_path: Path) -> None:
+    stage = play()
+    await stage.until("ready")
+    replica = stage.replica
+    assert replica.serves
+    assert await replica.load_adapter(adapter(tmp_path)) == replica.holds["x"]
+    refused = await replica.load_adapter(AdapterSpec("y", str(tmp_path / "nowhere")))
+    assert isinstance(refused, Refusal)
+    assert refused.invalid
+    assert not refused.died
+    assert await replica.unload_adapter("x")
+    assert not replica.holds
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"crash_on_adapter": "x"}, "killed by SIGKILL"),
+        ({"hang_on_adapter": "x"}, "stalled: it had not loaded the adapter 'x' after 0.3 s"),
+    ],
+)
+async def test_a_death_is_an_answer(
+    play: Play, tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    settings: dict[str, object] = {"stall_timeout_s": 60.0, "load_timeout_s": 0.3}
+    stage = play(settings=settings if "hang_on_adapter" in options else None, **options)
+    if "hang_on_adapter" in options:  # the model itself may take its time
+        stage.replica.model = stage.replica.model.model_copy(update={"load_timeout_s": 60.0})
+    await stage.until("ready")
+    if "hang_on_adapter" in options:
+        stage.replica.model = stage.replica.model.model_copy(update=settings)
+    outcome = await stage.replica.load_adapter(adapter(tmp_path))
+    assert isinstance(outcome, Refusal)
+    assert outcome.died
+    assert outcome.message.startswith("worker m/0 died while it loaded the adapter 'x': ")
+    assert words in outcome.message
+    stage.replica.model = stage.replica.model.model_copy(update={"load_timeout_s": 60.0})
+    await stage.until("ready")
+
+
+async def test_one_that_was_told_to_end_counts_for_nothing(play: Play, tmp_path: Path) -> None:
+    stage = play(hang_on_adapter="x")
+    await stage.until("ready")
+    loading = asyncio.create_task(stage.replica.load_adapter(adapter(tmp_path)))
+    await asyncio.sleep(0)
+    stage.replica.end(Stop(), 0.1)
+    outcome = await asyncio.wait_for(loading, 10)
+    assert isinstance(outcome, Refusal)
+    assert outcome.left
 
 
 # ---------------------------------------------------------------- stalls

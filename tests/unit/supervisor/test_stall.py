@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.supervisor.stall import FORGIVEN_S, Pulse, Timeouts
+from servekit.supervisor.stall import FORGIVEN_S, PARDONED_S, Pulse, Timeouts
 from servekit.wire.messages import Pong, WorkerState
 
 TIMEOUTS = Timeouts(stall_s=10.0, load_s=100.0)
@@ -71,6 +71,14 @@ def test_our_own_sleep_is_nobody_elses_fault() -> None:
     assert one.verdict("ready", TIMEOUTS, 60.0 + FORGIVEN_S - 0.1) == ""
     assert one.silent_s(60.5) == 0.5
     assert "stalled" in one.verdict("ready", TIMEOUTS, 60.0 + FORGIVEN_S), "it had time to answer"
+
+
+def test_who_has_loaded_an_adapter_is_pardoned_for_a_while() -> None:
+    one = pulse(age_s=50.0, running=1)
+    one.asked(1.0)
+    one.pardon(60.0)
+    assert one.verdict("ready", TIMEOUTS, 60.0 + PARDONED_S - 0.1) == ""
+    assert "stalled" in one.verdict("ready", TIMEOUTS, 60.0 + PARDONED_S)
 
 
 def test_pings_are_due_by_the_last_one() -> None:
