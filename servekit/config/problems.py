@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from servekit.config.nodes import Loc, Node, find, place
 from servekit.config.schema import (
     ENGINE_OPTIONS,
+    AdapterConfig,
     Config,
     ModelConfig,
     SamplingDefaults,
@@ -193,6 +194,8 @@ def _section(loc: Loc, root: Node) -> type[Section] | None:
             return ServerConfig
         case ("models", int()):
             return ModelConfig
+        case ("models", int(), "adapters", int()):
+            return AdapterConfig
         case ("models", int(), "sampling"):
             return SamplingDefaults
         case ("models", int() as index, "options"):
@@ -236,7 +239,7 @@ def _did_you_mean(word: str, valid: list[str]) -> str:
 
 
 def _purpose(loc: tuple[str | int, ...]) -> str:
-    sections: dict[int, type[Section]] = {1: Config, 3: ModelConfig}
+    sections: dict[int, type[Section]] = {1: Config, 3: ModelConfig, 5: AdapterConfig}
     section = sections.get(len(loc))
     field = section.model_fields.get(str(loc[-1])) if section else None
     text = " ".join((field.description or "").split()) if field else ""

@@ -27,6 +27,7 @@ TABLES = {
         ("keys[].", "KeyConfig"),
         ("logging.", "LoggingConfig"),
         ("models[].", "ModelConfig"),
+        ("models[].adapters[].", "AdapterConfig"),
         ("models[].sampling.", "SamplingDefaults"),
         ("models[].options.", "TransformersOptions"),
     ],
