@@ -220,6 +220,12 @@ def _served(model: ModelStatus) -> Text:
     for replica in model.replicas:
         if replica.state == "failed":
             line.append(f"{'' if ready else '  '}failed: {replica.reason}\n", style="red")
+    for adapter in model.adapters:
+        line.append(f"{'':<8}{adapter.name}")
+        if adapter.state == "failed":
+            line.append(f"  failed: {adapter.reason}\n", style="red")
+        else:
+            line.append(f"  adapter of {model.name}\n", style="dim")
     return line
 
 

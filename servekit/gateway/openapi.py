@@ -99,8 +99,15 @@ def _describe(operation: Operation, body: dict[str, Any]) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": body, "example": operation.asked}},
         },
-        "responses": {"200": _answer(operation), **_refusals(operation.envelope)},
+        "responses": {"200": _answer(operation), **_failures(operation)},
     }
+
+
+def _failures(operation: Operation) -> dict[str, Any]:
+    found = _refusals(operation.envelope)
+    if operation.tag == "adapters":
+        found["409"] = found["400"] | {"description": "A worker died over it; nothing was changed"}
+    return found
 
 
 def _answer(operation: Operation) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from servekit.supervisor.fleets import Fleets
 from servekit.wire.adapters import Adapters, AdapterSpec, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.messages import Accepted, Refused
 
+_RELATIVE = "the path of a folder has to be absolute, not '{}'"
+
 
 class AdapterDesk:
     """Answers with Refused what is wrong, and otherwise when it is done."""
@@ -95,6 +97,8 @@ def _checked(adapter: AdapterSpec) -> AdapterSpec:
     fields = {"name": adapter.name, "path": adapter.path, "revision": adapter.revision}
     try:
         given = AdapterConfig.model_validate(fields)
+        if given.path.startswith("."):
+            raise ConfigError(_RELATIVE.format(given.path))
         path = paths.check_adapter(given.path, Path("/"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -102,9 +106,13 @@ def _checked(adapter: AdapterSpec) -> AdapterSpec:
         raise ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise ConfigError(f"{error}") from None
-    if path.kind == "local" and not Path(given.path).expanduser().is_absolute():
-        raise ConfigError(f"the path of a folder has to be absolute, not {given.path!r}")
+    if path.kind == "local" and not _is_absolute(given.path):
+        raise ConfigError(_RELATIVE.format(given.path))
     return AdapterSpec(given.name, path.text, given.revision)
+
+
+def _is_absolute(path: str) -> bool:
+    return Path(path).expanduser().is_absolute()
 
 
 def _refused(refusal: Refusal) -> Refused:

@@ -187,7 +187,7 @@ class Replica(Life[FromWorker]):
             self._give_up(cause)
 
     def _give_up(self, cause: str) -> None:
-        if self.child is None:
+        if self.child is None or self.ending:
             return
         log.error("stalled", child=self.name, pid=self.pid, reason=cause)
         self._progress = None

@@ -64,7 +64,7 @@ async def test_what_is_wrong_is_said_before_any_worker_hears_of_it(
     assert "holds no adapter_config.json" in await refused(one, "x", str(tmp_path / "empty"))
     assert "a name begins with" in await refused(one, "x y", here)
     assert "path" in await refused(one, "x", "")
-    assert "has to be absolute" in await refused(one, "x", "." + here)
+    assert "has to be absolute, not './x'" in await refused(one, "x", "./x")
     for taken in ("a", "a-alias"):
         assert f"the name '{taken}' is taken" in await refused(one, taken, here)
     assert "the name 'a-filed' is taken" in await refused(two, "a-filed", here, "b")
