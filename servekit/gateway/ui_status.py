@@ -67,8 +67,20 @@ def _model(route: Route) -> str:
     replicas = "".join(map(_replica, route.status.replicas))
     return (
         f'<section class="sk-model"><h3>{escape(route.status.name)}</h3>'
-        f'<p class="sk-quiet">{escape(" · ".join(facts))}{waiting}</p><ul>{replicas}</ul></section>'
+        f'<p class="sk-quiet">{escape(" · ".join(facts))}{waiting}</p>{_adapters(route)}'
+        f"<ul>{replicas}</ul></section>"
     )
+
+
+def _adapters(route: Route) -> str:
+    """Its adapters, with what keeps those from serving that do not."""
+    if not route.status.adapters:
+        return ""
+    told = [
+        one.name if one.state == "serving" else f"{one.name} ({one.reason or one.state})"
+        for one in route.status.adapters
+    ]
+    return f'<p class="sk-quiet">adapters: {escape(", ".join(told))}</p>'
 
 
 def _replica(replica: ReplicaStatus) -> str:

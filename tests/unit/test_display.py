@@ -6,12 +6,14 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from structlog.testing import capture_logs
 
 from servekit import logs
 from servekit.display import Display, Words, banner, picture, read_line, settled
 from servekit.tables import duration, note, progress_text, size, status_tables
+from servekit.wire.adapters import AdapterInfo, AdapterStatus
 from servekit.wire.messages import (
     GatewayStatus,
     ModelInfo,
@@ -179,6 +181,27 @@ def test_tables_hold_every_process() -> None:
     text = "".join(shown(table) for table in status_tables(one, timings=False))
     assert "m/0" in text and "gateway/0" in text and "last: killed by SIGKILL" in text
     assert "load 1.50 s" in "".join(shown(t) for t in status_tables(one, timings=True))
+
+
+def test_adapters_and_stray_memory_are_shown() -> None:
+    whole = status(replica("m/0", "ready", stray="holds 520 MiB on GPU 0, which is not its own"))
+    info = AdapterInfo("x", "BOFT", "grouped", "it mixes with no other", figures={"gap": 0.00123})
+    adapters = (
+        AdapterStatus("x", "/x", "serving", "", info),
+        AdapterStatus("y", "/y", "failed", "its rank is 512"),
+        AdapterStatus("z", "/z", "loading"),
+    )
+    whole = replace(whole, models=(replace(whole.models[0], adapters=adapters),))
+    lines = "".join(shown(table) for table in status_tables(whole, timings=False)).splitlines()
+    found = {line.split()[0]: " ".join(line.split()) for line in lines if line}
+    assert "holds 520 MiB on GPU 0" in found["m/0"]
+    assert "x serving m BOFT grouped" in found["x"]
+    assert "it mixes with no other; gap 0.00123" in found["x"]
+    assert "its rank is 512" in found["y"]
+    assert "loading" in found["z"]
+    text = shown(banner(whole, WORDS, boxed=False))
+    assert "x  adapter of m" in text
+    assert "y  failed: its rank is 512" in text
 
 
 def test_for_programs_fields_have_names() -> None:

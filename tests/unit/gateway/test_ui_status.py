@@ -8,6 +8,7 @@ from servekit.gateway.router import Router
 from servekit.gateway.ui_chat import Progress
 from servekit.gateway.ui_status import choices, error_note, progress_note, workers
 from servekit.wire import messages as wire
+from servekit.wire.adapters import AdapterStatus
 
 
 def replica(state: wire.WorkerState, **fields: object) -> wire.ReplicaStatus:
@@ -52,6 +53,23 @@ async def test_no_models_and_shutting_down() -> None:
     assert "first model" in workers(router)
     router.apply(wire.Topology((), draining=True))
     assert "shutting down" in workers(router)
+
+
+async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> None:
+    router = Router("gateway/test")
+    adapters = (
+        AdapterStatus("x", "/x", "serving"),
+        AdapterStatus("y", "/y", "failed", "its <rank> is 512"),
+        AdapterStatus("z", "/z", "unloading"),
+    )
+    model = wire.ModelStatus("m", "echo", "-", 0, (replica("loading"),), adapters=adapters)
+    router.apply(wire.Topology((model,)))
+    assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in workers(router)
+    assert choices(router) == [
+        ("m · loading", "m"),
+        ("x · loading", "x"),
+        ("y · failed", "y"),
+    ]
 
 
 @pytest.mark.parametrize(
