@@ -48,7 +48,8 @@ def add(
     from servekit.wire.messages import Accepted
 
     folder = Path(path).expanduser()
-    spec = AdapterSpec(name, str(folder.absolute()) if folder.exists() else path, revision)
+    is_local = path.startswith((".", "~", "/")) or folder.exists()
+    spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision)
     done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
     sys.stdout.write(f"{done.message}\n")
 
