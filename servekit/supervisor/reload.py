@@ -26,6 +26,7 @@ Slots = tuple[Gpu | None, ...]
 _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
     "stall_timeout_s",
     "load_timeout_s",
+    "standby",
 }
 #: Keys that say where workers run, not what they are.
 _PLACEMENT = frozenset({"replicas", "gpus"})

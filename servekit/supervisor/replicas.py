@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from servekit.supervisor.child import Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.supervisor.life import Host, Life
+from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.stall import Pulse, Timeouts
 from servekit.wire.messages import (
@@ -32,6 +34,9 @@ from servekit.wire.messages import (
     ReplicaStatus,
     WorkerSpec,
 )
+
+#: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
+Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -52,12 +57,14 @@ class Replica(Life[FromWorker]):
         gpus: Sequence[Gpu],
         host: Host,
         circuit: Circuit | None = None,
+        fork: Fork | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
         self.model = model  # a reload may change what does not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
         self._gpus = gpus
+        self._fork = fork
         self._socket: Path | None = None
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
@@ -71,14 +78,15 @@ class Replica(Life[FromWorker]):
     def command(self) -> Command:
         self._pulse = Pulse(time.monotonic())
         self._socket = self.host.run_dir.new_socket()
+        host = self.host
+        env = environment.for_worker(host.environ, self.place, self.model.env, host.mark)
         return Command(
             name=self.name,
             module="servekit.worker",
             args=("--name", self.name),
-            env=environment.for_worker(
-                self.host.environ, self.place, self.model.env, self.host.mark
-            ),
-            log_path=self.host.run_dir.log_path(self.name),
+            env=env,
+            log_path=host.run_dir.log_path(self.name),
+            forked=None if self._fork is None else functools.partial(self._fork, env),
         )
 
     def greet(self) -> None:

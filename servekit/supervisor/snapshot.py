@@ -25,6 +25,7 @@ def of_model(fleet: Fleet, created: int) -> ModelStatus:
         timeout_s=model.timeout_s,
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
+        standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
     )
 
 

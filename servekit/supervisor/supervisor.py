@@ -37,6 +37,7 @@ from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.run_dir import Record
 from servekit.supervisor.signals import Signals
+from servekit.supervisor.standby import Standby
 from servekit.supervisor.tasks import Tasks, ended
 from servekit.wire.messages import (
     Accepted,
@@ -134,7 +135,7 @@ class Supervisor:
         """A life is over: by a reload, or at the end, or because of a bug of ours."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._requests.put_nowait(error)
-        if isinstance(life, Replica) and not self._draining:
+        if isinstance(life, Replica | Standby) and not self._draining:
             del self._tasks[life]
             self._fleets.ended(life)
             self.changed()
@@ -173,7 +174,8 @@ class Supervisor:
         workers = self._fleets.replicas()
         for replica in workers:
             replica.end(Stop(), _WORKER_GRACE_S)
-        stuck |= await ended(self._tasks_of(workers), _WORKER_GRACE_S + _KILL_S)
+        rest: list[Life[Any]] = [*workers, *self._fleets.standbys()]
+        stuck |= await ended(self._tasks_of(rest), _WORKER_GRACE_S + _KILL_S)
         hurrying.cancel()
         if stuck:
             log.error("killed, but stuck in the kernel", children=sorted(stuck))
@@ -219,7 +221,9 @@ class Supervisor:
         self._requests.put_nowait("now" if now else "drain")
 
     def why(self, name: str) -> Why | Refused:
-        return snapshot.why(name, self._fleets.everyone(), self._gateways)
+        return snapshot.why(
+            name, self._fleets.everyone(), [*self._gateways, *self._fleets.standbys()]
+        )
 
     async def reload(self) -> Accepted | Refused:
         return await self._fleets.reload()
@@ -336,7 +340,7 @@ class Supervisor:
         return [*started, *self._measures.descendants]
 
     def _lives(self) -> list[Life[Any]]:
-        return [*self._gateways, *self._fleets.replicas()]
+        return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys()]
 
     def _leave_record(self) -> None:
         self.run_dir.record(

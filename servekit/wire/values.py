@@ -193,6 +193,7 @@ class ModelStatus(Value, frozen=True):
     max_queue: int = 1024
     quarantine_s: float = 600.0
     adapters: tuple[AdapterStatus, ...] = ()
+    standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
 
 
 class TokenLogprob(Value, frozen=True):
