@@ -54,7 +54,6 @@ from servekit.wire.messages import (
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-
 #: How often stalls are looked for, and after which gap we must have slept ourselves.
 _TICK_S = 0.2
 _SLEPT_S = 2.0
@@ -221,9 +220,8 @@ class Supervisor:
         self._requests.put_nowait("now" if now else "drain")
 
     def why(self, name: str) -> Why | Refused:
-        return snapshot.why(
-            name, self._fleets.everyone(), [*self._gateways, *self._fleets.standbys()]
-        )
+        others = [*self._gateways, *self._fleets.standbys()]
+        return snapshot.why(name, self._fleets.everyone(), others)
 
     async def reload(self) -> Accepted | Refused:
         return await self._fleets.reload()
