@@ -220,7 +220,7 @@ class Supervisor:
         self._requests.put_nowait("now" if now else "drain")
 
     def why(self, name: str) -> Why | Refused:
-        others = [*self._gateways, *self._fleets.standbys()]
+        others: list[Life[Any]] = [*self._gateways, *self._fleets.standbys()]
         return snapshot.why(name, self._fleets.everyone(), others)
 
     async def reload(self) -> Accepted | Refused:
