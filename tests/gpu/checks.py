@@ -248,7 +248,7 @@ def forked(instance: Instance) -> list[Row]:
     assert now is not None
     took_s = time.monotonic() - killed_at
     child = b"--control-fd" not in Path(f"/proc/{now.pid}/cmdline").read_bytes()
-    fresh_s = sum(instance.model("m").replicas[-1].timings_s.values())
+    fresh_s = sum(first.timings_s.values())
     own = gpu_memory_by_pid().get(now.pid, {})
     stray = sum(own.values()) - sum(own.get(uuid, 0) for uuid in now.gpus)
     return [
