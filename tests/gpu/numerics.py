@@ -7,11 +7,11 @@ all prompts in one batch. What the CPU says in float32 is the reference. The err
 the difference over that of the reference, both without their mean, which no softmax sees.
 
     device, dtype    tolerance   why
-    GPU, float32     2e-4        sums in another order: float32 keeps 24 bits (6e-8), and some hundred
-                                 sums of thousands of terms each add their rounding. TF32 is off: it
-                                 keeps 11 bits, and would show as 5e-4 and more.
-    any, bfloat16    6e-2        8 bits (4e-3) of each weight and of what every layer hands on, through
-                                 tens of layers
+    GPU, float32     2e-4        sums in another order: float32 keeps 24 bits (6e-8), and some
+                                 hundred sums of thousands of terms each add their rounding. TF32
+                                 is off: it keeps 11 bits, and would show as 5e-4 and more.
+    any, bfloat16    6e-2        8 bits (4e-3) of each weight and of what every layer hands on,
+                                 through tens of layers
     any, float16     1.5e-2      11 bits (5e-4), the same way
 
 Where the reference's best two logits are further apart than ten times what the tolerance lets a
