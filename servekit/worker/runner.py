@@ -153,15 +153,18 @@ class Runner:
         """Whatever a request does wrong is answered to it alone."""
         try:
             yield
-            return
         except RequestError as error:
-            refusal = error
+            self._refuse(peer, request, job_id, error)
         except Exception:
             log.exception("request refused", request=request.id)
-            refusal = EngineFailed("the engine failed to take this request")
+            failed = EngineFailed("the engine failed to take this request")
+            self._refuse(peer, request, job_id, failed)
+
+    def _refuse(self, peer: Peer, request: Generate, job_id: int, error: RequestError) -> None:
+        # in a frame of its own: one that the error went through would be held by it, and hold it
         self._tasks.pop(job_id, None)
         if peer.jobs.get(request.id) == job_id:
-            peer.fail(request.id, refusal)
+            peer.fail(request.id, error)
             self._check_idle()
 
     def _start(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
