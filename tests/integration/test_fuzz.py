@@ -32,7 +32,7 @@ def usage(size_bytes: Callable[[float], float]) -> Usage:
         (lambda at: at * MIB, True, False),  # twenty bytes of each of 50 000 requests
         (lambda at: at * 10 * MIB, True, True),
         (lambda at: (at > 0.5) * 2 * MIB, False, False),  # what a peak leaves for good
-        (lambda at: (at > 0.4) * 2 * MIB + (at > 0.7) * 2 * MIB, False, True),
+        (lambda at: (at > 0.4) * 3 * MIB + (at > 0.7) * 3 * MIB, False, True),
     ],
 )
 def test_memory_that_grows_with_each_request_is_told_from_that_of_a_peak(
