@@ -24,13 +24,14 @@ from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.replicas import worker_spec
 from servekit.wire import standby
-from servekit.wire.messages import BootFailed, Load, ReplicaStatus
+from servekit.wire.messages import BootFailed, Load, ReplicaStatus, Stop
 from servekit.wire.standby import Fork, FromStandby, NotForked, Prepared
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: A fork takes some tens of milliseconds; one that takes so long is not to be waited for.
 _FORK_S = 5.0
+_STOP_GRACE_S = 1.0
 
 
 class Standby(Life[FromStandby]):
@@ -44,7 +45,6 @@ class Standby(Life[FromStandby]):
         self.model = model
         self.place = place
         self.forks = 0
-        self.unable = False  # it never will: this system, or a library, does not allow it
         self._env: Mapping[str, str] = {}
         self._orders: socket.socket | None = None
         self._theirs: socket.socket | None = None
@@ -99,7 +99,7 @@ class Standby(Life[FromStandby]):
 
         `control_fd` and `output_fd` stay the caller's; the worker has copies.
         """
-        if self.state != "ready" or self.ending or self.unable or env != self._env:
+        if self.state != "ready" or self.ending or env != self._env:
             return None
         order = standby.encode(Fork(name, mark))
         try:
@@ -124,8 +124,9 @@ class Standby(Life[FromStandby]):
     def _taken(self, answer: bytes) -> Forked | None:
         match standby.decode_answer(answer):
             case NotForked(message):
-                self.unable = True
                 log.warning("workers are not forked from a standby", reason=message)
+                self.reason = message
+                self.end(Stop(), _STOP_GRACE_S)  # the next fork would find the same
                 return None
             case forked:
                 self.forks += 1

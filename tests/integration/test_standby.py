@@ -150,6 +150,26 @@ def test_requests_are_answered_while_forked_workers_die(tmp_path: Path) -> None:
         assert not failed
 
 
+def test_where_a_library_initialises_cuda_on_import_workers_are_started_afresh(
+    tmp_path: Path,
+) -> None:
+    # What torch says in a fork of a process that had initialised CUDA.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "sys.modules['torch'] = torch = types.ModuleType('torch')\n"
+        "torch.cuda = types.SimpleNamespace(\n"
+        "    is_initialized=lambda: False, _is_in_bad_fork=lambda: True)\n"
+    )
+    model = forking()
+    model["env"]["PYTHONPATH"] = str(tmp_path)
+    with Instance.up(tmp_path, [model]) as instance:
+        until_prepared(instance)
+        for _ in range(2):
+            assert not is_forked(kill_and_replace(instance))
+        assert "CUDA survives no fork" in instance.log
+        instance.until("its standby has ended", lambda: not instance.model("a").standbys)
+
+
 def test_a_reload_makes_and_ends_standbys(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [forking(), echo("b")]) as instance:
         first = until_prepared(instance)
