@@ -108,8 +108,9 @@ class MessageForm(Form):
     # ---- streamed
 
     def opening(self, turn: Turn) -> bytes:
-        start = {"type": "message_start", "message": self._message(turn, [])}
-        return _event(start) + _event({"type": "ping"})
+        message = self._message(turn, [])
+        message["usage"]["output_tokens"] = 0  # some clients add the counts of the end to these
+        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
         self._last = pieces[-1]
@@ -182,7 +183,6 @@ def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> dict[str, int]:
-    """At a stream's beginning all of it is 0: prompts are counted by the worker, told at the end"""
     return {
         "input_tokens": turn.prompt_tokens,
         "output_tokens": turn.completion_tokens,

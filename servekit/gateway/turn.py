@@ -133,6 +133,7 @@ class Turn:
         self._calls = list(self._make_calls(thinking))
         self._parsers = [self._parser(thinking) for _ in self._calls]
         self._called = [False for _ in self._calls]
+        self._prompts = [0 for _ in self._calls]  # their tokens, as far as they are known
         self._left = set(range(len(self._calls)))
         self._open(router)
 
@@ -240,13 +241,18 @@ class Turn:
         events = self._events(index, text, ended=last.finish is not None)
         self._called[index] |= any(type(event) is CallBegins for event in events)
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+        self._count_prompt(index, last.prompt_tokens)
         if last.finish is None:
             return Piece(index, events, logprobs)
         self._left.discard(index)
-        if index % self.ask.n == 0:  # choices of one prompt share it
-            self.prompt_tokens += last.prompt_tokens
         self.completion_tokens += last.completion_tokens
         return Piece(index, events, logprobs, self._finish(index, last.finish), last.stop)
+
+    def _count_prompt(self, index: int, tokens: int) -> None:
+        """Known with the first piece already, for streams that begin with it."""
+        if index % self.ask.n == 0:  # choices of one prompt share it
+            self.prompt_tokens += tokens - self._prompts[index]
+            self._prompts[index] = tokens
 
     def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
         parse = self._parsers[index]

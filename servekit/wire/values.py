@@ -210,7 +210,8 @@ class TokenLogprob(Value, frozen=True):
 class Delta(Value, frozen=True):
     """What one engine step brought to one request.
 
-    `finish` is set on the last one, and with it the counts. `token_ids` are those sampled since
+    `finish` is set on the last one, and with it `completion_tokens`; `prompt_tokens` is on each,
+    for who tells it at once. `token_ids` are those sampled since
     the last Delta (the end-of-sequence token not among them); `text` may lag behind them while a
     character or a possible stop string is incomplete. The answer to "tokenize" is one Delta with
     the ids, to "detokenize" one with the text.

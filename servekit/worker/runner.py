@@ -61,7 +61,8 @@ class Task:
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is None:
-            return Delta(self.id, text, output.token_ids, logprobs=output.logprobs or [])
+            logprobs = output.logprobs or []
+            return Delta(self.id, text, output.token_ids, None, self.prompt_tokens, 0, logprobs)
         if not self.text.stopped:
             text += self.text.finish()
             finish = "stop" if self.text.stopped else finish

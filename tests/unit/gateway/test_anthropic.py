@@ -108,6 +108,19 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
     assert last["usage"]["input_tokens"] == len(body["messages"][0]["content"])
 
 
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+async def test_a_streams_beginning_says_how_long_the_prompt_is(
+    service: Service, step_s: float
+) -> None:
+    """Whether its answer comes at once or token by token."""
+    async with await client(service, step_s=step_s) as http:
+        answer = await http.post("/v1/messages", json=asking("abcdef", stream=True))
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line[:6] == "data: "]
+    usage = events[0]["message"]["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (7, 0)
+    assert events[-2]["usage"]["input_tokens"] == 7
+
+
 async def test_thoughts_are_left_out_unless_asked_for(service: Service) -> None:
     body = asking("<think>Hm.</think>Well.")
     message = await said(service, **body)
