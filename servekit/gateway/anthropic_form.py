@@ -86,7 +86,7 @@ class MessageForm(Form):
         if finish == "length":
             cut = turn.completion_tokens < self._max_tokens
             return _reason("model_context_window_exceeded" if cut else "max_tokens")
-        if called:
+        if called and not (stop and finish == "stop"):  # that is one which was cut off
             return _reason("tool_use")
         return _reason("stop_sequence", stop) if stop else _reason("end_turn")
 

@@ -78,6 +78,16 @@ async def test_a_call_is_a_block_of_its_own(service: Service) -> None:
     assert message["stop_reason"] == "tool_use"
 
 
+async def test_a_call_that_is_cut_off_is_a_stop_sequence(service: Service) -> None:
+    cut = CALL.partition('"at"')[0]
+    message = await said(service, **asking(cut, tools=[TOOL]))
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", END)
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert "INVALID_JSON" in message["content"][0]["input"]
+    events = await streamed(service, **asking(cut, tools=[TOOL]))
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": END}
+
+
 async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
     body = asking(f"<think>Hm.</think>Well.{CALL}{CALL}", tools=[TOOL])
     thinking = {"type": "enabled", "budget_tokens": 100}

@@ -95,6 +95,18 @@ async def test_a_call_of_a_tool_is_told_from_text(service: Service) -> None:
     assert choice.finish == "tool_calls"
 
 
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+async def test_a_call_that_a_stop_string_cuts_off_is_not_told_as_a_whole_one(
+    service: Service, step_s: float
+) -> None:
+    await speaking(service, step_s=step_s)
+    begun, _, _ = CALL.partition(', "ä"')
+    for text, finish in ((CALL + begun, "stop"), (CALL, "tool_calls"), (begun, "stop")):
+        _, [choice] = await whole(service, ask(text, tools=[TOOL]))
+        assert choice.finish == finish, text
+    assert [call.arguments for call in choice.calls] == ['{"at": [1']
+
+
 async def test_without_tools_a_call_is_text(service: Service) -> None:
     await speaking(service)
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
