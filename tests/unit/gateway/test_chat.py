@@ -6,10 +6,12 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
 from servekit.errors import ClientClosed, RequestError, Unsupported, WorkerLost
+from servekit.gateway.app import Application
 from servekit.gateway.chat import ChatForm, CompletionForm
 from servekit.gateway.turn import Ask, Choice, Piece, Turn
 from servekit.wire.messages import ChatMessage, SamplingParams, TokenLogprob, Topology
@@ -218,6 +220,32 @@ async def test_completions_echo_and_number_their_choices(service: Service) -> No
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
     assert texts == ["abab", "ccc"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+async def test_log_probabilities_are_of_the_text_that_is_told(
+    service: Service, stream: bool, step_s: float
+) -> None:
+    """In both forms, streamed and not, none is of the stop string."""
+    await service.up(step_s=step_s)
+    transport = httpx.ASGITransport(app=Application(service.router, 10**6, ui=False))
+    common = {"stop": ["XYZ"], "max_tokens": 9, "stream": stream, "model": "m"}
+    chat = common | {"messages": [{"role": "user", "content": "abXXYZcd"}], "logprobs": True}
+    async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:
+        answers = [
+            (await client.post("/v1/chat/completions", json=chat)).text,
+            (await client.post("/v1/completions", json=common | {"prompt": "abXXYZcd"} |
+                               {"logprobs": 1})).text,
+        ]  # fmt: skip
+    for answer in answers:
+        whole = events_of(answer.encode())[:-1] if stream else [json.loads(answer)]
+        choices = [choice for one in whole for choice in one["choices"]]
+        told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [one["token"] for part in told for one in part.get("content", ())]
+        tokens += [token for part in told for token in part.get("tokens", ())]
+        assert "".join(tokens) == "abX"
+        assert choices[-1]["finish_reason"] == "stop"
 
 
 async def test_log_probabilities_in_both_forms(service: Service) -> None:
