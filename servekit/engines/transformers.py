@@ -50,7 +50,15 @@ log = logging.getLogger(__name__)
 #: How long `close` waits for the step that is running; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
 #: What every causal model is served with.
-SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize", "logprobs", "logit_bias")
+SERVES: tuple[Capability, ...] = (
+    "generate",
+    "tokenize",
+    "detokenize",
+    "logprobs",
+    "logit_bias",
+    "penalties",
+    "min_p",
+)
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 

@@ -34,6 +34,8 @@ Capability = Literal[
     "detokenize",
     "logprobs",
     "logit_bias",
+    "penalties",
+    "min_p",
     "grammar",
     "tools",
     "adapters",

@@ -246,6 +246,7 @@ def test_ollamas_client_is_told_of_the_models(llama: ollama.Client) -> None:
         ({"model": "nope"}, 404, "not served here"),
         ({"format": {"type": "object"}}, 400, "^format: the echo engine"),
         ({"options": {"top_p": 7}}, 400, "options.top_p"),
+        ({"options": {"repeat_penalty": 1.1}}, 400, "^repeat_penalty: the echo engine"),
         ({"think": True}, 400, "does not think"),
         ({"tools": [weather]}, 400, "tool_parser"),
         ({"messages": said("a" * 100)}, 400, "context"),
