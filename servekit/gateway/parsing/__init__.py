@@ -19,6 +19,7 @@ from servekit.gateway.parsing.events import (
     Text,
 )
 from servekit.gateway.parsing.families import FAMILIES, begins_thinking, parser
+from servekit.gateway.parsing.formats import without_unknown_formats
 from servekit.gateway.parsing.json_text import is_json
 from servekit.gateway.parsing.lark import after_thoughts
 
@@ -40,4 +41,5 @@ __all__ = [
     "is_json",
     "parser",
     "tool_grammar",
+    "without_unknown_formats",
 ]

@@ -67,8 +67,9 @@ ASKED = {
     "id": "Its id, as it came",
     "json_schema": "The schema, where the type says so",
     "schema": (
-        "A JSON schema, nested as deep as `server.limits.schema_depth` allows. A `format` that is"
-        " not known is an annotation: it is not kept to"
+        "A JSON schema, nested as deep as `server.limits.schema_depth` allows. Of `format`s"
+        " date-time, time, date, duration, email, hostname, ipv4, ipv6, uuid and uri are kept to;"
+        " any other is an annotation"
     ),
     "strict": "Schemas are always kept to",
     "Function.strict": "Keep calls to the schema",
