@@ -248,6 +248,25 @@ async def test_log_probabilities_are_of_the_text_that_is_told(
         assert choices[-1]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("tokens", [14, 15, 16, 17])
+async def test_log_probabilities_go_on_with_the_text_on_another_worker(
+    service: Service, tokens: int
+) -> None:
+    """The first one dies with half of what may be a stop string in its hands, or a bit later."""
+    workers = await service.up(2, step_s=0.002)
+    text = "abXYcd" * 8
+    params = replace(GREEDY, max_tokens=len(text), logprobs=0, stop=("XYZ",))
+    turn = Turn(service.router, Ask(model="m", params=params, prompts=[text]))
+    await until(lambda: any(len(worker.steps) >= tokens for worker in workers))
+    next(worker for worker in workers if worker.steps).kill()
+    async with asyncio.timeout(DEADLINE_S):
+        [choice] = await turn.whole()
+    assert choice.text == text
+    assert b"".join(one.token for one in choice.logprobs).decode() == text
+    assert len(choice.logprobs) == turn.completion_tokens == len(text)
+    assert all(worker.steps for worker in workers), "both had a part in it"
+
+
 async def test_log_probabilities_in_both_forms(service: Service) -> None:
     await service.up()
     turn = Turn(service.router, ask("x"))
