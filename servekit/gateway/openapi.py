@@ -66,6 +66,7 @@ def _extend(document: Json, served: Collection[str]) -> None:
 
 def _add_schemas(schemas: Json, operations: list[Operation]) -> Schemas:
     from servekit.gateway.operations import ENVELOPES, READS
+    from servekit.gateway.reference import examples
     from servekit.gateway.reference.asked import ASKED
     from servekit.gateway.reference.told import TOLD
 
@@ -80,6 +81,8 @@ def _add_schemas(schemas: Json, operations: list[Operation]) -> Schemas:
         for component in components.values():
             _describe_fields(component, sentences)
         schemas |= components
+    for envelope, example in examples.ERRORS.items():
+        schemas[f"{envelope}Error"]["examples"] = [example]
     return known
 
 
@@ -94,15 +97,16 @@ def _describe_fields(component: Json, sentences: Mapping[str, str]) -> None:
 def _describe_reads(document: Json, known: Schemas) -> None:
     """Have what FastAPI tells of its own routes be what happens: our errors, in our envelopes."""
     from servekit.gateway.operations import READS
+    from servekit.gateway.reference import examples
 
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     for path, methods in document["paths"].items():
         read = methods.get("get", {})
-        for code in ("200", "503") if path in READS else ():
-            if code in read.get("responses", ()):
-                content = {"application/json": {"schema": known[READS[path]]}}
-                read["responses"][code]["content"] = content
+        if path in READS:
+            content = {"schema": known[READS[path]], "example": examples.READS[path]}
+            for code in {"200", "503"} & set(read["responses"]):
+                read["responses"][code]["content"] = {"application/json": content}
         if "responses" not in read or "service" in read.get("tags", ()):
             continue
         read["responses"].pop("422", None)

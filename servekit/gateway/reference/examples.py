@@ -105,3 +105,64 @@ _END = {
 }
 OLLAMA_CHAT = _HEAD | {"message": {"role": "assistant", "content": SAID}} | _END
 OLLAMA_GENERATED = _HEAD | {"response": SAID} | _END
+
+# ---------------------------------------------------------------- what is read
+
+MODEL_ENTRY = {
+    "id": MODEL,
+    "object": "model",
+    "created": 1795262400,
+    "owned_by": "servekit",
+    "max_model_len": 8192,
+    "engine": "transformers",
+    "aliases": ["smollm2"],
+    "state": "ready",
+}
+_REPLICA = {
+    "name": f"{MODEL}/0",
+    "state": "ready",
+    "device": "cpu",
+    "restarts": 0,
+    "progress": None,
+    "reason": None,
+}
+_HEALTH = {"ready": True, "state": "ready", "running": 1, "waiting": 0, "replicas": [_REPLICA]}
+_OLLAMA_MODEL = {
+    "name": f"{MODEL}:latest",
+    "model": f"{MODEL}:latest",
+    "modified_at": "2026-11-21T12:00:00Z",
+    "size": 538060032,
+    "digest": "9f0d6c1f7a0e4b6f8a3f0c52c5d2f8ad5b1b5a0e8f2c7d1b3a4c6e7f8091a2b3",
+    "details": DETAILS,
+}
+_RUNNING = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": 8192}
+READS: dict[str, dict[str, object]] = {
+    "/livez": {"status": "ok"},
+    "/readyz": {"status": "ready", "models": {MODEL: _HEALTH}},
+    "/version": {"version": "0.1.0"},
+    "/v1/models": {"object": "list", "data": [MODEL_ENTRY]},
+    "/v1/models/{model}": MODEL_ENTRY,
+    "/api/tags": {"models": [_OLLAMA_MODEL]},
+    "/api/ps": {"models": [_OLLAMA_MODEL | _RUNNING]},
+    "/api/version": {"version": "0.12.6", "servekit": "0.1.0"},
+}
+
+# ---------------------------------------------------------------- errors
+
+_TOO_HIGH = "temperature: expected `float` <= 2.0"
+ERRORS: dict[str, dict[str, object]] = {
+    "OpenAI": {
+        "error": {
+            "message": _TOO_HIGH,
+            "type": "invalid_request_error",
+            "param": "temperature",
+            "code": "invalid_request",
+        }
+    },
+    "Anthropic": {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": _TOO_HIGH},
+    },
+    "Ollama": {"error": "options.top_p: expected `float` <= 1.0"},
+    "HuixiangDou": {"text": "", "error": "the prompt is empty"},
+}

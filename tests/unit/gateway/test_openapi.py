@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from servekit.gateway.app import Application
-from servekit.gateway.operations import OPERATIONS, Operation
+from servekit.gateway.operations import ENVELOPES, OPERATIONS, READS, Operation
+from servekit.gateway.reference import examples
 from servekit.gateway.reference.asked import ASKED
 from servekit.gateway.reference.told import TOLD
 from servekit.gateway.router import Router
@@ -107,6 +108,19 @@ def test_the_document_costs_nothing_until_it_is_asked_for() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
 async def test_the_example_of_an_answer_fits(operation: Operation) -> None:
     Reading(document(Router("test"))).check(operation.path, operation.answer)
+
+
+async def test_the_examples_of_what_is_read_and_of_errors_fit() -> None:
+    described = document(Router("test"))
+    reader = Reading(described)
+    for path in READS:
+        content = described["paths"][path]["get"]["responses"]["200"]["content"]
+        reader.check(path, content["application/json"]["example"])
+    assert READS.keys() == examples.READS.keys()
+    for envelope in ENVELOPES:
+        schema = described["components"]["schemas"][f"{envelope}Error"]
+        for example in schema["examples"]:
+            reader.fits({"$ref": f"#/components/schemas/{envelope}Error"}, example)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)

@@ -25,6 +25,10 @@ class Reading:
         if kind == "text/event-stream":  # what the data of an event is; readers decode it
             data = schema["properties"]["data"]
             schema = data.get("anyOf", [data])[0].get("contentSchema", {"type": "string"})
+        self.fits(schema, answer)
+
+    def fits(self, schema: dict[str, Any], answer: Any) -> None:
+        """Raise ValidationError unless the answer fits a schema of the document."""
         whole = schema | {"components": self._document["components"]}
         jsonschema.validate(answer, whole, cls=jsonschema.Draft202012Validator)
 
