@@ -104,8 +104,11 @@ class Worker:
         self._server = await listen(self.path, self._connect)
 
     def _connect(self) -> Connection[Any]:
-        self.connections.append(self.runner.connect())
-        return self.connections[-1]
+        connection = self.runner.connect()
+        if not self.alive:  # accepted just before; a dead process has none
+            asyncio.get_running_loop().call_soon(connection.abort)
+        self.connections.append(connection)
+        return connection
 
     def die(self) -> None:
         self.alive = False
