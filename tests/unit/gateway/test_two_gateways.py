@@ -104,17 +104,17 @@ class Worker:
         self._server = await listen(self.path, self._connect)
 
     def _connect(self) -> Connection[Any]:
-        connection = self.runner.connect()
-        if not self.alive:  # accepted just before; a dead process has none
-            asyncio.get_running_loop().call_soon(connection.abort)
-        self.connections.append(connection)
-        return connection
+        self.connections.append(self.runner.connect())
+        return self.connections[-1]
 
     def die(self) -> None:
         self.alive = False
         self._server.close()
+        loop = asyncio.get_running_loop()
         for connection in self.connections:
             connection.abort()
+            # One that has just been accepted gets its transport now; a dead process has none.
+            loop.call_soon(connection.abort)
 
     def status(self) -> ReplicaStatus:
         state: WorkerState = "ready" if self.alive else "backoff"
