@@ -102,7 +102,7 @@ def _workers(status: Status, *, timings: bool) -> Table:
     table = _table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
     table.add_column("TIMINGS" if timings else "NOTE")
     for model in status.models:
-        for replica in model.replicas:
+        for replica in (*model.replicas, *model.standbys):
             last = timings_of(replica) if timings else note(model, replica)
             table.add_row(
                 replica.name,

@@ -212,6 +212,10 @@ class AdapterConfig(Section):
     """Commit, tag or branch of a hub id."""
 
 
+#: Engines whose libraries take seconds of a core to import.
+SLOW_TO_IMPORT = frozenset({"transformers"})
+
+
 class ModelConfig(Section):
     """One model and how it is served."""
 
@@ -254,6 +258,10 @@ class ModelConfig(Section):
     """A worker with work and no progress, or without a sign of life, for so long is replaced."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The same while it loads: progress, however slow, is enough."""
+    standby: bool | Literal["auto"] = "auto"
+    """Keep a process that has imported all a worker needs, and fork workers that replace others
+    from it: they are up in a third of the time. auto: for engines that take seconds to import,
+    where there is memory for it (some 300 MB, shared with the workers that it forks)."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this model's workers."""
     options: dict[str, Any] = Field(default_factory=dict)

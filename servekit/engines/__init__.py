@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -23,14 +24,37 @@ ENGINES = {
 
 def create(spec: WorkerSpec) -> Engine:
     """Make the engine that `spec.engine` names. Raises LoadError if there is none."""
-    target = ENGINES.get(spec.engine)
+    return _kind(spec.engine)(spec)
+
+
+def prepare(spec: WorkerSpec) -> None:
+    """Do for `spec`'s engine what takes long and touches no device: this process will fork.
+
+    Raises LoadError.
+    """
+    _kind(spec.engine).prepare(spec)
+
+
+def reborn() -> None:
+    """Be a process of its own after a fork. Raises LoadError if CUDA stands in the way."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+        raise LoadError("a library has initialised CUDA on import, and CUDA survives no fork")
+    torch.seed()  # else all that are forked draw the same numbers
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+
+
+def _kind(name: str) -> type[Engine]:
+    target = ENGINES.get(name)
     if target is None:
-        raise LoadError(f"there is no engine {spec.engine!r}; known: {', '.join(sorted(ENGINES))}")
-    module, _, name = target.partition(":")
+        raise LoadError(f"there is no engine {name!r}; known: {', '.join(sorted(ENGINES))}")
+    module, _, attribute = target.partition(":")
     with _no_collections():
-        kind = getattr(import_module(module), name)
-    engine: Engine = kind(spec)
-    return engine
+        kind: type[Engine] = getattr(import_module(module), attribute)
+    return kind
 
 
 @contextlib.contextmanager

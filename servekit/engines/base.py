@@ -158,6 +158,13 @@ class Engine(ABC):
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
 
+    @classmethod  # noqa: B027 - not every engine has something to prepare
+    def prepare(cls, spec: WorkerSpec) -> None:
+        """Do what `load` will find done in a fork of this process; see `worker.standby`.
+
+        No thread may be left running, and no device touched. Raises LoadError.
+        """
+
     @abstractmethod
     def load(self, report: Report) -> ModelInfo:
         """Fetch and load; raises LoadError with a sentence for the user."""

@@ -50,7 +50,10 @@ from servekit.wire.messages import (
 BURST = 16
 #: Halves of UTF-16 characters are code points, but no characters, and UTF-8 cannot say them.
 _HALVES = re.compile("[\ud800-\udfff]")
-#: It knows no tools, and what it says is settled: there is nothing to bias or to bind.
+#: It knows no tools, and what it says is settled: there is nothing to bias, to penalise or to
+#: bind. What picks out of the best tokens and is in every client's defaults (top_p, top_k) it
+#: takes: it has one candidate, which they keep. It never ends by itself, as min_tokens and
+#: ignore_eos have it.
 SERVES: tuple[Capability, ...] = (
     *("generate", "embed", "tokenize", "detokenize", "logprobs"),
     "adapters",

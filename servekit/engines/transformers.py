@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from msgspec import structs
 
-from servekit.engines import embedding, pooling, weights
+from servekit.engines import embedding, pooling, preparing, weights
 from servekit.engines.assembly import (
     Runner,
     assemble,
@@ -36,7 +36,7 @@ from servekit.engines.assembly import (
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
-from servekit.engines.grammar import Constraint, Grammars
+from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
 from servekit.engines.rows import Row
@@ -50,7 +50,15 @@ log = logging.getLogger(__name__)
 #: How long `close` waits for the step that is running; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
 #: What every causal model is served with.
-SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize", "logprobs", "logit_bias")
+SERVES: tuple[Capability, ...] = (
+    "generate",
+    "tokenize",
+    "detokenize",
+    "logprobs",
+    "logit_bias",
+    "penalties",
+    "min_p",
+)
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
@@ -74,6 +82,10 @@ class TransformersEngine(Engine):
 
     # ---------------------------------------------------------------- loading
 
+    @classmethod
+    def prepare(cls, spec: WorkerSpec) -> None:
+        preparing.prepare(spec)
+
     def load(self, report: Report) -> ModelInfo:
         from servekit.engines.source import resolve as resolve_source
 
@@ -81,7 +93,7 @@ class TransformersEngine(Engine):
         if self.spec.device == "cpu":
             torch.set_num_threads(cpu_threads(options.get("threads")))
         folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
-        tokenizer = weights.load_tokenizer(folder, self.spec)
+        tokenizer = preparing.tokenizer(folder, self.spec)
         if pooling.is_embedder(folder):
             return self._load_embedder(folder, tokenizer, report)
         model = weights.load_model(folder, self.spec, options.get("attention"), report)
@@ -93,7 +105,7 @@ class TransformersEngine(Engine):
         with weights.explained(folder, self.spec):
             self._runner, info = assemble(model, self.spec, self.codec.chat)
         self._pieces = Pieces(tokenizer)
-        self._grammars = _grammars(tokenizer, self.vocab_size, self._eos)
+        self._grammars = preparing.grammars(tokenizer, self.vocab_size, self._eos)
         self._limits = Limits(self.vocab_size, info.max_context)
         dialect = self._dialect()
         return structs.replace(info, serves=self._served(dialect), dialect=dialect)
@@ -253,11 +265,3 @@ class TransformersEngine(Engine):
         message = f"The engine failed: {type(error).__name__}: {error}"
         if lost:
             self._emit([StepOutput(job_id, [], error=message) for job_id in lost])
-
-
-def _grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
-    try:
-        return Grammars(tokenizer, vocab_size, eos)
-    except Exception as error:  # the library's own, of many kinds; the model serves without
-        log.warning("no structured output: %s", error)
-        return None

@@ -37,21 +37,29 @@ class Block(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
+    """One turn of the conversation."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class Thinking(msgspec.Struct):
+    """Whether to think; `adaptive` is as `enabled`, without a budget."""
+
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 class OutputFormat(msgspec.Struct):
+    """A JSON schema that the answer has to fit."""
+
     schema: dict[str, Any]
     type: Literal["json_schema"] = "json_schema"
 
 
 class OutputConfig(msgspec.Struct):
+    """What is asked of the answer."""
+
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
@@ -74,6 +82,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class Metadata(msgspec.Struct):
+    """Who the user is."""
+
     user_id: str | None = None
 
 

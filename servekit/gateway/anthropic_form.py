@@ -86,7 +86,7 @@ class MessageForm(Form):
         if finish == "length":
             cut = turn.completion_tokens < self._max_tokens
             return _reason("model_context_window_exceeded" if cut else "max_tokens")
-        if called:
+        if called and not (stop and finish == "stop"):  # that is one which was cut off
             return _reason("tool_use")
         return _reason("stop_sequence", stop) if stop else _reason("end_turn")
 
@@ -108,8 +108,9 @@ class MessageForm(Form):
     # ---- streamed
 
     def opening(self, turn: Turn) -> bytes:
-        start = {"type": "message_start", "message": self._message(turn, [])}
-        return _event(start) + _event({"type": "ping"})
+        message = self._message(turn, [])
+        message["usage"]["output_tokens"] = 0  # some clients add the counts of the end to these
+        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
         self._last = pieces[-1]
@@ -182,7 +183,6 @@ def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> dict[str, int]:
-    """At a stream's beginning all of it is 0: prompts are counted by the worker, told at the end"""
     return {
         "input_tokens": turn.prompt_tokens,
         "output_tokens": turn.completion_tokens,

@@ -23,6 +23,8 @@ class Tool(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
+    """Whether a tool may or must be called."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.parsing import without_unknown_formats
 from servekit.gateway.schema import (
     PLAIN_MAX_TOKENS,
     CalledTool,
@@ -107,7 +108,7 @@ def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar |
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
     """JSON by a schema."""
     schema = {} if schema is True else schema  # the same, in the form that compilers take
-    return Grammar("json_schema", msgspec.json.encode(schema).decode())
+    return Grammar("json_schema", msgspec.json.encode(without_unknown_formats(schema)).decode())
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:

@@ -57,7 +57,7 @@ def check_schema(schema: Any, limits: RequestLimits, param: str) -> None:
         depth += 1
         if depth > limits.schema_depth:
             raise _too_deep(param, limits.schema_depth, "schema_depth")
-        level = [inner for outer in level for inner in _within(outer)]
+        level = [inner for outer in level for inner in subschemas(outer)]
 
 
 def check_grammar(grammar: Grammar, limits: RequestLimits, param: str = "response_format") -> None:
@@ -96,8 +96,8 @@ def _too_deep(param: str, most: int, key: str) -> RequestError:
     return RequestError(message, param=param)
 
 
-def _within(schema: Any) -> list[Any]:
-    """The schemas directly within a schema; `true` and `false` hold none."""
+def subschemas(schema: Any) -> list[Any]:
+    """The schemas directly within a schema that are objects; `true` and `false` hold none."""
     if not isinstance(schema, dict):
         return []
     found = [schema[key] for key in (*_ONE, *_ONE_MORE) if key in schema]

@@ -124,7 +124,10 @@ class Call:
             deltas, self._waiting = self._waiting, []
             return deltas
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # or its traceback's frames hold this call, and it them
         return []
 
     async def place_after(self, seen: int | None) -> int | None:
@@ -233,8 +236,11 @@ class Call:
         self._wake()
 
     def _wake(self) -> None:
-        if self.sink is not None:
-            self.sink()
+        sink = self.sink
+        if sink is not None:
+            if self.done:
+                self.sink = None  # which holds this call: they would wait for the collector
+            sink()
             return
         waiter: Any = self._waiter
         if waiter is not None and not waiter.done():

@@ -243,6 +243,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        # uvicorn leaves its timer be where a client resets: for 75 s that holds us and the body
+        self._unset_keepalive_if_required()
         active, self._active = self._active, None
         if active is not None and not active.response_complete:
             self._abandon(active)  # uvicorn tells only the last of pipelined requests

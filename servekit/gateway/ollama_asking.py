@@ -24,6 +24,8 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 class Options(msgspec.Struct, kw_only=True):
+    """How to choose tokens."""
+
     num_predict: Whole | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Whole | None = None
@@ -54,16 +56,22 @@ class Common(msgspec.Struct, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct):
+    """What was called, and with what."""
+
     name: str
     arguments: dict[str, Any] | str | None = None
 
 
 class CalledTool(msgspec.Struct):
+    """A call that the assistant made in an earlier turn."""
+
     function: CalledFunction
     id: str = ""
 
 
 class InMessage(msgspec.Struct):
+    """One message of a conversation."""
+
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None

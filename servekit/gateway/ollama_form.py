@@ -28,10 +28,16 @@ LINES = [
 ]
 
 
+#: The worker speaks of parameters by OpenAI's names.
+_NAMES = {"response_format": "format", "repetition_penalty": "repeat_penalty"}
+
+
 def error_object(error: ServekitError) -> dict[str, str]:
     """`{"error": "..."}`."""
-    # the worker speaks of the parameter by OpenAI's name
-    return {"error": error.message.replace("response_format", "format")}
+    message = error.message
+    for theirs, ours in _NAMES.items():
+        message = message.replace(theirs, ours)
+    return {"error": message}
 
 
 async def refuse(send: Send, error: ServekitError) -> None:

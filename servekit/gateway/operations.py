@@ -1,7 +1,7 @@
 """The endpoints that do not run through FastAPI, as the OpenAPI document tells of them.
 
-What they take is read off the very types that decode it; what stands here is what the types do not
-say: an example of a request, one of an answer, and how errors look.
+What they take is read off the very types that decode it, what they answer off types that describe
+it; what stands here is what neither says: an example of each, and how errors look.
 """
 
 from __future__ import annotations
@@ -10,25 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from servekit.gateway import anthropic_asking, legacy, lora, ollama_asking
+from servekit.gateway.reference import anthropic, examples, ollama, openai, responses, service
+from servekit.gateway.reference.examples import MODEL
 from servekit.gateway.responses_schema import ResponsesRequest
 from servekit.gateway.schema import ChatRequest, CompletionRequest
 from servekit.gateway.vectors import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
-MODEL = "smollm2-135m-instruct"
-SAID = "The capital of France is Paris."
 _ASKED = {"role": "user", "content": "What is the capital of France?"}
-_USAGE = {"prompt_tokens": 37, "completion_tokens": 8, "total_tokens": 45}
-_OLLAMA_END = {
-    "done": True,
-    "done_reason": "stop",
-    "total_duration": 301000000,
-    "load_duration": 0,
-    "prompt_eval_count": 37,
-    "prompt_eval_duration": 91000000,
-    "eval_count": 8,
-    "eval_duration": 210000000,
-}
-_OLLAMA_HEAD = {"model": MODEL, "created_at": "2026-11-21T12:00:00.000000Z"}
 
 Envelope = Literal["OpenAI", "Anthropic", "Ollama", "HuixiangDou"]
 
@@ -42,62 +30,17 @@ class Operation:
     summary: str
     tag: str
     asked: dict[str, Any]
-    answer: dict[str, Any]
+    answer: dict[str, Any] | str  # where it is no JSON, but text
+    gives: type
     streams: str = ""  # the content type of its streams
+    pieces: tuple[type, ...] = ()  # what the data of an event, or a line, may be
     envelope: Envelope = "OpenAI"
-    text: str = ""  # the answer, where it is no JSON
 
+    @property
+    def marks_its_end(self) -> bool:
+        """Its events end with one that is none of its pieces: `[DONE]`."""
+        return openai.OpenAIError in self.pieces
 
-_CHAT_ANSWER = {
-    "id": "chatcmpl-7b35f4db8396fb0f9c5bde0e",
-    "object": "chat.completion",
-    "created": 1795262400,
-    "model": MODEL,
-    "choices": [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": SAID, "refusal": None},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-    ],
-    "usage": _USAGE,
-}
-_COMPLETION_ANSWER = {
-    "id": "cmpl-8c8b8b6dc2369d51eb0e80d1",
-    "object": "text_completion",
-    "created": 1795262400,
-    "model": MODEL,
-    "choices": [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7},
-}
-_RESPONSE_ANSWER = {
-    "id": "resp_0f9c5bde0e7b35f4db8396fb",
-    "object": "response",
-    "created_at": 1795262400,
-    "status": "completed",
-    "model": MODEL,
-    "output": [
-        {
-            "id": "msg_db8396fb0f9c5bde0e7b35f4",
-            "type": "message",
-            "status": "completed",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": SAID, "annotations": [], "logprobs": []}],
-        }
-    ],
-    "usage": {"input_tokens": 37, "output_tokens": 8, "total_tokens": 45},
-}
-_MESSAGE_ANSWER = {
-    "id": "msg_52e377a07e6afcd91facea00",
-    "type": "message",
-    "role": "assistant",
-    "model": MODEL,
-    "content": [{"type": "text", "text": SAID}],
-    "stop_reason": "end_turn",
-    "stop_sequence": None,
-    "usage": {"input_tokens": 37, "output_tokens": 8},
-}
 
 OPERATIONS = (
     Operation(
@@ -106,8 +49,10 @@ OPERATIONS = (
         "A chat completion",
         "OpenAI",
         {"model": MODEL, "messages": [_ASKED], "max_tokens": 64},
-        _CHAT_ANSWER,
+        examples.CHAT,
+        openai.ChatCompletion,
         "text/event-stream",
+        (openai.ChatChunk, openai.OpenAIError),
     ),
     Operation(
         "/v1/completions",
@@ -115,8 +60,10 @@ OPERATIONS = (
         "A completion",
         "OpenAI",
         {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 16},
-        _COMPLETION_ANSWER,
+        examples.COMPLETION,
+        openai.Completion,
         "text/event-stream",
+        (openai.CompletionChunk, openai.OpenAIError),
     ),
     Operation(
         "/v1/responses",
@@ -124,8 +71,10 @@ OPERATIONS = (
         "A response; none is kept",
         "OpenAI",
         {"model": MODEL, "input": "What is the capital of France?", "max_output_tokens": 64},
-        _RESPONSE_ANSWER,
+        examples.RESPONSE,
+        responses.Response,
         "text/event-stream",
+        responses.EVENTS,
     ),
     Operation(
         "/v1/embeddings",
@@ -139,6 +88,7 @@ OPERATIONS = (
             "model": "bge-small",
             "usage": {"prompt_tokens": 4, "total_tokens": 4},
         },
+        openai.EmbeddingList,
     ),
     Operation(
         "/tokenize",
@@ -147,6 +97,7 @@ OPERATIONS = (
         "tokens",
         {"model": MODEL, "prompt": "Hello world"},
         {"count": 2, "max_model_len": 8192, "tokens": [19556, 905]},
+        openai.Tokens,
     ),
     Operation(
         "/detokenize",
@@ -155,6 +106,7 @@ OPERATIONS = (
         "tokens",
         {"model": MODEL, "tokens": [19556, 905]},
         {"prompt": "Hello world"},
+        openai.Detokenized,
     ),
     Operation(
         "/v1/load_lora_adapter",
@@ -162,8 +114,8 @@ OPERATIONS = (
         "Load an adapter on all workers of a model, or on none",
         "adapters",
         {"lora_name": "sql", "lora_path": "/adapters/sql"},
-        {},
-        text="Success: LoRA adapter 'sql' added successfully.",
+        "Success: LoRA adapter 'sql' added successfully.",
+        str,
     ),
     Operation(
         "/v1/unload_lora_adapter",
@@ -171,8 +123,8 @@ OPERATIONS = (
         "Unload an adapter, once its requests are done",
         "adapters",
         {"lora_name": "sql"},
-        {},
-        text="Success: LoRA adapter 'sql' removed successfully.",
+        "Success: LoRA adapter 'sql' removed successfully.",
+        str,
     ),
     Operation(
         "/v1/messages",
@@ -180,8 +132,10 @@ OPERATIONS = (
         "A message",
         "Anthropic",
         {"model": MODEL, "max_tokens": 64, "messages": [_ASKED]},
-        _MESSAGE_ANSWER,
+        examples.MESSAGE,
+        anthropic.AnthropicMessage,
         "text/event-stream",
+        anthropic.EVENTS,
         "Anthropic",
     ),
     Operation(
@@ -191,6 +145,7 @@ OPERATIONS = (
         "Anthropic",
         {"model": MODEL, "messages": [_ASKED]},
         {"input_tokens": 37},
+        anthropic.TokenCount,
         envelope="Anthropic",
     ),
     Operation(
@@ -199,8 +154,10 @@ OPERATIONS = (
         "A chat, streamed unless `stream` is false",
         "Ollama",
         {"model": MODEL, "messages": [_ASKED], "stream": False},
-        _OLLAMA_HEAD | {"message": {"role": "assistant", "content": SAID}} | _OLLAMA_END,
+        examples.OLLAMA_CHAT,
+        ollama.OllamaChat,
         "application/x-ndjson",
+        (ollama.OllamaChat, ollama.OllamaError),
         "Ollama",
     ),
     Operation(
@@ -209,8 +166,10 @@ OPERATIONS = (
         "An answer to a prompt, streamed unless `stream` is false",
         "Ollama",
         {"model": MODEL, "prompt": "What is the capital of France?", "stream": False},
-        _OLLAMA_HEAD | {"response": SAID} | _OLLAMA_END,
+        examples.OLLAMA_GENERATED,
+        ollama.OllamaGenerated,
         "application/x-ndjson",
+        (ollama.OllamaGenerated, ollama.OllamaError),
         "Ollama",
     ),
     Operation(
@@ -219,7 +178,14 @@ OPERATIONS = (
         "Embeddings",
         "Ollama",
         {"model": "bge-small", "input": ["one text", "another"]},
-        {"model": "bge-small", "embeddings": [[0.12, -0.03, 0.99]], "prompt_eval_count": 4},
+        {
+            "model": "bge-small",
+            "embeddings": [[0.12, -0.03, 0.99]],
+            "total_duration": 31000000,
+            "load_duration": 0,
+            "prompt_eval_count": 4,
+        },
+        ollama.OllamaEmbeddings,
         envelope="Ollama",
     ),
     Operation(
@@ -229,6 +195,7 @@ OPERATIONS = (
         "Ollama",
         {"model": "bge-small", "prompt": "one text"},
         {"embedding": [0.12, -0.03, 0.99]},
+        ollama.OllamaEmbedding,
         envelope="Ollama",
     ),
     Operation(
@@ -237,7 +204,16 @@ OPERATIONS = (
         "What is known of a model",
         "Ollama",
         {"model": MODEL},
-        {"details": {"family": "LlamaForCausalLM"}, "capabilities": ["completion"]},
+        {
+            "modelfile": "# transformers: smollm2\n",
+            "parameters": "",
+            "template": "",
+            "modified_at": "2026-11-21T12:00:00Z",
+            "details": examples.DETAILS,
+            "model_info": {"general.architecture": "llama", "llama.context_length": 8192},
+            "capabilities": ["completion"],
+        },
+        ollama.OllamaShown,
         envelope="Ollama",
     ),
     Operation(
@@ -247,7 +223,9 @@ OPERATIONS = (
         "Ollama",
         {"model": MODEL},
         {"status": "success"},
+        ollama.OllamaStatus,
         "application/x-ndjson",
+        (ollama.OllamaStatus,),
         "Ollama",
     ),
     Operation(
@@ -256,7 +234,8 @@ OPERATIONS = (
         "An answer, as HuixiangDou's own LLM server gives it",
         "HuixiangDou",
         {"prompt": "What is the capital of France?", "history": []},
-        {"text": SAID, "error": ""},
+        {"text": examples.SAID, "error": ""},
+        ollama.LegacyAnswer,
         envelope="HuixiangDou",
     ),
     Operation(
@@ -265,8 +244,29 @@ OPERATIONS = (
         "The same, streamed",
         "HuixiangDou",
         {"prompt": "What is the capital of France?", "history": []},
-        {"text": SAID, "error": ""},
+        {"text": examples.SAID, "error": ""},
+        ollama.LegacyAnswer,
         "text/event-stream",
+        (str,),
         "HuixiangDou",
     ),
 )
+
+#: What the endpoints that take GET answer, by path.
+READS: dict[str, type] = {
+    "/livez": service.Live,
+    "/readyz": service.Health,
+    "/version": service.Version,
+    "/v1/models": openai.ModelList,
+    "/v1/models/{model}": openai.Model,
+    "/api/tags": ollama.OllamaModels,
+    "/api/ps": ollama.OllamaRunning,
+    "/api/version": ollama.OllamaVersion,
+}
+#: How errors look, by `Operation.envelope`.
+ENVELOPES: dict[Envelope, type] = {
+    "OpenAI": openai.OpenAIError,
+    "Anthropic": anthropic.AnthropicError,
+    "Ollama": ollama.OllamaError,
+    "HuixiangDou": ollama.HuixiangDouError,
+}

@@ -234,8 +234,10 @@ class Http(LimitedProtocol):
             if isinstance(cast(Any, self.cycle), Exchange):
                 # they hold each other, and would wait for the collector, which comes rarely
                 self.cycle = cast(Any, None)
-            if exchange.on_gone is not None:
-                exchange.on_gone()
+            gone = exchange.on_gone
+            exchange.on_gone = exchange.on_writable = None  # so do they
+            if gone is not None:
+                gone()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -46,10 +46,11 @@ class Pump:
                 self._tell_place()
             while exchange.open and (deltas := self._call.collect()):
                 self._pass_on(deltas)
-        except ClientClosed:
-            return
         except RequestError as error:
-            exchange.fail(error)
+            # this runs within whoever fails the call, whose frames hold the error: a cycle
+            error.with_traceback(None)
+            if not isinstance(error, ClientClosed):
+                exchange.fail(error)
         except Exception:
             log.exception("unexpected error", request=self._answer.id)
             exchange.fail(ServekitError("an internal error; see the logs"))

@@ -147,8 +147,9 @@ class Watch:
 
     def end(self) -> None:
         self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        task, self._task = self._task, None  # which holds this one
+        if task is not None:
+            task.cancel()
 
 
 class OverExchange:

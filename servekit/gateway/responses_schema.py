@@ -52,6 +52,8 @@ class Function(msgspec.Struct):
 
 
 class Format(msgspec.Struct):
+    """What the text has to be."""
+
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema: dict[str, Any] | bool | None = None
@@ -60,11 +62,15 @@ class Format(msgspec.Struct):
 
 
 class TextOptions(msgspec.Struct):
+    """What is asked of the text."""
+
     format: Format | None = None
     verbosity: str | None = None
 
 
 class ReasoningOptions(msgspec.Struct):
+    """What is asked of the model's thoughts."""
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: str | None = None
 

@@ -40,12 +40,16 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class StreamOptions(msgspec.Struct):
+    """What a stream tells beside the answer."""
+
     include_usage: bool | None = None
     #: servekit's own: comments like `: queue position 3` while the request waits.
     queue_position: bool | None = None
 
 
 class ContentPart(msgspec.Struct):
+    """A piece of a message: text."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -61,11 +65,15 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
+    """What the answer has to be."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class CalledFunction(msgspec.Struct):
+    """What was called, and with what."""
+
     name: str
     arguments: str = "{}"
 

@@ -34,6 +34,7 @@ from servekit.gateway.parsing import (
     check_tools,
     choice_by_word,
     choose,
+    is_json,
     parser,
     tool_grammar,
 )
@@ -133,6 +134,8 @@ class Turn:
         self._calls = list(self._make_calls(thinking))
         self._parsers = [self._parser(thinking) for _ in self._calls]
         self._called = [False for _ in self._calls]
+        self._written = ["" for _ in self._calls]  # the arguments of the last tool call
+        self._prompts = [0 for _ in self._calls]  # their tokens, as far as they are known
         self._left = set(range(len(self._calls)))
         self._open(router)
 
@@ -154,6 +157,8 @@ class Turn:
         if ask.continues:
             more["continues"] = True
         params = replace(ask.params, grammar=self._grammar(thinking))
+        if self._choice.mode == "required":
+            params = replace(params, stop=())  # half of an ordered call is no use to anybody
         prompts: list[str | list[int] | None] = [*ask.prompts] or [None]
         for prompt in prompts:
             for index in range(ask.n):
@@ -238,15 +243,29 @@ class Turn:
         text = "".join([delta.text for delta in deltas])
         last = deltas[-1]
         events = self._events(index, text, ended=last.finish is not None)
-        self._called[index] |= any(type(event) is CallBegins for event in events)
+        if self._choice.tools:
+            self._note_calls(index, events)
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+        self._count_prompt(index, last.prompt_tokens)
         if last.finish is None:
             return Piece(index, events, logprobs)
         self._left.discard(index)
-        if index % self.ask.n == 0:  # choices of one prompt share it
-            self.prompt_tokens += last.prompt_tokens
         self.completion_tokens += last.completion_tokens
-        return Piece(index, events, logprobs, self._finish(index, last.finish), last.stop)
+        finish = self._finish(index, last.finish, last.stop)
+        return Piece(index, events, logprobs, finish, last.stop)
+
+    def _note_calls(self, index: int, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is CallBegins:
+                self._called[index], self._written[index] = True, ""
+            elif type(event) is CallArguments:
+                self._written[index] += event.text
+
+    def _count_prompt(self, index: int, tokens: int) -> None:
+        """Known with the first piece already, for streams that begin with it."""
+        if index % self.ask.n == 0:  # choices of one prompt share it
+            self.prompt_tokens += tokens - self._prompts[index]
+            self._prompts[index] = tokens
 
     def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
         parse = self._parsers[index]
@@ -255,9 +274,11 @@ class Turn:
         events = parse.feed(text) if text else []
         return events + parse.end() if ended else events
 
-    def _finish(self, index: int, finish: str) -> Finish:
+    def _finish(self, index: int, finish: str, stop: str) -> Finish:
         if finish == "length":
             return "length"
+        if stop and self._called[index] and not is_json(self._written[index]):
+            return "stop"  # within a call: who reads "tool_calls" would take it for whole
         # as OpenAI has it: a call that was ordered by name just stops
         return "tool_calls" if self._called[index] and not self._choice.once else "stop"
 

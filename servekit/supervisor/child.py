@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
@@ -29,9 +29,11 @@ import structlog
 from servekit.supervisor import interpreter, offspring, procfs, shared_memory
 from servekit.supervisor.attestation import group_of
 from servekit.supervisor.leftovers import CHILD_MARK, kill_marked
+from servekit.supervisor.offspring import Forked, Process
 from servekit.supervisor.output import OnLine, Output, RotatingFile
 from servekit.supervisor.shared_memory import Segment
 from servekit.wire.connection import Connection, adopt
+from servekit.wire.standby import MARK_CHARS
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
@@ -60,6 +62,9 @@ class Command:
     env: Mapping[str, str] = field(repr=False)
     log_path: Path
     pass_fds: tuple[int, ...] = ()
+    #: Has it forked instead where that is at hand: takes the mark, the control channel and where
+    #: the output goes; None where it is not. What is forked has the environment `env`.
+    forked: Callable[[str, int, int], Awaitable[Forked | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +97,7 @@ class Exit:
 class Child(Generic[Incoming]):
     """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
 
-    def __init__(
-        self, command: Command, process: subprocess.Popen[bytes], output: Output, mark: str
-    ) -> None:
+    def __init__(self, command: Command, process: Process, output: Output, mark: str) -> None:
         self.name = command.name
         self.pid = process.pid
         found = procfs.read(process.pid)
@@ -126,8 +129,8 @@ class Child(Generic[Incoming]):
             reading, writing = os.pipe()
             pipe = undo.enter_context(os.fdopen(reading, "rb", buffering=0))
             theirs.callback(os.close, writing)
-            mark = secrets.token_hex(8)
-            process = _popen(command, control_of_child.fileno(), writing, mark)
+            mark = secrets.token_hex(MARK_CHARS // 2)
+            process = await _start(command, control_of_child.fileno(), writing, mark)
             undo.callback(_abandon, process)
             output = Output(RotatingFile(command.log_path), on_line)
             child = cls(command, process, output, mark)
@@ -261,6 +264,14 @@ class Child(Generic[Incoming]):
             self.exited.set_result(exit_)
 
 
+async def _start(command: Command, control_fd: int, output_fd: int, mark: str) -> Process:
+    if command.forked is not None:
+        forked = await command.forked(mark, control_fd, output_fd)
+        if forked is not None:
+            return forked
+    return _popen(command, control_fd, output_fd, mark)
+
+
 def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
     # No preexec_fn: it would run Python between fork and exec. The child sets its own
     # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
@@ -279,7 +290,7 @@ def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subp
     )
 
 
-def _abandon(process: subprocess.Popen[bytes]) -> None:
+def _abandon(process: Process) -> None:
     process.kill()
     process.wait()
     offspring.reaped(process)

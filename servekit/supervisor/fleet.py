@@ -20,9 +20,11 @@ from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.life import Host
+from servekit.supervisor.nursery import Nursery
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.reload import Slots, same_worker
 from servekit.supervisor.replicas import Replica
+from servekit.supervisor.standby import Standby
 from servekit.wire.adapters import AdapterSpec, AdapterStatus
 from servekit.wire.messages import Drain, ReplicaHistory, Stop
 
@@ -41,7 +43,7 @@ class Yard(Protocol):
     def gpus(self) -> tuple[Gpu, ...]: ...
     @property
     def drain_timeout_s(self) -> float: ...
-    def start(self, replica: Replica) -> None: ...
+    def start(self, life: Replica | Standby) -> None: ...
     def holders(self, gpu: Gpu) -> list[Replica]: ...
     async def memory_gone(self, gpu: Gpu) -> None: ...
 
@@ -55,6 +57,7 @@ class Fleet:
         self.circuit = Circuit(model.name)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
+        self.nursery = Nursery(yard.host, yard.start)
         self._threads: int | None = None
         self._next_index = 0
         self._stirred = asyncio.Event()
@@ -85,6 +88,7 @@ class Fleet:
     def leave(self) -> None:
         """Drain all of it."""
         self.halt()
+        self.nursery.close()
         for replica in self._living():
             self._drain(replica)
 
@@ -108,6 +112,7 @@ class Fleet:
     def stir(self) -> None:
         """Something has changed; called often."""
         self._stirred.set()
+        self.nursery.tend(self.model, self.replicas)
 
     def slots(self) -> Slots:
         return tuple(replica.place.gpu for replica in self._living())
@@ -212,9 +217,9 @@ class Fleet:
         threads = self._threads if gpu is None else None
         place = Assignment(model.name, self._next_index, gpu, threads)
         self._next_index += 1
-        replica = Replica(
-            model, place, self._yard.gpus, self._yard.host, self.circuit, self.adapters
-        )
+        fork = functools.partial(self.nursery.fork, model, place)
+        host, gpus = self._yard.host, self._yard.gpus
+        replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork)
         self.replicas.append(replica)
         self._yard.start(replica)
         return replica

@@ -17,6 +17,7 @@ from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
 from servekit.supervisor.life import Host
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.replicas import Replica
+from servekit.supervisor.standby import Standby
 from servekit.wire.messages import Accepted, Refused
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -29,7 +30,7 @@ _LOOK_EVERY_S = 0.1
 class Fleets:
     """Made empty; `apply` fills it, also for the first time. `run` runs a replica's life."""
 
-    def __init__(self, plan: Plan, host: Host, run: Callable[[Replica], None]) -> None:
+    def __init__(self, plan: Plan, host: Host, run: Callable[[Replica | Standby], None]) -> None:
         self.plan = plan
         self.host = host
         self._run = run
@@ -39,8 +40,8 @@ class Fleets:
         self._halted = False
         self._departed: set[int] = set()  # PIDs of workers that have ended
 
-    def start(self, replica: Replica) -> None:
-        self._run(replica)
+    def start(self, life: Replica | Standby) -> None:
+        self._run(life)
 
     # ---- what there is
 
@@ -58,6 +59,9 @@ class Fleets:
 
     def replicas(self) -> list[Replica]:
         return [replica for fleet in self.everyone() for replica in fleet.replicas]
+
+    def standbys(self) -> list[Standby]:
+        return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
 
     def holders(self, gpu: Gpu) -> list[Replica]:
         """Who has a worker on that GPU, or will have one again."""
@@ -141,13 +145,21 @@ class Fleets:
         self.host.changed()
         return reload.tell(changes, access=new_access)
 
-    def ended(self, replica: Replica) -> None:
-        """A replica's life is over."""
+    def ended(self, life: Replica | Standby) -> None:
+        """A life is over."""
+        if isinstance(life, Standby):
+            for fleet in self.everyone():
+                if life in fleet.nursery.standbys:
+                    fleet.nursery.ended(life)
+        else:
+            self._ended(life)
+        self._leaving = [f for f in self._leaving if f.replicas or f.nursery.standbys]
+
+    def _ended(self, replica: Replica) -> None:
         self._departed |= replica.pids
         for fleet in self.everyone():
             if replica in fleet.replicas:
                 fleet.replicas.remove(replica)
-        self._leaving = [fleet for fleet in self._leaving if fleet.replicas]
 
     def explained(self, model: str) -> None:
         """It was a request that killed a model's workers, and it is refused from now on."""
@@ -165,3 +177,4 @@ class Fleets:
         self._halted = True
         for fleet in self.everyone():
             fleet.halt()
+            fleet.nursery.close()

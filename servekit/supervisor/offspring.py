@@ -53,7 +53,44 @@ def start(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     return process
 
 
-def reaped(process: subprocess.Popen[bytes]) -> None:
+class Forked:
+    """A child that another process has forked for us, with what is used of Popen's interface."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Reap it; returns its exit code, or the number of its signal, negative."""
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Raises ProcessLookupError."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen[bytes] | Forked
+
+
+def take(pid: int) -> Forked:
+    """What was forked for us and given to us is ours from now on, and somebody waits for its end.
+
+    Raises ChildProcessError if it is not our child, or has ended and was reaped.
+    """
+    with _lock:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        _own.add(pid)
+    return Forked(pid)
+
+
+def reaped(process: Process) -> None:
     """Its PID may be another's from now on."""
     _own.discard(process.pid)
 

@@ -38,6 +38,15 @@ def read(pid: int) -> Process | None:
     return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
 
 
+def available_bytes() -> int:
+    """Memory that this machine could still hand out without swapping; 0 if it does not say."""
+    try:
+        lines = (_PROC / "meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")), 0)
+
+
 def everyone() -> Iterator[Process]:
     """All processes but zombies."""
     for process in map(read, all_pids()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.supervisor.life import Host, Life
+from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.stall import Pulse, Timeouts
 from servekit.wire.adapters import (
@@ -46,6 +47,9 @@ from servekit.wire.messages import (
     WorkerSpec,
 )
 
+#: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
+Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
+
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Pings go out this often, or four times within the shortest time that a stall may take.
@@ -66,6 +70,7 @@ class Replica(Life[FromWorker]):
         host: Host,
         circuit: Circuit | None,
         adapters: Adapters,
+        fork: Fork | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
         self.adapters = adapters
@@ -73,6 +78,7 @@ class Replica(Life[FromWorker]):
         self.place = place
         self.info: ModelInfo | None = None
         self._gpus = gpus
+        self._fork = fork
         self._socket: Path | None = None
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
@@ -90,14 +96,15 @@ class Replica(Life[FromWorker]):
     def command(self) -> Command:
         self._pulse = Pulse(time.monotonic())
         self._socket = self.host.run_dir.new_socket()
+        host = self.host
+        env = environment.for_worker(host.environ, self.place, self.model.env, host.mark)
         return Command(
             name=self.name,
             module="servekit.worker",
             args=("--name", self.name),
-            env=environment.for_worker(
-                self.host.environ, self.place, self.model.env, self.host.mark
-            ),
-            log_path=self.host.run_dir.log_path(self.name),
+            env=env,
+            log_path=host.run_dir.log_path(self.name),
+            forked=None if self._fork is None else functools.partial(self._fork, env),
         )
 
     def greet(self) -> None:

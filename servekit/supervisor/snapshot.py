@@ -26,6 +26,7 @@ def of_model(fleet: Fleet, created: int) -> ModelStatus:
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
         adapters=fleet.adapter_statuses(),
+        standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
     )
 
 

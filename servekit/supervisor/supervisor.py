@@ -38,6 +38,7 @@ from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.run_dir import Record
 from servekit.supervisor.signals import Signals
+from servekit.supervisor.standby import Standby
 from servekit.supervisor.tasks import Tasks, ended
 from servekit.wire.messages import (
     Accepted,
@@ -53,7 +54,6 @@ from servekit.wire.messages import (
 )
 
 log: Any = structlog.get_logger("servekit.supervisor")
-
 
 #: How often stalls are looked for, and after which gap we must have slept ourselves.
 _TICK_S = 0.2
@@ -135,7 +135,7 @@ class Supervisor:
         """A life is over: by a reload, or at the end, or because of a bug of ours."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._requests.put_nowait(error)
-        if isinstance(life, Replica) and not self._draining:
+        if isinstance(life, Replica | Standby) and not self._draining:
             del self._tasks[life]
             self._fleets.ended(life)
             self.changed()
@@ -174,7 +174,8 @@ class Supervisor:
         workers = self._fleets.replicas()
         for replica in workers:
             replica.end(Stop(), _WORKER_GRACE_S)
-        stuck |= await ended(self._tasks_of(workers), _WORKER_GRACE_S + _KILL_S)
+        rest: list[Life[Any]] = [*workers, *self._fleets.standbys()]
+        stuck |= await ended(self._tasks_of(rest), _WORKER_GRACE_S + _KILL_S)
         hurrying.cancel()
         if stuck:
             log.error("killed, but stuck in the kernel", children=sorted(stuck))
@@ -220,7 +221,8 @@ class Supervisor:
         self._requests.put_nowait("now" if now else "drain")
 
     def why(self, name: str) -> Why | Refused:
-        return snapshot.why(name, self._fleets.everyone(), self._gateways)
+        others: list[Life[Any]] = [*self._gateways, *self._fleets.standbys()]
+        return snapshot.why(name, self._fleets.everyone(), others)
 
     async def reload(self) -> Accepted | Refused:
         return await self._fleets.reload()
@@ -340,7 +342,7 @@ class Supervisor:
         return [*started, *self._measures.descendants]
 
     def _lives(self) -> list[Life[Any]]:
-        return [*self._gateways, *self._fleets.replicas()]
+        return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys()]
 
     def _leave_record(self) -> None:
         config = self._fleets.plan.config_path

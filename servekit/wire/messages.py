@@ -162,7 +162,7 @@ class Pong(Message, frozen=True):
     running: int
     waiting: int
     kv_used: float  # fraction of the KV cache in use, 0 to 1
-    served: int = 0  # requests completed, or as many times 64 tokens; its own probes apart
+    served: int = 0  # requests completed, or as many times 8 tokens; its own probes apart
 
 
 # ---------------------------------------------------------------- supervisor → gateway

@@ -34,6 +34,8 @@ Capability = Literal[
     "detokenize",
     "logprobs",
     "logit_bias",
+    "penalties",
+    "min_p",
     "grammar",
     "tools",
     "adapters",
@@ -194,6 +196,7 @@ class ModelStatus(Value, frozen=True):
     max_queue: int = 1024
     quarantine_s: float = 600.0
     adapters: tuple[AdapterStatus, ...] = ()
+    standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
 
 
 class TokenLogprob(Value, frozen=True):
@@ -210,10 +213,12 @@ class TokenLogprob(Value, frozen=True):
 class Delta(Value, frozen=True):
     """What one engine step brought to one request.
 
-    `finish` is set on the last one, and with it the counts. `token_ids` are those sampled since
-    the last Delta (the end-of-sequence token not among them); `text` may lag behind them while a
-    character or a possible stop string is incomplete. The answer to "tokenize" is one Delta with
-    the ids, to "detokenize" one with the text.
+    `finish` is set on the last one, and with it `completion_tokens`; `prompt_tokens` is on each,
+    for who tells it at once. `token_ids` are those sampled since the last Delta (the
+    end-of-sequence token not among them); `text` may lag behind them while a character or a
+    possible stop string is incomplete. With `logprobs` and stop strings they wait for their text,
+    and those of a stop string that was found never come. The answer to "tokenize" is one Delta
+    with the ids, to "detokenize" one with the text.
     """
 
     id: int

@@ -15,6 +15,8 @@ _TASKS: dict[Capability, str] = {
 }
 
 
+#: Repetition penalties that ask for nothing.
+_NEUTRAL = (None, 1.0)
 #: A grammar that is made of tools: strict ones, or one that has to be called.
 _ORDERED = ("grammar", "tools")
 
@@ -50,6 +52,14 @@ def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
         yield "logprobs", "logprobs"
     if params.logit_bias:
         yield "logit_bias", "logit_bias"
+    if params.min_p:
+        yield "min_p", "min_p"
+    if params.presence_penalty:
+        yield "penalties", "presence_penalty"
+    if params.frequency_penalty:
+        yield "penalties", "frequency_penalty"
+    if params.repetition_penalty not in _NEUTRAL:
+        yield "penalties", "repetition_penalty"
     if params.grammar is not None:
         yield "grammar", params.grammar.param
     if request.tools:

@@ -24,57 +24,17 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.wire.connection import Connection
-from servekit.wire.messages import (
-    PROOF_TOKENS,
-    Delta,
-    FinishReason,
-    GatewayToWorker,
-    Generate,
-    ModelInfo,
-)
+from servekit.wire.messages import Delta, GatewayToWorker, Generate, ModelInfo
 from servekit.worker.intake import Intake, Prepared, completion_limit
 from servekit.worker.peer import Peer
-from servekit.worker.text import TextStream
+from servekit.worker.task import ScoredTask, Task
+from servekit.worker.text import CountedText, TextStream
 from servekit.worker.ward import Held, Ward
 
 log: Any = structlog.get_logger("servekit.worker")
 
 #: A request that was cancelled may be in the step that runs, and kill yet.
 STEP_S = 0.1
-
-
-class Task:
-    """One request under way."""
-
-    __slots__ = ("began", "completion", "held", "id", "peer", "prompt_tokens", "text")
-
-    def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
-        self.peer = peer
-        self.id = request.id
-        self.prompt_tokens = prompt_tokens
-        self.completion = self.began = len(request.emitted)
-        self.text = text
-        self.held = text.push(request.emitted) if request.emitted else ""
-
-    @property
-    def proven(self) -> bool:
-        """It has shown that it is not what kills workers."""
-        return self.completion - self.began >= PROOF_TOKENS
-
-    def delta(self, output: StepOutput) -> Delta:
-        """What the step brought, as the gateway gets it."""
-        self.completion += len(output.token_ids)
-        text = self.held + self.text.push(output.token_ids)
-        self.held = ""
-        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
-        if finish is None:
-            return Delta(self.id, text, output.token_ids, logprobs=output.logprobs or [])
-        if not self.text.stopped:
-            text += self.text.finish()
-            finish = "stop" if self.text.stopped else finish
-        counts = (self.prompt_tokens, self.completion)
-        lists = (output.logprobs or [], output.vectors or [])
-        return Delta(self.id, text, output.token_ids, finish, *counts, *lists, self.text.stop)
 
 
 class Runner:
@@ -182,15 +142,18 @@ class Runner:
         """Whatever a request does wrong is answered to it alone."""
         try:
             yield
-            return
         except RequestError as error:
-            refusal = error
+            self._refuse(peer, request, job_id, error)
         except Exception:
             log.exception("request refused", request=request.id)
-            refusal = EngineFailed("the engine failed to take this request")
+            failed = EngineFailed("the engine failed to take this request")
+            self._refuse(peer, request, job_id, failed)
+
+    def _refuse(self, peer: Peer, request: Generate, job_id: int, error: RequestError) -> None:
+        # in a frame of its own: one that the error went through would be held by it, and hold it
         self._tasks.pop(job_id, None)
         if peer.jobs.get(request.id) == job_id:
-            peer.fail(request.id, refusal)
+            peer.fail(request.id, error)
             self._check_idle()
 
     def _start(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
@@ -207,13 +170,22 @@ class Runner:
         params = request.params
         limit = completion_limit(len(ids), params.max_tokens, self._limits(), clamp=params.clamp)
         params = _with_limit(request, limit)
-        text = TextStream(self._decoder(request), params.stop, request.sent_chars)
-        self._tasks[job_id] = Task(peer, request, len(ids), text)
+        text = self._begin(peer, request, job_id, len(ids))
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")])
             return
         emitted, constraint = list(request.emitted), prepared.constraint
         self.engine.submit(Job(job_id, ids, params, emitted, constraint, request.adapter))
+
+    def _begin(self, peer: Peer, request: Generate, job_id: int, prompt_tokens: int) -> TextStream:
+        params, decoder = request.params, self._decoder(request)
+        if params.logprobs is None or not params.stop:
+            text = TextStream(decoder, params.stop, request.sent_chars)
+            self._tasks[job_id] = Task(peer, request, prompt_tokens, text)
+            return text
+        counted = CountedText(decoder, params.stop, request.sent_chars)
+        self._tasks[job_id] = ScoredTask(peer, request, prompt_tokens, counted)
+        return counted
 
     def _embed(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
         count = sum(map(len, prepared.inputs))

@@ -90,3 +90,21 @@ class TextStream:
         skip = min(self._skip, len(text))
         self._skip -= skip
         return text[skip:]
+
+
+class CountedText(TextStream):
+    """Also counts characters: those decoded, and those of them that are certain to leave."""
+
+    __slots__ = ("certain", "decoded")
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0) -> None:
+        super().__init__(decoder, stops, sent_chars)
+        self.decoded = self.certain = 0
+
+    def _scan(self, decoded: str) -> str:
+        self.decoded += len(decoded)
+        return super()._scan(decoded)
+
+    def _unsent(self, text: str) -> str:
+        self.certain += len(text)
+        return super()._unsent(text)

@@ -55,8 +55,9 @@ EXIT_ENGINE_DIED = 70
 REPORT_EVERY_S = 0.1
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
-#: So many tokens are worth a completed request, to the policy that restarts workers.
-TOKENS_OF_USE = 64
+#: So many tokens are worth a completed request, to the policy that restarts workers: a few steps
+#: of decoding have gone well then, and some client has what they brought.
+TOKENS_OF_USE = 8
 
 
 def run(name: str, control: socket.socket) -> int:
@@ -91,6 +92,7 @@ class Worker:
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
         self._probes = 0
+        self._of_use = False  # as the supervisor has been told, unasked
 
     async def live(self, control: socket.socket) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,9 +136,13 @@ class Worker:
             log.error("the engine died", error=repr(self._engine.fatal))
             self._end(EXIT_ENGINE_DIED)
         now = self._engine.load_now()
+        running, waiting = now.running, now.waiting
+        return Pong(seq, now.progress_age_s, running, waiting, now.kv_used, self._served)
+
+    @property
+    def _served(self) -> int:
         # A long answer counts before its end, so that a life cut short by chance was of use.
-        served = max(self._finished - self._probes, self._tokens // TOKENS_OF_USE, 0)
-        return Pong(seq, now.progress_age_s, now.running, now.waiting, now.kv_used, served)
+        return max(self._finished - self._probes, self._tokens // TOKENS_OF_USE, 0)
 
     def _drain(self) -> None:
         if self._runner is None:
@@ -191,7 +197,14 @@ class Worker:
         for output in outputs:
             self._finished += output.finish is not None
             self._tokens += len(output.token_ids)
+        if not self._of_use and self._served:
+            self._of_use = True
+            self._loop.call_soon_threadsafe(self._say_so)
         self._runner.emit(outputs)
+
+    def _say_so(self) -> None:
+        """It is of use from now on, and may be killed before anybody asks."""
+        self._control.send(self._pong(0))
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
         with self._phase("import"):

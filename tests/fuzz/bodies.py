@@ -20,8 +20,8 @@ TALK = [
     {"role": "user", "content": CALLED},
 ]
 SAMPLING = {
-    "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["zz", "there"], "min_p": 0.1,
-    "presence_penalty": 0.1, "frequency_penalty": 0, "repetition_penalty": 1.1, "top_k": 5,
+    "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["zz", "there"], "min_p": 0.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0, "top_k": 5,
     "min_tokens": 1, "ignore_eos": False, "user": "u", "logit_bias": {"5": 1.5}, "n": 2,
     "priority": 1, "timeout_s": 20, "max_tokens": 9,
 }  # fmt: skip
@@ -106,7 +106,7 @@ OLLAMA_CHAT: list[dict[str, Any]] = [
         "think": True},
     {"model": "echo", "messages": HELLO, "logprobs": True, "top_logprobs": 1, "options":
         {"num_predict": 5, "temperature": 0.5, "top_k": 3.0, "top_p": 0.5, "seed": 1,
-         "stop": ["zz"], "repeat_penalty": 1.1, "num_ctx": 512, "repeat_last_n": 64}},
+         "stop": ["zz"], "repeat_penalty": 1.0, "num_ctx": 512, "repeat_last_n": 64}},
     {"model": "echo", "messages": HELLO, "format": SCHEMA},
     {"model": "echo", "messages": [{"role": "assistant", "content": "", "tool_calls":
         [{"function": {"name": "f", "arguments": {"a": 1}}}]}, *HELLO]},

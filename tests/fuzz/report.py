@@ -28,13 +28,16 @@ def requests_table(rows: dict[str, Row]) -> str:
 
 def memory_table(usages: Iterable[Usage]) -> str:
     lines = [
-        "| process | memory after 20 % | at the end | growth | descriptors before, after |",
-        "|---|--:|--:|--:|--:|",
+        "| process | memory at the start | after the warm-up | at the end | growth in the warm-up"
+        " | after it | of that steady | descriptors before, after |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for one in usages:
-        warm, end = one.warm_bytes / MIB, one.end_bytes / MIB
+        sizes = (one.start_bytes, one.warm_bytes, one.end_bytes)
+        shown = " | ".join(f"{size / MIB:.1f} MiB" for size in sizes)
         fds = f"{one.fds_before}, {one.fds_after}"
-        lines.append(f"| {one.name} | {warm:.1f} MiB | {end:.1f} MiB | {one.growth:+.1%} | {fds} |")
+        grown = f"{one.warming:+.1%} | {one.growth:+.1%} | {one.steady:+.1%}"
+        lines.append(f"| {one.name} | {shown} | {grown} | {fds} |")
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ class Fuzz:
     async def _sample(self, sample: Callable[[float], None]) -> None:
         while True:
             sample(self.progress)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
 
     async def _work(self) -> None:
         line = Line(*self._address)

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid
+from servekit.wire.messages import ReplicaStatus
 from tests.integration.instance import Instance, poll, write_config
 
 MIB = 2**20
@@ -228,6 +229,41 @@ def worker_dies(instance: Instance, tokens: int = 256) -> list[Row]:
     ]
 
 
+def forked(instance: Instance) -> list[Row]:
+    """A worker forked from a standby uses its GPU as a fresh one does, and is up sooner."""
+    poll("all are ready", lambda: _all_ready(instance), 200)
+    first = instance.model("m").replicas[0]
+    standby = poll("a standby is ready", lambda: _standby(instance, first.device), 120)
+    assert standby is not None
+    held = _held([standby.pid])
+    calm = ask(instance)
+    os.kill(first.pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+
+    def back() -> ReplicaStatus | None:
+        now = instance.replica(first.name)
+        return now if now.state == "ready" and now.pid != first.pid else None
+
+    now = poll("it is back", back, 120)
+    assert now is not None
+    took_s = time.monotonic() - killed_at
+    child = b"--control-fd" not in Path(f"/proc/{now.pid}/cmdline").read_bytes()
+    fresh_s = sum(first.timings_s.values())
+    own = gpu_memory_by_pid().get(now.pid, {})
+    stray = sum(own.values()) - sum(own.get(uuid, 0) for uuid in now.gpus)
+    return [
+        Row("a standby's memory on GPUs", f"{held} B", held == 0),
+        Row("kill to ready, forked from it", f"{took_s:.1f} s (afresh {fresh_s:.1f} s)", child),
+        Row("… its memory elsewhere than on its own GPU", f"{stray} B", stray == 0),
+        Row("… and its greedy text as before", str(ask(instance) == calm)),
+    ]
+
+
+def _standby(instance: Instance, device: str) -> ReplicaStatus | None:
+    ready = (s for s in instance.model("m").standbys if s.state == "ready")
+    return next((standby for standby in ready if standby.device == device), None)
+
+
 def worker_stalls(instance: Instance) -> list[Row]:
     """SIGSTOP of a worker under load: it is killed and replaced, and its VRAM is free again."""
     poll("all are ready", lambda: _all_ready(instance), 200)
@@ -297,7 +333,7 @@ def _all_ready(instance: Instance) -> bool:
 def checks(device: str, clients: int) -> list[Callable[[Instance], list[Row]]]:
     """All checks in order; the last one ends the instance."""
     common = [answers, lambda instance: speed(instance, clients), worker_dies]
-    common += [worker_stalls, reloads, supervisor_cost]
+    common = [forked, *common, worker_stalls, reloads, supervisor_cost]
     if device == "cpu":
         return [pins, *common, released]
     return [pins, memory, known_failures, *common, released]

@@ -189,6 +189,10 @@ def test_embeddings_and_models(client: Any) -> None:
     [
         ({"model": "echo", "response_format": {"type": "json_object"}}, "response_format"),
         ({"model": "echo", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"model": "echo", "presence_penalty": 1}, "presence_penalty"),
+        ({"model": "echo", "frequency_penalty": -1}, "frequency_penalty"),
+        ({"model": "echo", "extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"model": "echo", "extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"model": "smollm2", "tools": [LOOK]}, "tools"),
         ({"model": "echo", "tools": [{"type": "function", "function": {"name": "a b"}}]}, None),
         ({"model": "echo", "tools": [LOOK], "tool_choice": "other"}, "tool_choice"),
@@ -212,6 +216,17 @@ def test_what_an_engine_lacks_is_said_by_name(
     error: Any = refused.value.body
     assert error["message"]
     assert param is None or error["param"] == param
+
+
+def test_what_asks_for_nothing_is_taken_by_every_engine(client: Any) -> None:
+    """As clients send it that write out all defaults."""
+    for model in ("echo", "smollm2"):
+        answer = client.chat.completions.create(
+            model=model, messages=says("x"), max_tokens=2, presence_penalty=0,
+            frequency_penalty=0, logit_bias={}, temperature=0, top_p=1, n=1,
+            extra_body={"min_p": 0, "repetition_penalty": 1, "top_k": -1, "min_tokens": 0},
+        )  # fmt: skip
+        assert answer.choices[0].message.content
 
 
 # ---------------------------------------------------------------- langchain

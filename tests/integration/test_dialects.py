@@ -82,14 +82,18 @@ def test_anthropics_client_gets_a_message(claude: anthropic.Anthropic) -> None:
 
 
 def test_anthropics_client_streams_text_thoughts_and_calls(claude: anthropic.Anthropic) -> None:
+    asked = f"<think>Hm.</think>Let me see.{CALL}{CALL}"
     with claude.messages.stream(
         model="talks",
         max_tokens=500,
-        messages=said(f"<think>Hm.</think>Let me see.{CALL}{CALL}"),
+        messages=said(asked),
         stop_sequences=[END],
         tools=[ANTHROPIC_TOOL],
         thinking={"type": "enabled", "budget_tokens": 100},
     ) as stream:
+        first = next(iter(stream))
+        assert first.type == "message_start"
+        assert first.message.usage.input_tokens == len(said(asked)[0]["content"])
         text = "".join(stream.text_stream)
         message = stream.get_final_message()
     assert text == "Let me see."
@@ -98,7 +102,7 @@ def test_anthropics_client_streams_text_thoughts_and_calls(claude: anthropic.Ant
     calls = [b for b in message.content if isinstance(b, anthropic.types.ToolUseBlock)]
     assert [(call.name, call.input) for call in calls] == [("weather", {"city": "Köln"})] * 2
     assert message.stop_reason == "tool_use"
-    assert message.usage.input_tokens > 0
+    assert message.usage.input_tokens == first.message.usage.input_tokens
     assert message.usage.output_tokens > 0
 
 
@@ -242,6 +246,7 @@ def test_ollamas_client_is_told_of_the_models(llama: ollama.Client) -> None:
         ({"model": "nope"}, 404, "not served here"),
         ({"format": {"type": "object"}}, 400, "^format: the echo engine"),
         ({"options": {"top_p": 7}}, 400, "options.top_p"),
+        ({"options": {"repeat_penalty": 1.1}}, 400, "^repeat_penalty: the echo engine"),
         ({"think": True}, 400, "does not think"),
         ({"tools": [weather]}, 400, "tool_parser"),
         ({"messages": said("a" * 100)}, 400, "context"),

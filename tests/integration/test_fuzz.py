@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.fuzz.__main__ import main
+from tests.fuzz.__main__ import GROWTH, STEADY, main
+from tests.fuzz.processes import Usage
+
+MIB = 2**20
 
 
 def test_no_request_is_answered_badly(capsys: pytest.CaptureFixture[str]) -> None:
     # so few are no measure of memory: what grows by half is a leak all the same
-    code = main(["--requests", "2000", "--seed", "20261121", "--growth", "0.5"])
+    memory = ["--warm-up", "500", "--steady", "0.5", "--growth", "0.5"]
+    code = main(["--requests", "1500", "--seed", "20261121", *memory])
     assert code == 0, capsys.readouterr().out
+
+
+def usage(size_bytes: Callable[[float], float]) -> Usage:
+    """Of a process of 64 MiB and what is given, by progress; the first sixth is the warm-up."""
+    seen = [(at / 1000, round(64 * MIB + size_bytes(at / 1000))) for at in range(1001)]
+    return Usage("gateway/0", 1, 1 / 6, rss_bytes=seen)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "steady", "grown"),
+    [
+        (lambda at: min(at, 0.1) * 20 * MIB, False, False),  # what warms up
+        (lambda at: at * MIB, True, False),  # twenty bytes of each of 50 000 requests
+        (lambda at: at * 10 * MIB, True, True),
+        (lambda at: (at > 0.5) * 2 * MIB, False, False),  # what a peak leaves for good
+        (lambda at: (at > 0.4) * 3 * MIB + (at > 0.7) * 3 * MIB, False, True),
+    ],
+)
+def test_memory_that_grows_with_each_request_is_told_from_that_of_a_peak(
+    size_bytes: Callable[[float], float], steady: bool, grown: bool
+) -> None:
+    found = usage(size_bytes)
+    assert (found.steady > STEADY, found.growth > GROWTH) == (steady, grown)
+
+
+def test_memory_that_was_hardly_seen_is_no_measure() -> None:
+    found = Usage("gateway/0", 1, 1 / 6, rss_bytes=[(0.0, 64 * MIB), (1.0, 64 * MIB)])
+    assert not found.seen

@@ -32,9 +32,8 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 #: What is asked for where the command line says nothing, by engine.
 DEFAULTS: dict[str, dict[str, float]] = {
     "echo": {"streams": 200, "workers": 4, "kill_every_s": 2, "minutes": 2, "tokens": 300},
-    # A worker of it takes 3 s of a core to come up, and dies with what it has not yet answered:
-    # on two cores, with a kill every 4 s, some request is in three deaths running, and refused.
-    "smollm2": {"streams": 4, "workers": 4, "kill_every_s": 6, "minutes": 2, "tokens": 12},
+    # A smaller size: every kill costs a second of a core before the next worker serves.
+    "smollm2": {"streams": 4, "workers": 4, "kill_every_s": 2, "minutes": 2, "tokens": 12},
 }
 STEP_S = 0.02
 #: For a model's worker, which is up the sooner the less it asks for: six full contexts of SmolLM2.

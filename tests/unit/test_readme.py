@@ -42,6 +42,10 @@ TABLES = {
 #: What a parameter of OpenAI's takes an engine to have; all others every engine takes.
 NEEDS = {
     "logit_bias": "logit_bias",
+    "min_p": "min_p",
+    "presence_penalty": "penalties",
+    "frequency_penalty": "penalties",
+    "repetition_penalty": "penalties",
     "logprobs": "logprobs",
     "top_logprobs": "logprobs",
     "response_format": "grammar",
@@ -52,6 +56,8 @@ NEEDS = {
 }
 #: What is taken so that clients which send it are served, and changes nothing.
 IDLE = {"user", "metadata", "truncation", "store"}
+#: The echo engine has one candidate for each token: these keep it.
+IDLE_FOR_ECHO = {"top_p", "top_k"}
 
 
 def parameters() -> str:
@@ -77,6 +83,8 @@ def parameters() -> str:
             echos = "where the file says `tool_parser`"
         if name in IDLE:
             ours = echos = "without effect"
+        if name in IDLE_FOR_ECHO:
+            echos = "without effect"
         lines.append(f"| `{name}` | {' | '.join(marks)} | {ours} | {echos} |")
     return "\n".join(lines) + "\n"
 

@@ -19,6 +19,8 @@ from servekit.gateway.parsing.events import (
     Text,
 )
 from servekit.gateway.parsing.families import FAMILIES, begins_thinking, parser
+from servekit.gateway.parsing.formats import without_unknown_formats
+from servekit.gateway.parsing.json_text import is_json
 from servekit.gateway.parsing.lark import after_thoughts
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "check_tools",
     "choice_by_word",
     "choose",
+    "is_json",
     "parser",
     "tool_grammar",
+    "without_unknown_formats",
 ]

@@ -26,14 +26,15 @@ class JsonReader:
         self.done = False
         self.broken = False
         self._open: list[str] = []  # the brackets that are to come
-        self._state: Callable[[str, int], int] = self._value
+        # not bound to this one, or it would hold itself and wait for the collector
+        self._state: _State = JsonReader._value
         self._in_key = False
         self._word = ""
 
     def scan(self, text: str, at: int) -> int:
         """Go on at `text[at]`; return where the value, or what can be part of it, ends."""
         while at < len(text) and not self.done and not self.broken:
-            at = self._state(text, at)
+            at = self._state(self, text, at)
         return at
 
     def _value(self, text: str, at: int) -> int:
@@ -50,15 +51,15 @@ class JsonReader:
         if first == close:
             return self._close(at)
         if first == '"':
-            self._state, self._in_key = self._string, False
+            self._state, self._in_key = JsonReader._string, False
         elif first == "{":
             self._open.append("}")
-            self._state = self._first_key
+            self._state = JsonReader._first_key
         elif first == "[":
             self._open.append("]")
-            self._state = self._first_item
+            self._state = JsonReader._first_item
         elif first in "-0123456789tfn":
-            self._state, self._word = self._in_word, ""
+            self._state, self._word = JsonReader._in_word, ""
             return at
         else:
             return self._break(at)
@@ -72,12 +73,12 @@ class JsonReader:
 
     def _key(self, text: str, at: int) -> int:
         self._in_key = True
-        return self._sign(text, at, '"', self._string)
+        return self._sign(text, at, '"', JsonReader._string)
 
     def _colon(self, text: str, at: int) -> int:
-        return self._sign(text, at, ":", self._value)
+        return self._sign(text, at, ":", JsonReader._value)
 
-    def _sign(self, text: str, at: int, sign: str, state: Callable[[str, int], int]) -> int:
+    def _sign(self, text: str, at: int, sign: str, state: _State) -> int:
         at = _skip(text, at)
         if at == len(text):
             return at
@@ -91,15 +92,15 @@ class JsonReader:
         if at == len(text):
             return at
         if text[at] == "\\":
-            self._state = self._escape
+            self._state = JsonReader._escape
         elif self._in_key:
-            self._state = self._colon
+            self._state = JsonReader._colon
         else:
             self._complete()
         return at + 1
 
     def _escape(self, text: str, at: int) -> int:
-        self._state = self._string
+        self._state = JsonReader._string
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
@@ -119,7 +120,7 @@ class JsonReader:
             return self._close(at)
         if text[at] != ",":
             return self._break(at)
-        self._state = self._key if self._open[-1] == "}" else self._value
+        self._state = JsonReader._key if self._open[-1] == "}" else JsonReader._value
         return at + 1
 
     def _close(self, at: int) -> int:
@@ -129,11 +130,15 @@ class JsonReader:
 
     def _complete(self) -> None:
         self.done = not self._open
-        self._state = self._after
+        self._state = JsonReader._after
 
     def _break(self, at: int) -> int:
         self.broken = True
         return at
+
+
+#: What is read now, from a place in a text to where it ends.
+_State = Callable[[JsonReader, str, int], int]
 
 
 def is_json(text: str) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from servekit.gateway.parsing.formats import without_unknown_formats
 from servekit.wire.messages import Dialect, Grammar
 from servekit.wire.values import GrammarParam
 
@@ -61,7 +62,7 @@ class Lark:
 
     def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
         """A value that fits a JSON schema, with so much white space between its parts."""
-        schema = {} if schema is True else schema
+        schema = {} if schema is True else without_unknown_formats(schema)
         if isinstance(schema, dict):
             schema = schema | {"x-guidance": {"whitespace_pattern": space}}
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")

@@ -81,6 +81,9 @@ def test_the_end_waits_for_min_tokens_as_long_as_the_grammar_can(either: Harness
     digits = Grammar("regex", "[0-9]+")
     job = either.submit(PROMPTS[3], grammar=digits, max_tokens=60, min_tokens=30)
     assert len(either.tokens(job)) >= 30
+    more = Grammar("regex", "a( b( c)?)?")
+    longest = either.submit(PROMPTS[3], grammar=more, max_tokens=60, min_tokens=50)
+    assert (either.text(longest), either.finish(longest)) == ("a b c", "stop")
     never = either.submit(PROMPTS[3], grammar=digits, max_tokens=60, ignore_eos=True)
     assert (len(either.tokens(never)), either.finish(never)) == (60, "length")
     must = either.submit(PROMPTS[3], grammar=DIGITS, max_tokens=60, min_tokens=30)

@@ -78,6 +78,16 @@ async def test_a_call_is_a_block_of_its_own(service: Service) -> None:
     assert message["stop_reason"] == "tool_use"
 
 
+async def test_a_call_that_is_cut_off_is_a_stop_sequence(service: Service) -> None:
+    cut = CALL.partition('"at"')[0]
+    message = await said(service, **asking(cut, tools=[TOOL]))
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", END)
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert "INVALID_JSON" in message["content"][0]["input"]
+    events = await streamed(service, **asking(cut, tools=[TOOL]))
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": END}
+
+
 async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
     body = asking(f"<think>Hm.</think>Well.{CALL}{CALL}", tools=[TOOL])
     thinking = {"type": "enabled", "budget_tokens": 100}
@@ -106,6 +116,19 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
     last = events[-2]
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert last["usage"]["input_tokens"] == len(body["messages"][0]["content"])
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+async def test_a_streams_beginning_says_how_long_the_prompt_is(
+    service: Service, step_s: float
+) -> None:
+    """Whether its answer comes at once or token by token."""
+    async with await client(service, step_s=step_s) as http:
+        answer = await http.post("/v1/messages", json=asking("abcdef", stream=True))
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line[:6] == "data: "]
+    usage = events[0]["message"]["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (7, 0)
+    assert events[-2]["usage"]["input_tokens"] == 7
 
 
 async def test_thoughts_are_left_out_unless_asked_for(service: Service) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
 from servekit.errors import ClientClosed, RequestError, Unsupported, WorkerLost
+from servekit.gateway.app import Application
 from servekit.gateway.chat import ChatForm, CompletionForm
 from servekit.gateway.turn import Ask, Choice, Piece, Turn
 from servekit.wire.messages import ChatMessage, SamplingParams, TokenLogprob, Topology
@@ -93,6 +95,18 @@ async def test_a_call_of_a_tool_is_told_from_text(service: Service) -> None:
     [call] = choice.calls
     assert (call.name, json.loads(call.arguments)) == ("look", {"at": [1, "ä"]})
     assert choice.finish == "tool_calls"
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+async def test_a_call_that_a_stop_string_cuts_off_is_not_told_as_a_whole_one(
+    service: Service, step_s: float
+) -> None:
+    await speaking(service, step_s=step_s)
+    begun, _, _ = CALL.partition(', "ä"')
+    for text, finish in ((CALL + begun, "stop"), (CALL, "tool_calls"), (begun, "stop")):
+        _, [choice] = await whole(service, ask(text, tools=[TOOL]))
+        assert choice.finish == finish, text
+    assert [call.arguments for call in choice.calls] == ['{"at": [1']
 
 
 async def test_without_tools_a_call_is_text(service: Service) -> None:
@@ -206,6 +220,51 @@ async def test_completions_echo_and_number_their_choices(service: Service) -> No
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
     assert texts == ["abab", "ccc"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+async def test_log_probabilities_are_of_the_text_that_is_told(
+    service: Service, stream: bool, step_s: float
+) -> None:
+    """In both forms, streamed and not, none is of the stop string."""
+    await service.up(step_s=step_s)
+    transport = httpx.ASGITransport(app=Application(service.router, 10**6, ui=False))
+    common = {"stop": ["XYZ"], "max_tokens": 9, "stream": stream, "model": "m"}
+    chat = common | {"messages": [{"role": "user", "content": "abXXYZcd"}], "logprobs": True}
+    async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:
+        answers = [
+            (await client.post("/v1/chat/completions", json=chat)).text,
+            (await client.post("/v1/completions", json=common | {"prompt": "abXXYZcd"} |
+                               {"logprobs": 1})).text,
+        ]  # fmt: skip
+    for answer in answers:
+        whole = events_of(answer.encode())[:-1] if stream else [json.loads(answer)]
+        choices = [choice for one in whole for choice in one["choices"]]
+        told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [one["token"] for part in told for one in part.get("content", ())]
+        tokens += [token for part in told for token in part.get("tokens", ())]
+        assert "".join(tokens) == "abX"
+        assert choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("tokens", [14, 15, 16, 17])
+async def test_log_probabilities_go_on_with_the_text_on_another_worker(
+    service: Service, tokens: int
+) -> None:
+    """The first one dies with half of what may be a stop string in its hands, or a bit later."""
+    workers = await service.up(2, step_s=0.002)
+    text = "abXYcd" * 8
+    params = replace(GREEDY, max_tokens=len(text), logprobs=0, stop=("XYZ",))
+    turn = Turn(service.router, Ask(model="m", params=params, prompts=[text]))
+    await until(lambda: any(len(worker.steps) >= tokens for worker in workers))
+    next(worker for worker in workers if worker.steps).kill()
+    async with asyncio.timeout(DEADLINE_S):
+        [choice] = await turn.whole()
+    assert choice.text == text
+    assert b"".join(one.token for one in choice.logprobs).decode() == text
+    assert len(choice.logprobs) == turn.completion_tokens == len(text)
+    assert all(worker.steps for worker in workers), "both had a part in it"
 
 
 async def test_log_probabilities_in_both_forms(service: Service) -> None:

@@ -156,6 +156,7 @@ async def test_it_is_documented(tmp_path: Path) -> None:
         document = (await http.get("/openapi.json")).json()
         done = document["paths"][LOAD]["post"]["responses"]["200"]["content"]
         assert done["text/plain"]["example"].startswith("Success: ")
-        asked = document["components"]["schemas"]["LoadLoraAdapterRequest"]["properties"]
+        schemas = document["components"]["schemas"]
+        asked = schemas["LoadLoraAdapterRequest"]["properties"]
         assert set(asked) == {"lora_name", "lora_path", "base_model_name", "load_inplace"}
         assert (await http.get(LOAD)).status_code == 405

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -10,10 +12,14 @@ import msgspec
 import pytest
 
 from servekit.gateway.app import Application
-from servekit.gateway.operations import OPERATIONS, Operation
+from servekit.gateway.operations import ENVELOPES, OPERATIONS, READS, Operation
+from servekit.gateway.reference import examples
+from servekit.gateway.reference.asked import ASKED
+from servekit.gateway.reference.told import TOLD
 from servekit.gateway.router import Router
 from servekit.gateway.schema import decode
 from tests.unit.gateway.conftest import Service
+from tests.unit.gateway.reference.reading import Reading
 
 
 def document(router: Router, *, legacy: bool = True) -> dict[str, Any]:
@@ -60,6 +66,62 @@ async def test_every_reference_leads_somewhere() -> None:
 
     wanted = {name.removeprefix("#/components/schemas/") for name in references(described)}
     assert wanted <= set(known)
+
+
+async def test_every_object_and_every_field_is_described() -> None:
+    described = document(Router("test"))
+    bare = [
+        f"{kind}.{name}"
+        for kind, schema in described["components"]["schemas"].items()
+        for name, part in {"": schema, **schema.get("properties", {})}.items()
+        if not part.get("description")
+    ]
+    assert not bare
+
+
+async def test_every_description_is_of_some_field() -> None:
+    described = document(Router("test"))
+    schemas = described["components"]["schemas"].values()
+    named = {name for schema in schemas for name in schema.get("properties", {})}
+    named |= {f"{schema['title']}.{name}" for schema in schemas for name in schema["properties"]}
+    assert set(ASKED) | set(TOLD) <= named
+
+
+async def test_types_of_questions_and_of_answers_have_names_of_their_own() -> None:
+    """They are described apart, and share one namespace."""
+    schemas = document(Router("test"))["components"]["schemas"]
+    asked = msgspec.json.schema_components([operation.takes for operation in OPERATIONS])[1]
+    told = msgspec.json.schema_components([operation.gives for operation in OPERATIONS])[1]
+    assert not set(asked) & set(told)
+    assert set(asked) | set(told) <= set(schemas)
+
+
+def test_the_document_costs_nothing_until_it_is_asked_for() -> None:
+    program = (
+        "import sys, servekit.gateway.app\n"
+        "print([name for name in sys.modules if 'gateway.reference' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.strip() == b"[]"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
+async def test_the_example_of_an_answer_fits(operation: Operation) -> None:
+    kind = "text/plain" if operation.gives is str else "application/json"
+    Reading(document(Router("test"))).check(operation.path, operation.answer, kind)
+
+
+async def test_the_examples_of_what_is_read_and_of_errors_fit() -> None:
+    described = document(Router("test"))
+    reader = Reading(described)
+    for path in READS:
+        content = described["paths"][path]["get"]["responses"]["200"]["content"]
+        reader.check(path, content["application/json"]["example"])
+    assert READS.keys() == examples.READS.keys()
+    for envelope in ENVELOPES:
+        schema = described["components"]["schemas"][f"{envelope}Error"]
+        for example in schema["examples"]:
+            reader.fits({"$ref": f"#/components/schemas/{envelope}Error"}, example)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)

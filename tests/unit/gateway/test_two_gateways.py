@@ -110,8 +110,11 @@ class Worker:
     def die(self) -> None:
         self.alive = False
         self._server.close()
+        loop = asyncio.get_running_loop()
         for connection in self.connections:
             connection.abort()
+            # One that has just been accepted gets its transport now; a dead process has none.
+            loop.call_soon(connection.abort)
 
     def status(self) -> ReplicaStatus:
         state: WorkerState = "ready" if self.alive else "backoff"

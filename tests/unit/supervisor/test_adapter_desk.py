@@ -39,7 +39,7 @@ def desk(tmp_path: Path) -> Make:
             for name in names
         )
         host: Any = SimpleNamespace(changed=lambda: None, is_unused=lambda adapter: True)
-        yard = cast(Yard, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=()))
+        yard = cast(Yard, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), start=None))
         plan = SimpleNamespace(config=Config(models=models))
         served = [Fleet(model, yard) for model in models]
         return AdapterDesk(cast(Fleets, SimpleNamespace(served=served, plan=plan)))

@@ -246,6 +246,10 @@ async def test_all_that_a_template_renders_counts_as_prompt(tiny: Client) -> Non
     ("params", "param"),
     [
         (SamplingParams(logit_bias=((97, 1.0),)), "logit_bias"),
+        (SamplingParams(min_p=0.1), "min_p"),
+        (SamplingParams(presence_penalty=-0.5), "presence_penalty"),
+        (SamplingParams(frequency_penalty=0.5), "frequency_penalty"),
+        (SamplingParams(repetition_penalty=1.1), "repetition_penalty"),
         (bound("[0-9]"), "response_format"),
     ],
 )
@@ -255,6 +259,23 @@ async def test_what_an_engine_does_not_take_is_refused_by_name(
     failure = await echo.failure(echo.send(params, prompt="hello"))
     assert (failure.code, failure.param) == ("unsupported_parameter", param)
     assert failure.message == f"{param}: the echo engine of 'm' does not take it"
+
+
+async def test_what_asks_for_nothing_is_always_taken(echo: Client) -> None:
+    neutral = SamplingParams(
+        max_tokens=5,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=-0.0,
+        repetition_penalty=1.0,
+        logit_bias=(),
+        top_p=0.5,
+        top_k=1,
+        min_tokens=5,
+        ignore_eos=True,
+    )
+    deltas = await echo.answer(echo.send(neutral, prompt="hello"))
+    assert "".join(delta.text for delta in deltas) == "hello"
 
 
 async def test_tools_and_tasks_are_refused_by_name_too(echo: Client, tiny: Client) -> None:

@@ -1,0 +1,97 @@
+"""The standbys of one model: which there are to be, and from which a worker is forked.
+
+There is one for each environment that its workers have: one on the CPU, and one for each GPU. They
+are started when all workers have come up, so that they take nothing from those, and what a model
+is made of has been fetched by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from servekit.config.schema import SLOW_TO_IMPORT, ModelConfig
+from servekit.supervisor import procfs
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.life import Host
+from servekit.supervisor.offspring import Forked
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.reload import same_worker
+from servekit.supervisor.standby import Standby
+from servekit.wire.messages import Stop
+
+#: With `standby: auto` there is none where less memory than this is available.
+ROOM_BYTES = 4 * 2**30
+_STOP_GRACE_S = 1.0
+
+
+class Worker(Protocol):
+    """What is asked of a replica."""
+
+    model: ModelConfig
+    place: Assignment
+
+    @property
+    def state(self) -> str: ...
+
+
+class Nursery:
+    """Made empty; `tend` fills it. `run` runs a standby's life."""
+
+    def __init__(self, host: Host, run: Callable[[Standby], None]) -> None:
+        self._host = host
+        self._run = run
+        self._closed = False
+        self._at: dict[Gpu | None, Standby] = {}
+        self.standbys: list[Standby] = []  # those that end included
+
+    def tend(self, model: ModelConfig, workers: Sequence[Worker]) -> None:
+        """Called often: have those that are wanted, and no others."""
+        workers = [one for one in workers if same_worker(one.model, model)]
+        at_rest = all(one.state in ("ready", "failed", "stopped") for one in workers)
+        for gpu, standby in list(self._at.items()):
+            if not _wanted(model) or not same_worker(standby.model, model):
+                self._end(gpu)
+        for worker in workers if at_rest and _wanted(model) and not self._closed else ():
+            if worker.state == "ready" and worker.place.gpu not in self._at:
+                self._start(model, worker.place)
+
+    def close(self) -> None:
+        """End all of them; there will be no others."""
+        self._closed = True
+        for gpu in list(self._at):
+            self._end(gpu)
+
+    def ended(self, standby: Standby) -> None:
+        """Its life is over."""
+        self.standbys.remove(standby)
+
+    async def fork(
+        self,
+        model: ModelConfig,
+        place: Assignment,
+        env: Mapping[str, str],
+        mark: str,
+        control_fd: int,
+        output_fd: int,
+    ) -> Forked | None:
+        """A worker of `model` for that place; None where a fresh interpreter has to do."""
+        standby = self._at.get(place.gpu)
+        if standby is None or not same_worker(standby.model, model):
+            return None
+        return await standby.fork(place.name, env, mark, control_fd, output_fd)
+
+    def _start(self, model: ModelConfig, place: Assignment) -> None:
+        if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
+            return
+        standby = Standby(model, place, self._host)
+        self._at[place.gpu] = standby
+        self.standbys.append(standby)
+        self._run(standby)
+
+    def _end(self, gpu: Gpu | None) -> None:
+        self._at.pop(gpu).end(Stop(), _STOP_GRACE_S)
+
+
+def _wanted(model: ModelConfig) -> bool:
+    return model.engine in SLOW_TO_IMPORT if model.standby == "auto" else model.standby

@@ -1,0 +1,102 @@
+"""One request under way in a worker: what each step of the engine brings it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from servekit.engines.base import StepOutput
+from servekit.wire.messages import PROOF_TOKENS, Delta, FinishReason, Generate, TokenLogprob
+from servekit.worker.text import CountedText, TextStream
+
+if TYPE_CHECKING:
+    from servekit.worker.peer import Peer
+
+
+class Task:
+    """A request, and how far it is."""
+
+    __slots__ = ("began", "completion", "held", "id", "peer", "prompt_tokens", "text")
+
+    def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
+        self.peer = peer
+        self.id = request.id
+        self.prompt_tokens = prompt_tokens
+        self.completion = self.began = len(request.emitted)
+        self.text = text
+        self.held = text.push(request.emitted) if request.emitted else ""
+
+    @property
+    def proven(self) -> bool:
+        """It has shown that it is not what kills workers."""
+        return self.completion - self.began >= PROOF_TOKENS
+
+    def delta(self, output: StepOutput) -> Delta:
+        """What the step brought, as the gateway gets it."""
+        self.completion += len(output.token_ids)
+        text = self.held + self.text.push(output.token_ids)
+        self.held = ""
+        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
+        if finish is None:
+            logprobs = output.logprobs or []
+            return Delta(self.id, text, output.token_ids, None, self.prompt_tokens, 0, logprobs)
+        if not self.text.stopped:
+            text += self.text.finish()
+            finish = "stop" if self.text.stopped else finish
+        counts = (self.prompt_tokens, self.completion)
+        lists = (output.logprobs or [], output.vectors or [])
+        return Delta(self.id, text, output.token_ids, finish, *counts, *lists, self.text.stop)
+
+
+class ScoredTask(Task):
+    """A request for log probabilities that has stop strings.
+
+    A token is told once some of its text is certain to leave. One that may yet turn out to be of a
+    stop string is kept back, id and all: a continuation elsewhere samples it again.
+    """
+
+    __slots__ = ("_counted", "_kept", "_told")
+
+    def __init__(
+        self, peer: Peer, request: Generate, prompt_tokens: int, text: CountedText
+    ) -> None:
+        super().__init__(peer, request, prompt_tokens, text)
+        self._counted = text
+        self._kept: deque[tuple[int, int, TokenLogprob]] = deque()  # where it begins, id, score
+        self._told = 0
+
+    @property
+    def proven(self) -> bool:
+        """As the gateway counts: by tokens that it was told."""
+        return self._told >= PROOF_TOKENS
+
+    def delta(self, output: StepOutput) -> Delta:
+        """As `Task.delta`, of the tokens that may be told by now."""
+        text = self.held + self._read(output)
+        self.held = ""
+        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
+        if finish is not None and not self.text.stopped:
+            text += self.text.finish()
+            finish = "stop" if self.text.stopped else finish
+        told = self._certain(all_of_them=finish is not None and not self.text.stopped)
+        ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
+        completion = 0 if finish is None else self.completion
+        counts = (self.prompt_tokens, completion)
+        return Delta(self.id, text, ids, finish, *counts, logprobs, [], self.text.stop)
+
+    def _read(self, output: StepOutput) -> str:
+        """The text that may leave; each token's place is noted."""
+        self.completion += len(output.token_ids)
+        text = ""
+        for id, logprob in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._kept.append((self._counted.decoded, id, logprob))
+            text += self._counted.push([id])
+        return text
+
+    def _certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
+        """Those that begin before the end of what is certain, or the rest."""
+        told = []
+        while self._kept and (all_of_them or self._kept[0][0] < self._counted.certain):
+            told.append(self._kept.popleft())
+        self._told += len(told)
+        return told

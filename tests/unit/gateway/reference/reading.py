@@ -1,0 +1,41 @@
+"""Answers against the schemas of the OpenAPI document, and nothing in them that it keeps quiet."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+
+
+class Reading:
+    """The document, as a strict reader has it: a field that no schema names is an error."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = json.loads(json.dumps(document))
+        for schema in self._document["components"]["schemas"].values():
+            if "properties" in schema:
+                schema["additionalProperties"] = False
+
+    def check(self, path: str, answer: Any, kind: str = "application/json") -> None:
+        """Raise ValidationError unless it is an answer, or with `kind` a piece, of the path."""
+        methods = self._document["paths"][path]
+        described = (methods.get("post") or methods["get"])["responses"]["200"]["content"][kind]
+        schema = described["schema"]
+        if kind == "text/event-stream":  # what the data of an event is; readers decode it
+            data = schema["properties"]["data"]
+            schema = data.get("anyOf", [data])[0].get("contentSchema", {"type": "string"})
+        self.fits(schema, answer)
+
+    def fits(self, schema: dict[str, Any], answer: Any) -> None:
+        """Raise ValidationError unless the answer fits a schema of the document."""
+        whole = schema | {"components": self._document["components"]}
+        jsonschema.validate(answer, whole, cls=jsonschema.Draft202012Validator)
+
+
+def data_of(stream: str) -> list[Any]:
+    """What the events or lines of a stream hold; their end mark apart."""
+    lines = stream.splitlines()
+    if any(line.startswith("data: ") for line in lines):
+        lines = [line[6:] for line in lines if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line and line != "[DONE]"]
