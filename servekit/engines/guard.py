@@ -25,7 +25,7 @@ class Limits:
 def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
     """Raise RequestError if the job could not run, or would harm others.
 
-    `virtual_tokens` are its adapter's: they take room in the context, and are no part of the prompt.
+    `virtual_tokens` are its adapter's: they take room in the context, beside the prompt.
     """
     if virtual_tokens:
         limits = replace(limits, max_context=limits.max_context - virtual_tokens)

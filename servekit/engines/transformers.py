@@ -270,8 +270,8 @@ class TransformersEngine(Engine):
                 commands, self._commands = self._commands, deque()
                 if self._closing:
                     return False
-            for command in commands:
-                command()
+            while commands:  # none is kept while waiting: it may hold an adapter that is gone
+                commands.popleft()()
             if self._runner.running or self._runner.waiting:
                 return True
 

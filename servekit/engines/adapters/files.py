@@ -72,5 +72,5 @@ def _require_safetensors(folder: Path) -> None:
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

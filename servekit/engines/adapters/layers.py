@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from servekit.engines.adapters import boft, modes
 from servekit.engines.adapters.files import PARAM
-from servekit.engines.adapters.skeleton import Skeletons
 from servekit.engines.adapters.tolerance import Tolerance, error
 from servekit.errors import RequestError
 
@@ -42,9 +41,7 @@ class Seen:
 
 
 @torch.no_grad()
-def check(
-    model: Any, skeletons: Skeletons, run: Callable[[], object], tolerance: Tolerance
-) -> dict[str, float]:
+def check(model: Any, run: Callable[[], object], tolerance: Tolerance) -> dict[str, float]:
     """Run a PeftModel by `run` and compare its layers; what was measured, by name.
 
     Raises RequestError with the first layer's name that is wrong, or if none does anything.
@@ -59,7 +56,7 @@ def check(
         )
     chosen = _within_budget(seen)
     figures = {"layers": float(len(seen)), "layers_compared": float(len(chosen))}
-    merged = [(one, _merged_error(one, skeletons)) for one in chosen]
+    merged = [(one, _merged_error(one)) for one in chosen]
     known = [(one, value) for one, value in merged if value is not None]
     if known:
         figures["merge_error"] = _worst(known, tolerance, "merged, it gives something else")
@@ -129,12 +126,11 @@ def _worst(measured: list[tuple[Seen, float]], tolerance: Tolerance, what: str) 
     return max(value for _, value in measured)
 
 
-def _merged_error(one: Seen, skeletons: Skeletons) -> float | None:
+def _merged_error(one: Seen) -> float | None:
     """None where the tuner cannot be merged."""
-    memo: dict[int, Any] = {}
-    for parameter in one.layer.parameters():
-        shared = skeletons.owns(parameter)
-        memo[id(parameter)] = _parameter(parameter.clone()) if shared else parameter
+    memo: dict[int, Any] = {id(p): p for p in (*one.layer.parameters(), *one.layer.buffers())}
+    for parameter in one.layer.get_base_layer().parameters():
+        memo[id(parameter)] = _parameter(parameter.clone())
     layer: Any = copy.deepcopy(one.layer, memo)
     try:
         layer.merge()
@@ -170,9 +166,10 @@ def _own_arithmetic() -> Iterator[None]:
     """The reference is not to be worked out by the extension that it is there to check."""
     from peft.tuners.boft import layer
 
-    used = layer._FBD_CUDA
-    layer._FBD_CUDA = boft.BlockDiagonal
+    library: Any = layer
+    used = library._FBD_CUDA
+    boft.use_torch()
     try:
         yield
     finally:
-        layer._FBD_CUDA = used
+        library._FBD_CUDA = used

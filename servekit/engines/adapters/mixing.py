@@ -145,7 +145,8 @@ class Mixing:
 
     def stack(self, factors: dict[int, Factors]) -> Stack:
         """Lay the factors of a layer side by side, in memory of their own."""
-        places, owners = {}, []
+        places: dict[int, tuple[int, int]] = {}
+        owners: list[int] = []
         for uid, one in factors.items():
             places[uid] = (len(owners), len(owners) + len(one.down))
             owners += [uid] * len(one.down)
@@ -245,7 +246,7 @@ def _add(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
         out[start:stop].addmm_(hidden, stack.up[first:last])
 
 
-def _stacked_is_quicker(runs: list[tuple[int, ...]], stack: Stack, x: Tensor) -> bool:
+def _stacked_is_quicker(runs: Sequence[tuple[int, ...]], stack: Stack, x: Tensor) -> bool:
     worth = _LAUNCH_WORTH.get(x.device.type, _LAUNCH_WORTH["cuda"])
     needed = sum((stop - start) * (last - first) for first, last, start, stop in runs)
     wasted = x.shape[0] * len(stack.owners) - needed

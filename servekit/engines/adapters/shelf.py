@@ -59,7 +59,8 @@ class Shelf:
         self._spec = spec
         self._host = host
         self._skeletons: Skeletons | None = None
-        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, operator]
+        embedding: Any = model.get_input_embeddings()
+        self._vocab_size = int(embedding.weight.shape[0])
         self._tolerance = tolerance.of(model.device, model.dtype)
         self._uids = count(1)
         self._served: dict[str, Adapter] = {}
@@ -105,10 +106,12 @@ class Shelf:
 
     def unload(self, name: str) -> None:
         """As `Engine.unload_adapter`."""
-        adapter = self.get(name)
-        self._host.between_steps(lambda: self._runner.remove(adapter))
-        del self._served[name], self._said[name], adapter
+        self._forget(self.get(name))  # by no name here: it is to be collected
         self._collect()
+
+    def _forget(self, adapter: Adapter) -> None:
+        self._host.between_steps(lambda: self._runner.remove(adapter))
+        del self._served[adapter.name], self._said[adapter.name]
 
     # ---------------------------------------------------------------- in steps
 

@@ -53,7 +53,7 @@ def alone(model: Any, skeletons: Skeletons, vocab_size: int, tolerance: Toleranc
     def run() -> None:
         said.append(logits_of(model, ids, len(ids)))
 
-    figures = layers.check(model, skeletons, run, tolerance)
+    figures = layers.check(model, run, tolerance)
     logits, base = said[0], skeletons.logits(ids, len(ids))
     if not torch.isfinite(logits).all():
         raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)

@@ -125,11 +125,17 @@ class Harness:
                 self.outputs.setdefault(output.id, []).append(output)
             self._changed.notify_all()
 
-    def submit(self, prompt: str | list[int], emitted: Sequence[int] = (), **params: Any) -> int:
+    def submit(
+        self,
+        prompt: str | list[int],
+        emitted: Sequence[int] = (),
+        adapter: str = "",
+        **params: Any,
+    ) -> int:
         self._last += 1
         ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
-        job = Job(self._last, ids, sampling, list(emitted))
+        job = Job(self._last, ids, sampling, list(emitted), adapter=adapter)
         if sampling.grammar is not None:
             job.constraint = self.engine.constrain(sampling.grammar, emitted)
         self.engine.submit(job)
