@@ -112,8 +112,9 @@ class ContinuousRunner:
         self._mixing.install(adapter)
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that no row has."""
+        """Forget an adapter that no row has any more."""
         self._mixing.remove(adapter)
+        self._sampling.forget()
 
     def cancel(self, row: Row) -> None:
         """Drop a row now: its slot and blocks are free for the next step."""
@@ -265,6 +266,10 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
         ]
         self.do_processing = not all(row.plain for row in self._batch)
         return arg_storage
+
+    def forget(self) -> None:
+        """Drop the last batch's rows, which hold their adapters."""
+        self._batch = []
 
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
         for row, logits in zip(self._batch, scores, strict=False):

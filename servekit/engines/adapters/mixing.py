@@ -133,6 +133,7 @@ class Mixing:
             raise
 
     def remove(self, adapter: Adapter) -> None:
+        self.step = None
         for name in adapter.factors:
             layer = self._layers.get(name)
             if layer is not None and layer.drop(adapter.uid):

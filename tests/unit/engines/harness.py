@@ -64,14 +64,14 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def write_tiny_llama(folder: Path) -> Path:
+def write_tiny_llama(folder: Path, hidden_size: int = 64) -> Path:
     """A random Llama with two layers, 512 tokens of context and logits that rarely tie."""
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,

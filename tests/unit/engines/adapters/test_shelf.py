@@ -13,7 +13,6 @@ import torch
 
 from servekit.engines.adapters.adapter import Adapter
 from servekit.errors import ContextLengthExceeded, RequestError
-from servekit.wire.messages import Grammar
 from tests.unit.engines.adapters import making
 from tests.unit.engines.adapters.conftest import Answers
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive, make_spec
@@ -111,9 +110,8 @@ def test_log_probabilities_and_grammars_are_the_adapters(served: Harness, name: 
     scored = served.submit(PROMPTS[0], adapter=name, logprobs=2, **GREEDY)
     found = served.logprobs(scored)
     assert len(found) == making.COUNT and all(one.logprob <= 0 for one in found)
-    assert all(one.top[0][1] == pytest.approx(one.logprob) for one in found)
-    grammar: Grammar = DIGITS
-    bound = served.submit(PROMPTS[0], adapter=name, grammar=grammar, max_tokens=20)
+    assert all(one.best[0][1] == pytest.approx(one.logprob) for one in found)
+    bound = served.submit(PROMPTS[0], adapter=name, grammar=DIGITS, max_tokens=20)
     assert served.text(bound).isdigit()
 
 
@@ -186,6 +184,7 @@ def test_unloading_frees_its_memory_and_restores_the_base(
     bare: Harness, adapters: dict[str, Path], name: str
 ) -> None:
     bare.engine.load_adapter(making.spec(adapters["patterns"]))
+    ask(bare, "patterns", PROMPTS[0])
     before = held_bytes()
     bare.engine.load_adapter(making.spec(adapters[name]))
     ask(bare, name, PROMPTS[0])
