@@ -248,7 +248,7 @@ def _add(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
 
 
 def _stacked_is_quicker(runs: Sequence[tuple[int, ...]], stack: Stack, x: Tensor) -> bool:
-    worth = _LAUNCH_WORTH.get(x.device.type, _LAUNCH_WORTH["cuda"])
+    worth = _LAUNCH_WORTH["cpu" if x.device.type == "cpu" else "cuda"]
     needed = sum((stop - start) * (last - first) for first, last, start, stop in runs)
     wasted = x.shape[0] * len(stack.owners) - needed
     return wasted * (x.shape[-1] + stack.up.shape[-1]) < (len(runs) - 1.5) * worth

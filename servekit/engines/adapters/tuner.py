@@ -42,11 +42,14 @@ def build(files: AdapterFiles, skeletons: Skeletons, base: str) -> tuple[Any, st
 
 
 def _layers(files: AdapterFiles, skeletons: Skeletons) -> tuple[Any, str]:
+    import peft
     from peft import PeftConfig, PeftModelForCausalLM
 
+    kind = str(files.config["peft_type"])
+    if kind not in peft.PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise RequestError(f"peft {peft.__version__} has no tuner {kind}.", param=PARAM)
     config: Any = PeftConfig.from_pretrained(str(files.folder))
     config.inference_mode = True
-    kind = str(files.config["peft_type"])
     if kind == "BOFT":
         boft.use_torch()
     # Low-rank factors are multiplied with activations as they are. Other tuners invert and solve,
@@ -126,7 +129,7 @@ def explained(base: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise LoadError(f"There is no memory for the adapter: {error}", permanent=False) from error
     except Exception as error:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split()).rstrip(".")
         raise RequestError(
-            f"The adapter cannot be built on {base}: {type(error).__name__}: {text}", param=PARAM
+            f"The adapter cannot be built on {base}: {type(error).__name__}: {text}.", param=PARAM
         ) from error

@@ -59,12 +59,15 @@ def configs() -> dict[str, Any]:
     }
 
 
-def write(model_folder: Path, folder: Path, config: Any, seed: int = 0) -> Path:
-    """Save an adapter with random weights for the model."""
+def write(model_folder: Path, folder: Path, config: Any, seed: int = 0, noise: float = 0.0) -> Path:
+    """Save an adapter for the model, with weights as PEFT makes them, and `noise` added."""
     boft.use_torch()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     made: Any = peft.get_peft_model(model, config)
+    for parameter in made.parameters():
+        if noise and parameter.requires_grad:
+            parameter.data += noise * torch.randn_like(parameter)
     made.save_pretrained(str(folder))
     return folder
 

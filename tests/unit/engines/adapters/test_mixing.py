@@ -48,7 +48,7 @@ def expected(model: Model, x: Tensor, adapters: dict[int, Adapter]) -> Tensor:
 def test_each_token_gets_its_own_adapters_share(
     monkeypatch: pytest.MonkeyPatch, worth: float
 ) -> None:
-    monkeypatch.setattr(mixing, "_LAUNCH_WORTH", {"cpu": worth})
+    monkeypatch.setattr(mixing, "_LAUNCH_WORTH", {"cpu": worth, "cuda": worth})
     model, adapters = Model(), {uid: adapter(uid, rank) for uid, rank in SIZES.items()}
     mixed = Mixing(model)
     for one in adapters.values():
