@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from msgspec import structs
 
 from servekit.engines import embedding, pooling, weights
 from servekit.engines.adapters.shelf import Shelf
+from servekit.engines.adapters.skeleton import BaseChanged
 from servekit.engines.assembly import (
     CausalRunner,
     Runner,
@@ -183,7 +185,11 @@ class TransformersEngine(Engine):
             self._post(lambda: self._add(row))
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
-        return self._adapting().load(adapter)
+        try:
+            return self._adapting().load(adapter)
+        except BaseChanged as error:  # this worker has to go
+            self.post(partial(_throw, error))
+            raise EngineFailed(str(error)) from error
 
     def unload_adapter(self, name: str) -> None:
         shelf = self._adapting()
@@ -314,6 +320,10 @@ class TransformersEngine(Engine):
         message = f"The engine failed: {type(error).__name__}: {error}"
         if lost:
             self._emit([StepOutput(job_id, [], error=message) for job_id in lost])
+
+
+def _throw(error: Exception) -> None:
+    raise error
 
 
 def _grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:

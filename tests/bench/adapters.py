@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -123,8 +124,8 @@ def _write_model(folder: Path, size: Size, device: str) -> None:
     )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
+        model: Any = LlamaForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
 
 
 def _write_adapter(folder: Path, size: Size, rank: int, seed: int) -> AdapterSpec:

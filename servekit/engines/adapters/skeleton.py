@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+#: To look at numbers of any kind as integers, whose sum is the same in any order.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class BaseChanged(RuntimeError):
+    """The base model's own weights are not what they were; nothing it says can be trusted."""
 
 
 class Skeletons:
@@ -38,6 +46,20 @@ class Skeletons:
         """A module's tensors that are not the base's, each memory once."""
         found = {t.data_ptr(): t for t in _tensors(module) if t.numel() and not self.owns(t)}
         return list(found.values())
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise BaseChanged if the base's weights are others at the end of the block."""
+        before = self._fingerprint()
+        try:
+            yield
+        finally:
+            if not torch.equal(before, self._fingerprint()):
+                raise BaseChanged("Loading an adapter has changed the weights of the base model.")
+
+    def _fingerprint(self) -> Tensor:
+        tensors = (parameter.detach() for parameter in self.base.parameters())
+        return torch.stack([t.view(_INTEGERS[t.element_size()]).sum() for t in tensors])
 
     @torch.no_grad()
     def logits(self, ids: list[int], last: int) -> Tensor:

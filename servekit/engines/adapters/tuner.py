@@ -16,7 +16,7 @@ from torch import nn
 
 from servekit.engines.adapters import boft
 from servekit.engines.adapters.files import PARAM, WEIGHTS, AdapterFiles
-from servekit.engines.adapters.skeleton import Skeletons
+from servekit.engines.adapters.skeleton import BaseChanged, Skeletons
 from servekit.errors import LoadError, RequestError
 
 #: PEFT's name for the one adapter that each of its models holds.
@@ -124,7 +124,7 @@ def explained(base: str) -> Iterator[None]:
     """PEFT's and torch's own errors, of many kinds, as a sentence."""
     try:
         yield
-    except (RequestError, LoadError):
+    except (RequestError, LoadError, BaseChanged):
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise LoadError(f"There is no memory for the adapter: {error}", permanent=False) from error

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from servekit.engines import kv_cache
 from servekit.engines.adapters.adapter import Adapter
 from servekit.errors import ContextLengthExceeded, RequestError
 from tests.unit.engines.adapters import making
@@ -120,6 +121,31 @@ def test_virtual_tokens_take_room_in_the_context(served: Harness) -> None:
     with pytest.raises(ContextLengthExceeded):
         served.submit([5] * 470, adapter="encoder", max_tokens=3)
     served.tokens(served.submit([5] * 470, max_tokens=42))
+
+
+def test_in_bfloat16_every_kind_is_verified_too(
+    tiny_model: Path, adapters: dict[str, Path]
+) -> None:
+    specs = tuple(making.spec(folder) for folder in adapters.values())
+    one = Harness(make_spec(tiny_model, dtype="bfloat16", adapters=specs))
+    try:
+        assert not one.info.refused_adapters
+        assert {info.name: info.mode for info in one.info.adapters} == MODES
+        for info in one.info.adapters:  # wide tolerances, and yet room in them
+            assert info.figures["batch_error"] < 0.1 < info.figures["effect"] or info.name == "loha"
+        assert all(len(ask(one, name, PROMPTS[0])) == making.COUNT for name in NAMES)
+    finally:
+        one.close()
+
+
+def test_without_memory_for_copies_a_costly_one_is_grouped(
+    bare: Harness, adapters: dict[str, Path], answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: 1000)
+    for name in ("boft", "dora"):
+        info = bare.engine.load_adapter(making.spec(adapters[name]))
+        assert info.mode == "grouped" and "are free" in info.why
+        assert [ask(bare, name, prompt) for prompt in PROMPTS] == answers(name)
 
 
 # ---------------------------------------------------------------- coming and going

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servekit.engines.adapters import boft, mixing, verify
+from servekit.engines.adapters import boft, mixing, tuner, verify
 from servekit.engines.adapters.files import WEIGHTS
-from servekit.errors import RequestError
+from servekit.errors import EngineFailed, RequestError
 from tests.unit.engines.adapters import making
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive, make_spec
 
@@ -148,6 +148,27 @@ def test_a_merge_that_goes_wrong(
 
     monkeypatch.setattr(boft_layer.Linear, "get_delta_weight", half)
     refused(engine, adapters["boft"], f"{LAYER} is not right .* merged")
+
+
+def test_a_base_that_is_written_to_ends_the_engine(
+    tiny_model: Path, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not happen; should it, no one is to be served by what is left."""
+    folder = tmp_path / "copy"
+    shutil.copytree(adapters["lora"], folder)
+    tensors = load_file(folder / WEIGHTS)
+    one = Harness(make_spec(tiny_model))
+    try:
+        tensors["base_model.model.model.embed_tokens.weight"] = torch.randn(
+            one.engine.vocab_size, 64
+        )
+        save_file(tensors, folder / WEIGHTS)
+        monkeypatch.setattr(tuner, "_give_own_memory", lambda *args: None)
+        with pytest.raises(EngineFailed, match="changed the weights of the base"):
+            one.engine.load_adapter(making.spec(folder))
+        one.until_true(lambda: one.engine.fatal is not None)
+    finally:
+        one.close()
 
 
 def test_the_probes_prompt_is_in_the_vocabulary() -> None:
