@@ -143,6 +143,8 @@ class TransformersOptions(Section):
     """Continuous batching where the model supports it; static runs one request at a time."""
     attention: str | None = None
     """transformers' attn_implementation; by default the best one installed."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Highest rank of a LoRA adapter that is loaded; more is refused."""
 
 
 class EchoOptions(Section):

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from servekit.engines import kv_cache, paged_attention, probe
+from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.base import StepOutput
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.rows import Row
@@ -48,7 +49,17 @@ class Runner(Protocol[R]):
     def close(self) -> None: ...
 
 
-def assemble(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner[Row], ModelInfo]:
+class CausalRunner(Runner[Row], Protocol):
+    """One that has adapters, too."""
+
+    def add_first(self, row: Row) -> None: ...
+    def install(self, adapter: Adapter) -> None: ...
+    def remove(self, adapter: Adapter) -> None: ...
+
+
+def assemble(
+    model: PreTrainedModel, spec: WorkerSpec, chat: bool
+) -> tuple[CausalRunner, ModelInfo]:
     """The runner for this model, and what it can do. Raises LoadError."""
     wish = spec.options.get("batching", "auto")
     reason = "the configuration says static" if wish == "static" else _obstacle(model)
@@ -88,7 +99,7 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 def _continuous(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, by_request: bool, attention: str
-) -> tuple[Runner[Row], ModelInfo]:
+) -> tuple[CausalRunner, ModelInfo]:
     context = _context(model, spec)
     plan = _plan(model, spec, context)
     runner = _with_less_on_failure(
@@ -104,7 +115,7 @@ def _continuous(
     return runner, _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)
 
 
-def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[Runner[Row], ModelInfo]:
+def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[CausalRunner, ModelInfo]:
     context = _context(model, spec)
     default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
     chunk = spec.options.get("max_batch_tokens") or default
@@ -117,7 +128,7 @@ def _info(
     model: PreTrainedModel,
     spec: WorkerSpec,
     chat: bool,
-    runner: Runner[Row],
+    runner: CausalRunner,
     slots: int,
     kv_bytes: int,
     detail: str,

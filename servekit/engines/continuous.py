@@ -36,7 +36,9 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from servekit.engines import paged_attention
+from servekit.engines import groups, paged_attention
+from servekit.engines.adapters.adapter import Adapter
+from servekit.engines.adapters.mixing import Mixing, Part
 from servekit.engines.base import StepOutput
 from servekit.engines.kv_cache import Plan
 from servekit.engines.rows import Row
@@ -65,19 +67,23 @@ class ContinuousRunner:
     def __init__(self, model: PreTrainedModel, plan: Plan, *, by_request: bool) -> None:
         self._model = model
         self.plan = plan
+        self._mixing = Mixing(model)
+        self.plain_attention = str(model.config._attn_implementation)
         self._manager = _manager(model, plan)
         self._sampling = _SamplingHook()
         self._manager.logit_processor = self._sampling
         self._manager.output_router = _Discard()
         if by_request:
             model.set_attn_implementation(paged_attention.NAME)
-        self._by_request = by_request
+        self.by_request = by_request
         self._processor: Any = self._manager._create_batch_processor()
         self.capacity = _capacity(self._processor.cache, plan)
         self.attention = str(model.config._attn_implementation)
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
+        self._processor.scheduler.rows = self._rows
+        groups.keep_prefixes_apart(self._processor.cache, self._rows)
         self._idle_steps = 0
 
     # ---- what the engine sees
@@ -97,6 +103,18 @@ class ContinuousRunner:
 
     def add(self, row: Row) -> None:
         self._waiting.append(row)
+
+    def add_first(self, row: Row) -> None:
+        self._waiting.appendleft(row)
+
+    def install(self, adapter: Adapter) -> None:
+        """Let rows with this adapter run."""
+        self._mixing.install(adapter)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter that no row has any more."""
+        self._mixing.remove(adapter)
+        self._sampling.forget()
 
     def cancel(self, row: Row) -> None:
         """Drop a row now: its slot and blocks are free for the next step."""
@@ -119,22 +137,20 @@ class ContinuousRunner:
             self._be_patient()
             return []
         self._idle_steps = 0
-        if self._by_request:
-            self._lay_out()
+        model = self._lay_out()
         self._let_inputs_arrive()
-        processor._generation_step(self._model)
+        processor._generation_step(model)
         processor.update_batch()
         return self._collect()
 
     def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Run rows to their end; by key, all their logits, float32 [tokens, vocabulary]."""
-        for row in rows:
-            self.add(row)
         seen: dict[str, list[Tensor]] = {row.key: [] for row in rows}
-        self._sampling.seen = seen
+        for row in rows:
+            row.noted = seen[row.key]
+            self.add(row)
         while self.running or self.waiting:
             self.step()
-        self._sampling.seen = None
         return {key: torch.stack(logits) for key, logits in seen.items()}
 
     def close(self) -> None:
@@ -164,12 +180,19 @@ class ContinuousRunner:
         if self._idle_steps > PATIENCE:
             raise SchedulerStuck("the scheduler does not run any of the waiting requests")
 
-    def _lay_out(self) -> None:
+    def _lay_out(self) -> Any:
+        """Say who is where in the batch; returns the model that runs it."""
         batch = self._processor.inputs_and_outputs.requests_in_batch
         queries = [future.query_length for future in batch]
         pasts = [future.state.position_offset - future.query_length for future in batch]
-        cache = self._processor.cache
-        cache.layout = paged_attention.Layout.of(pasts, queries, self._model.device)
+        if self.by_request:
+            layout = paged_attention.Layout.of(pasts, queries, self._model.device)
+            self._processor.cache.layout = layout
+        adapters = [self._rows[future.state.request_id].adapter for future in batch]
+        parts = zip(adapters, pasts, queries, strict=True)
+        self._mixing.lay_out([Part(*part) for part in parts])
+        own = None if adapters[0] is None else adapters[0].model
+        return self._model if own is None else own
 
     def _let_inputs_arrive(self) -> None:
         """Inputs are made on the current stream and used on the library's own, which waits here."""
@@ -231,7 +254,6 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
     def __init__(self) -> None:
         super().__init__(LogitsProcessorList())
         self.rows: dict[str, Row] = {}
-        self.seen: dict[str, list[Tensor]] | None = None  # where to note logits, if anywhere
         self._batch: list[Row] = []
         self._sampler = Sampler()
 
@@ -242,13 +264,17 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
             for future in requests_in_batch
             if future.has_new_token
         ]
-        self.do_processing = self.seen is not None or not all(row.plain for row in self._batch)
+        self.do_processing = not all(row.plain for row in self._batch)
         return arg_storage
 
+    def forget(self) -> None:
+        """Drop the last batch's rows, which hold their adapters."""
+        self._batch = []
+
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
-        if self.seen is not None:
-            for row, logits in zip(self._batch, scores, strict=False):
-                self.seen[row.key].append(logits.clone())
+        for row, logits in zip(self._batch, scores, strict=False):
+            if row.noted is not None:
+                row.noted.append(logits.clone())
         self._sampler.apply(self._batch, scores[: len(self._batch)])
         return scores
 
@@ -268,6 +294,7 @@ def _manager(model: PreTrainedModel, plan: Plan) -> Any:
         "use_cuda_graph": False,
         "auto_switch_to_flash": False,
         "page_size": plan.block_size,
+        "scheduler_type": groups.NAME,
     }
     if "page_size" not in _FIELDS:
         options["block_size"] = plan.block_size

@@ -7,7 +7,7 @@ trusts is checked here, on the caller's thread, where the answer is a 400.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from servekit.engines.base import EmbedJob, Job
 from servekit.errors import ContextLengthExceeded, RequestError
@@ -22,8 +22,13 @@ class Limits:
     max_context: int
 
 
-def check(job: Job, limits: Limits) -> None:
-    """Raise RequestError if the job could not run, or would harm others."""
+def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
+    """Raise RequestError if the job could not run, or would harm others.
+
+    `virtual_tokens` are its adapter's: they take room in the context, beside the prompt.
+    """
+    if virtual_tokens:
+        limits = replace(limits, max_context=limits.max_context - virtual_tokens)
     if not job.prompt_ids:
         raise RequestError(
             "The prompt is empty; the model needs at least one token.", param="prompt"

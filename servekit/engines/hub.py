@@ -58,21 +58,26 @@ def fetch(
     *,
     cache: Cache,
     trust_remote_code: bool = False,
+    adapter: bool = False,
 ) -> tuple[Path, str]:
     """A local folder with the model's files (or only `file`, a .gguf), and their commit.
+
+    Or the files of an `adapter`.
 
     Raises LoadError: permanent if the hub refuses or has no such model, not permanent if it
     cannot be reached and its cache does not hold the model either.
     """
     wanted = revision or "main"
-    key = Key(f"{repo} {file}", ("hub", repo, file, wanted, str(trust_remote_code)))
+    kept_as = ("adapter",) if adapter else ("hub",)
+    key = Key(f"{repo} {file}", (*kept_as, repo, file, wanted, str(trust_remote_code)))
     path = cache.root / ".pins" / f"{key.name}.json"
     pin = _read(path)
     if pin is None or not _is_here(pin):
         with cache.locked(key, report, phase="fetch") as shared:
             pin = _read(path)
             if pin is None or not _is_here(pin):
-                pin = _Hub(repo, file, trust_remote_code, shared).download(wanted, pin)
+                kind = _AdapterHub if adapter else _Hub
+                pin = kind(repo, file, trust_remote_code, shared).download(wanted, pin)
                 _write(path, pin)
     _announce(pin, path)
     return _snapshot(pin), pin.commit
@@ -174,6 +179,10 @@ class _Hub:
         texts = [n for n in names if any(_matches(n, p) for p in self._patterns())]
         return sorted({*weights, *texts})
 
+    def _check(self, snapshot: Path) -> None:
+        if not self._file:
+            model_folder.check(snapshot)
+
     def _patterns(self) -> list[str]:
         return [*_TEXT, "*.safetensors.index.json", *(["*.py"] if self._code else [])]
 
@@ -186,8 +195,7 @@ class _Hub:
         names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
         try:
             files = self._select(names)
-            if not self._file:
-                model_folder.check(snapshot)
+            self._check(snapshot)
         except (LoadError, OSError):
             raise LoadError(_unreachable(self._repo, revision, error), permanent=False) from error
         if not constants.HF_HUB_OFFLINE:
@@ -212,6 +220,20 @@ class _Hub:
         finally:
             ended.set()
             thread.join()
+
+
+class _AdapterHub(_Hub):
+    """An adapter of the hub: what PEFT writes, as safetensors."""
+
+    def _select(self, names: list[str]) -> list[str]:
+        if "adapter_config.json" not in names:
+            raise LoadError(f"The hub's {self._repo} has no adapter_config.json: it is no adapter.")
+        if "adapter_model.safetensors" not in names:
+            raise LoadError(model_folder.no_weights(f"The hub's {self._repo}", names))
+        return ["adapter_config.json", "adapter_model.safetensors"]
+
+    def _check(self, snapshot: Path) -> None:
+        """`_select` has found both files."""
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.base import Job, StepOutput
 from servekit.engines.grammar import Constraint
 from servekit.engines.logprobs import Scores
@@ -34,6 +36,9 @@ class Row:
     max_tokens: int
     piece: Callable[[int], bytes] = _nameless  # the bytes of a token
     constraint: Constraint | None = None
+    adapter: Adapter | None = None  # None: the base model
+    noted: list[Tensor] | None = None  # where to keep its logits, float32 [vocabulary], if anywhere
+    private: threading.Event | None = None  # the engine's own: emitted to no one, set at its end
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
     scores: Scores | None = None  # of the token that is about to be pushed
@@ -56,20 +61,38 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion so far."""
-        return len(self.job.prompt_ids) + len(self.completion)
+        """Tokens of prompt and completion so far, an adapter's virtual ones included."""
+        return self.virtual_tokens + len(self.job.prompt_ids) + len(self.completion)
 
     @property
     def context(self) -> list[int]:
-        """What the model has to have read before the next token."""
-        return self.job.prompt_ids + self.completion
+        """What the model has to have read before the next token.
+
+        Virtual tokens are zeros here: what they embed to is put in their place (`Mixing`).
+        """
+        return [0] * self.virtual_tokens + self.job.prompt_ids + self.completion
+
+    @property
+    def virtual_tokens(self) -> int:
+        return 0 if self.adapter is None else self.adapter.virtual_tokens
+
+    @property
+    def group(self) -> int:
+        """Rows of one group may share a step."""
+        return 0 if self.adapter is None else self.adapter.group
+
+    @property
+    def adapter_uid(self) -> int:
+        """0 is the base model."""
+        return 0 if self.adapter is None else self.adapter.uid
 
     @property
     def plain(self) -> bool:
         """Greedy and nothing else: the argmax of the logits as they are is its token."""
         sampling = self.sampling
         steered = sampling.penalised or bool(sampling.logit_bias) or self.eos_forbidden
-        return sampling.greedy and not (steered or self.wants_logprobs or self.constraint)
+        watched = self.wants_logprobs or self.noted is not None
+        return sampling.greedy and not (steered or watched or self.constraint)
 
     @property
     def wants_logprobs(self) -> bool:

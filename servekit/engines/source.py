@@ -23,6 +23,7 @@ from servekit.engines.base import Report
 from servekit.engines.cache import Cache, Key
 from servekit.engines.gguf_header import read_header
 from servekit.errors import LoadError
+from servekit.wire.messages import Progress
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,23 @@ def resolve(
     Raises LoadError with a sentence that says what to do.
     """
     return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
+
+
+def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None) -> Path:
+    """A local folder that holds an adapter, from a folder or the hub; as `resolve`."""
+    source = parse(path, exists=Path(path).expanduser().exists())
+    if isinstance(source, Hub) and not source.file:
+        where = cache or Cache()
+        return hub.fetch(source.repo, "", revision, _silent, cache=where, adapter=True)[0]
+    if revision:
+        raise LoadError(f"{path} has no revisions; `revision` is for adapters of the hub.")
+    if isinstance(source, Folder):
+        return _existing(source.path, path)
+    raise LoadError(f"{path} is no adapter: name a folder, or an adapter of the hub (ORG/NAME).")
+
+
+def _silent(progress: Progress) -> None:
+    """An adapter is small, and what waits for it has no bar to show."""
 
 
 class _Resolver:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from servekit.engines.adapters.adapter import Adapter
+from servekit.engines.adapters.mixing import Mixing, Part
 from servekit.engines.base import StepOutput
 from servekit.engines.rows import Row
 from servekit.engines.sampling import Sampler
@@ -23,6 +25,7 @@ class StaticRunner:
 
     def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
         self._model: Any = model
+        self._mixing = Mixing(model)
         self._sampler = Sampler()
         self._chunk = chunk
         self._waiting: deque[Row] = deque()
@@ -48,6 +51,17 @@ class StaticRunner:
     def add(self, row: Row) -> None:
         self._waiting.append(row)
 
+    def add_first(self, row: Row) -> None:
+        self._waiting.appendleft(row)
+
+    def install(self, adapter: Adapter) -> None:
+        """Let rows with this adapter run."""
+        self._mixing.install(adapter)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter that no row has."""
+        self._mixing.remove(adapter)
+
     def cancel(self, row: Row) -> None:
         if self._row is row:
             self._drop()
@@ -58,9 +72,11 @@ class StaticRunner:
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Read a chunk of the prompt, or make a token."""
         row = self._row or self._begin(self._waiting.popleft())
-        logits = self._read()
+        logits = self._read(row.adapter)
         if self._unread:
             return []
+        if row.noted is not None:
+            row.noted.append(logits[0].clone())
         self._sampler.apply([row], logits)
         token = int(logits.argmax(-1))
         output = row.push(token)
@@ -83,11 +99,13 @@ class StaticRunner:
     def _drop(self) -> None:
         self._row, self._unread, self._seen, self._cache = None, [], 0, {}
 
-    def _read(self) -> torch.Tensor:
+    def _read(self, adapter: Adapter | None) -> torch.Tensor:
         """Feed unread tokens; returns the logits after the last one, float32 [1, vocabulary]."""
         size = self._chunk if self._in_pieces() else len(self._unread)
         now, self._unread = self._unread[:size], self._unread[size:]
-        model, first = self._model, self._seen == 0
+        own = None if adapter is None else adapter.model
+        model, first = self._model if own is None else own, self._seen == 0
+        self._mixing.lay_out([Part(adapter, self._seen, len(now))])
         self._seen += len(now)
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([now], device=model.device),

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,10 @@ import torch
 from msgspec import structs
 
 from servekit.engines import embedding, pooling, preparing, weights
+from servekit.engines.adapters.shelf import Shelf
+from servekit.engines.adapters.skeleton import BaseChanged
 from servekit.engines.assembly import (
+    CausalRunner,
     Runner,
     assemble,
     cpu_threads,
@@ -34,6 +38,7 @@ from servekit.engines.assembly import (
     vocab_size,
 )
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.between import Between
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
@@ -42,6 +47,7 @@ from servekit.engines.pieces import Pieces
 from servekit.engines.rows import Row
 from servekit.engines.sampling import resolve
 from servekit.errors import EngineFailed, RequestError, Unsupported
+from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import markers
 from servekit.wire.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
 
@@ -51,13 +57,8 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 #: What every causal model is served with.
 SERVES: tuple[Capability, ...] = (
-    "generate",
-    "tokenize",
-    "detokenize",
-    "logprobs",
-    "logit_bias",
-    "penalties",
-    "min_p",
+    *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
+    "adapters",
 )
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
@@ -78,6 +79,7 @@ class TransformersEngine(Engine):
         self._serial = count()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._shelf: Shelf | None = None
         self._progress_at = time.monotonic()
 
     # ---------------------------------------------------------------- loading
@@ -102,13 +104,23 @@ class TransformersEngine(Engine):
         self._eos = eos_ids(model, tokenizer)
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults = sampling_defaults(model) | stated
+        attention = str(model.config._attn_implementation)
         with weights.explained(folder, self.spec):
-            self._runner, info = assemble(model, self.spec, self.codec.chat)
+            runner, info = assemble(model, self.spec, self.codec.chat)
+        self._runner = runner
+        self._shelf = Shelf(model, attention, runner, self.spec, Between(self, runner))
         self._pieces = Pieces(tokenizer)
         self._grammars = preparing.grammars(tokenizer, self.vocab_size, self._eos)
         self._limits = Limits(self.vocab_size, info.max_context)
         dialect = self._dialect()
-        return structs.replace(info, serves=self._served(dialect), dialect=dialect)
+        loaded, refused = self._adapting().load_all(self.spec.adapters)
+        return structs.replace(
+            info,
+            serves=self._served(dialect),
+            dialect=dialect,
+            adapters=loaded,
+            refused_adapters=refused,
+        )
 
     def _load_embedder(self, folder: Path, tokenizer: Any, report: Report) -> ModelInfo:
         attention = self.spec.options.get("attention")
@@ -150,7 +162,8 @@ class TransformersEngine(Engine):
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, embedding.EmbeddingRunner):
             raise Unsupported("This model makes embeddings only.", param="model")
-        check(job, self._limits)
+        adapter = self._adapting().get(job.adapter) if job.adapter else None
+        check(job, self._limits, adapter.virtual_tokens if adapter else 0)
         sampling = resolve(job.params, self._defaults, self.vocab_size)
         bound = job.constraint is not None
         if bound != (job.params.grammar is not None):
@@ -159,6 +172,7 @@ class TransformersEngine(Engine):
         limit = job.params.max_tokens or 1
         row = Row(self._key(job.id), job, sampling, eos, limit, self._pieces.of)
         row.constraint = cast(Constraint | None, job.constraint)
+        row.adapter = adapter
         self._take(row)
 
     def _key(self, job_id: int) -> str:
@@ -174,6 +188,26 @@ class TransformersEngine(Engine):
                 self._progress_at = time.monotonic()  # what was idle until now is not late
             self._rows[row.job.id] = row
             self._post(lambda: self._add(row))
+
+    def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
+        try:
+            return self._adapting().load(adapter)
+        except BaseChanged as error:  # this worker has to go
+            self.post(partial(_throw, error))
+            raise EngineFailed(str(error)) from error
+
+    def unload_adapter(self, name: str) -> None:
+        shelf = self._adapting()
+        with self._changed:
+            rows = [row for row in self._rows.values() if isinstance(row, Row)]
+        if any(row.job.adapter == name for row in rows):
+            raise RequestError(f"Requests with adapter {name!r} are under way.", param="lora_name")
+        shelf.unload(name)
+
+    def _adapting(self) -> Shelf:
+        if self._shelf is None:
+            raise Unsupported("This model makes embeddings only.", param="lora_name")
+        return self._shelf
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
         if self._grammars is None:
@@ -199,6 +233,27 @@ class TransformersEngine(Engine):
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+
+    # ---------------------------------------------------------------- for `Between`
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def ended(self) -> bool:
+        return self.fatal is not None or self._closing
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have something done in the engine's thread, before its next step."""
+        with self._changed:
+            self._post(command)
+
+    def take_first(self, row: Row) -> None:
+        """Run a private row, before all that wait."""
+        with self._changed:
+            self._rows[row.job.id] = row
+            self._post(lambda: cast(CausalRunner, self._runner).add_first(row))
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -226,8 +281,8 @@ class TransformersEngine(Engine):
                 commands, self._commands = self._commands, deque()
                 if self._closing:
                     return False
-            for command in commands:
-                command()
+            while commands:  # none is kept while waiting: it may hold an adapter that is gone
+                commands.popleft()()
             if self._runner.running or self._runner.waiting:
                 return True
 
@@ -253,15 +308,24 @@ class TransformersEngine(Engine):
             live = [output for row, output in outputs if not row.cancelled]
             for output in live:
                 if output.finish is not None or output.error is not None:
-                    del self._rows[output.id]
-            if live:
-                self._emit(live)
+                    self._end(self._rows.pop(output.id))
+            heard = [output for output in live if output.id >= 0]
+            if heard:
+                self._emit(heard)
+
+    def _end(self, row: Request) -> None:
+        if isinstance(row, Row) and row.private is not None:
+            row.private.set()
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self.fatal = error
-            lost, self._rows = list(self._rows), {}
+            lost, self._rows = [key for key in self._rows if key >= 0], {}
             self._commands.clear()
         message = f"The engine failed: {type(error).__name__}: {error}"
         if lost:
             self._emit([StepOutput(job_id, [], error=message) for job_id in lost])
+
+
+def _throw(error: Exception) -> None:
+    raise error

@@ -64,14 +64,14 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def write_tiny_llama(folder: Path) -> Path:
+def write_tiny_llama(folder: Path, hidden_size: int = 64) -> Path:
     """A random Llama with two layers, 512 tokens of context and logits that rarely tie."""
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -125,11 +125,17 @@ class Harness:
                 self.outputs.setdefault(output.id, []).append(output)
             self._changed.notify_all()
 
-    def submit(self, prompt: str | list[int], emitted: Sequence[int] = (), **params: Any) -> int:
+    def submit(
+        self,
+        prompt: str | list[int],
+        emitted: Sequence[int] = (),
+        adapter: str = "",
+        **params: Any,
+    ) -> int:
         self._last += 1
         ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
-        job = Job(self._last, ids, sampling, list(emitted))
+        job = Job(self._last, ids, sampling, list(emitted), adapter=adapter)
         if sampling.grammar is not None:
             job.constraint = self.engine.constrain(sampling.grammar, emitted)
         self.engine.submit(job)

@@ -271,16 +271,20 @@ def _answer_file(handler: Handler, path: str, commits: dict[str, dict[str, bytes
 #: A worker's part that matters here: resolve argv[1] (revision argv[2]), saying how far it is.
 _RESOLVE = """
 import json, logging, sys
-from servekit.engines.source import resolve
+from servekit.engines.source import resolve, resolve_adapter
 from servekit.errors import LoadError
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-path, revision, stop_at = sys.argv[1:4]
+path, revision, stop_at, adapter = sys.argv[1:5]
 def report(progress):
     print(json.dumps([progress.phase, progress.done, progress.total, progress.unit]), flush=True)
     if progress.phase == stop_at and progress.done:
         sys.stdin.readline()
 try:
-    print(json.dumps({"path": str(resolve(path, revision or None, report))}))
+    if adapter:
+        found = resolve_adapter(path, revision or None)
+    else:
+        found = resolve(path, revision or None, report)
+    print(json.dumps({"path": str(found)}))
 except LoadError as error:
     print(json.dumps({"error": str(error), "permanent": error.permanent}))
 """
@@ -292,6 +296,7 @@ def start_resolving(
     *,
     revision: str = "",
     stop_at: str = "",
+    adapter: bool = False,
     environment: dict[str, str] | None = None,
     limit_bytes: int | None = None,
 ) -> subprocess.Popen[str]:
@@ -300,7 +305,7 @@ def start_resolving(
     return subprocess.Popen(
         [
             *(sys.executable, "-c", (limit if limit_bytes else "") + _RESOLVE),
-            *(str(path), revision, stop_at),
+            *(str(path), revision, stop_at, "yes" if adapter else ""),
         ],
         env={**os.environ, "XDG_CACHE_HOME": str(cache_home), **(environment or {})},
         stdin=subprocess.PIPE,

@@ -39,7 +39,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture
 def run(tmp_path: Path) -> Resolve:
     def resolve_it(
-        path: str, url: str, revision: str = "", limit_bytes: int | None = None, **more: str
+        path: str,
+        url: str,
+        revision: str = "",
+        limit_bytes: int | None = None,
+        adapter: bool = False,
+        **more: str,
     ) -> Any:
         home = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url, "HF_TOKEN": "secret"}
         clean = {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
@@ -50,6 +55,7 @@ def run(tmp_path: Path) -> Resolve:
                 revision=revision,
                 environment=environment,
                 limit_bytes=limit_bytes,
+                adapter=adapter,
             )
         )
 
@@ -227,3 +233,30 @@ def test_a_hub_that_cannot_be_reached_is_worth_another_try(run: Resolve) -> None
     found, _ = run("test/tiny", NOWHERE)
     assert "The hub cannot be reached for test/tiny at main, which is not cached" in found["error"]
     assert not found["permanent"]
+
+
+def test_an_adapter_of_the_hub_is_pinned_and_served_without_it(run: Resolve) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"x"}
+    refs = {"main": OLD}
+    with hub_server({OLD: files, NEW: files}, refs) as (url, _):
+        found, _ = run("test/tiny", url, adapter=True)
+        refs["main"] = NEW
+        again, _ = run("test/tiny", url, adapter=True)
+        other, _ = run("test/tiny", url, revision=NEW, adapter=True)
+    assert Path(found["path"]).name == OLD and again == found
+    assert Path(other["path"]).name == NEW
+    assert {p.name for p in Path(found["path"]).iterdir()} == files.keys() - {"README.md"}
+    assert run("test/tiny", NOWHERE, adapter=True)[0] == found
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["config.json", "model.safetensors"], "no adapter_config.json: it is no adapter"),
+        (["adapter_config.json", "adapter_model.bin"], "adapter_model.bin, a pickle format"),
+    ],
+)
+def test_what_is_no_adapter_is_not_fetched(run: Resolve, names: list[str], message: str) -> None:
+    with hub_server({OLD: dict.fromkeys(names, b"{}")}, {"main": OLD}) as (url, _):
+        found, _ = run("test/tiny", url, adapter=True)
+    assert message in found["error"] and found["permanent"]

@@ -1,0 +1,77 @@
+"""What of an adapter can be refused by its configuration, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from servekit.engines.adapters.files import PARAM, AdapterFiles
+from servekit.errors import RequestError
+
+#: Highest rank served unless the configuration says otherwise.
+MAX_RANK = 256
+#: Tuners whose layers need what a request cannot say, or keep state of their own per sequence.
+_REFUSED = {
+    "PREFIX_TUNING": "it puts keys and values of its own into the cache of every layer",
+    "CARTRIDGE": "it puts keys and values of its own into the cache of every layer",
+    "ADAPTION_PROMPT": "it replaces the attention that continuous batching replaces too",
+    "MULTITASK_PROMPT_TUNING": "it needs a task id with every request",
+    "POLY": "it needs task ids with every request",
+    "XLORA": "it reads each prompt twice, with adapters of its own",
+}
+
+
+def check(files: AdapterFiles, max_rank: int) -> None:
+    """Raise RequestError if this kind of adapter is not served, or its rank is too high."""
+    config = files.config
+    kind = config.get("peft_type")
+    if not isinstance(kind, str):
+        raise RequestError("adapter_config.json states no peft_type.", param=PARAM)
+    if kind in _REFUSED:
+        raise RequestError(f"{kind} adapters are not served: {_REFUSED[kind]}.", param=PARAM)
+    task = config.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise RequestError(
+            f"The adapter is for the task {task}; this model needs one for CAUSAL_LM.", param=PARAM
+        )
+    if config.get("layer_replication"):
+        raise RequestError(
+            "The adapter repeats layers of its base (layer_replication); that is another model, "
+            "and is not served as an adapter.",
+            param=PARAM,
+        )
+    rank = rank_of(config)
+    if rank > max_rank:
+        raise RequestError(
+            f"The adapter's rank is {rank}, and at most {max_rank} is served "
+            "(the model's option max_lora_rank).",
+            param=PARAM,
+        )
+
+
+def rank_of(config: dict[str, Any]) -> int:
+    """The highest rank in an adapter's configuration; 0 where its tuner has none."""
+    return max(_ranks(config), default=0)
+
+
+def _ranks(config: dict[str, Any]) -> Iterator[int]:
+    patterns = config.get("rank_pattern")
+    stated = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    yield from (rank for rank in stated if isinstance(rank, int) and not isinstance(rank, bool))
+
+
+def other_base(config: dict[str, Any], names: set[str]) -> str:
+    """The base that the adapter names, if it is none of `names` by its last part; else "".
+
+    Folders move and models are renamed, so a name alone refuses nothing: shapes do.
+    """
+    stated = config.get("base_model_name_or_path")
+    if not isinstance(stated, str) or not stated:
+        return ""
+    known = {_last(name) for name in names if name}
+    return "" if _last(stated) in known else stated
+
+
+def _last(name: str) -> str:
+    return PurePosixPath(name.rstrip("/")).name.lower()

@@ -1,0 +1,145 @@
+"""Which requests may share a step, and which may share blocks of the cache.
+
+The library's scheduler knows one model. Adapters that cannot be mixed into the base's steps have
+models of their own, so that a step belongs to one group of requests, and groups take turns: each
+step is the next group's that has anything to run. Within a step, requests of one adapter are side
+by side, as `adapters.mixing` wants them.
+
+The library shares blocks of equal tokens between requests. Keys and values under one adapter are
+not those under another: blocks are told apart by adapter, in that the tokens they are known by are
+changed, by something that only this adapter has, wherever they are looked up or written down.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers.generation.continuous_batching.scheduler import (
+    SCHEDULER_MAPPING,
+    FIFOScheduler,
+)
+
+from servekit.engines.rows import Row
+
+#: The name under which the library finds this scheduler.
+NAME = "servekit_groups"
+#: Tokens of a prompt that are changed: no more than the smallest block has.
+_SALTED = 8
+_SALT = 0x9E3779B1  # odd, and its bits well mixed
+_MASK30 = 0x3FFFFFFF  # the library hashes tokens as signed 32-bit numbers
+
+Scheduled = tuple[Any, bool, int, int]
+
+
+class GroupScheduler(FIFOScheduler):
+    """The library's own, on one group at a time. `rows` are those under way, by key."""
+
+    rows: Mapping[str, Row] = {}
+    _last = 0  # the group that ran last
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Scheduled:
+        groups = {self.rows[key].group for key in (*self.active_requests, *self.waiting_requests)}
+        if len(groups) < 2:
+            return self._side_by_side(super().schedule_batch(token_budget, cache_budget))
+        return self._in_turn(sorted(groups), token_budget, cache_budget)
+
+    def _in_turn(self, groups: list[int], token_budget: int, cache_budget: int) -> Scheduled:
+        """Schedule the next group that can run. As the library does, None says: the cache is full.
+
+        It then makes room among those who were starved: of all groups, since all were tried.
+        """
+        starved: list[Any] = []
+        found: Scheduled = ([], False, 0, 0)
+        full = False
+        after = [group for group in groups if group > self._last]
+        for group in (*after, *groups[: len(groups) - len(after)]):
+            found = self._schedule(group, token_budget, cache_budget)
+            starved += self.starved_requests
+            full = full or found[0] is None
+            if found[0]:
+                self._last = group
+                break
+        self.starved_requests = starved
+        return (None if full else [], *found[1:]) if not found[0] else self._side_by_side(found)
+
+    def _schedule(self, group: int, token_budget: int, cache_budget: int) -> Scheduled:
+        """Let the library see this group only."""
+        active, waiting = self.active_requests, self.waiting_requests
+        order = self.waiting_requests_order
+        self.active_requests = self._of(group, active)
+        self.waiting_requests = self._of(group, waiting)
+        self.waiting_requests_order = deque(key for key in order if key in self.waiting_requests)
+        try:
+            return super().schedule_batch(token_budget, cache_budget)
+        finally:
+            left = self.waiting_requests
+            hidden = {k: s for k, s in active.items() if k not in self.active_requests}
+            self.active_requests = hidden | self.active_requests
+            self.waiting_requests = {
+                k: s for k, s in waiting.items() if k in left or self.rows[k].group != group
+            }
+            self.waiting_requests_order = deque(k for k in order if k in self.waiting_requests)
+
+    def _of(self, group: int, states: dict[str, Any]) -> dict[str, Any]:
+        return {key: state for key, state in states.items() if self.rows[key].group == group}
+
+    def _side_by_side(self, found: Scheduled) -> Scheduled:
+        batch = found[0]
+        if batch and any(self.rows[future.state.request_id].adapter for future in batch):
+            batch.sort(key=lambda future: self.rows[future.state.request_id].adapter_uid)
+        return found
+
+
+SCHEDULER_MAPPING[NAME] = GroupScheduler
+
+
+# ---------------------------------------------------------------- blocks of the cache
+
+
+def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row]) -> None:
+    """Have the library's cache share blocks between requests of one adapter only."""
+    search = cache.search_prefix_match
+
+    def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
+        uid = rows[request_id].adapter_uid
+        found: int = search(request_id, _salted(prompt_ids, uid) if uid else prompt_ids)
+        return found
+
+    cache.search_prefix_match = search_prefix_match
+    for name in ("mark_complete_blocks", "mark_shareable_blocks_as_complete"):  # 5.23, 5.17
+        if hasattr(cache, name):
+            setattr(cache, name, _marking(getattr(cache, name), rows))
+
+
+def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
+    def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:
+        row = rows.get(state.request_id)
+        if complete_blocks and row is not None and row.adapter_uid:
+            state = _Disguised(state, row.adapter_uid)
+        mark(state, complete_blocks)
+
+    return mark_complete_blocks
+
+
+class _Disguised:
+    """A request's state as the cache reads it, with other tokens."""
+
+    def __init__(self, state: Any, uid: int) -> None:
+        self.request_id = state.request_id
+        self.status = state.status
+        self.initial_tokens = _salted(state.initial_tokens + state.generated_tokens, uid)
+        self.generated_tokens: list[int] = []
+
+
+def _salted(tokens: Iterable[int], uid: int) -> list[int]:
+    """Other tokens for each uid; the same for the same, and different for different tokens.
+
+    Eight tokens by thirty bits each: that two adapters' prompts ever look alike is out of the
+    question, where a single changed token might be another's.
+    """
+    changed = list(tokens)
+    for place, token in enumerate(changed[:_SALTED]):
+        changed[place] = token ^ (uid * _SALT * (2 * place + 1) & _MASK30)
+    return changed

@@ -1,0 +1,103 @@
+"""Adding adapters to a layer: run by run and stacked are the same, and a step knows its tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from servekit.engines.adapters import mixing
+from servekit.engines.adapters.adapter import Adapter, Factors
+from servekit.engines.adapters.mixing import Mixing, Part, Step
+
+SIZES = {1: 4, 2: 2, 3: 8}
+COUNTS = [(None, 3), (1, 2), (1, 5), (2, 1), (None, 1), (3, 4), (1, 1)]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 16)
+        self.linear = nn.Linear(16, 24)
+        self.other = nn.Linear(16, 24)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+
+def adapter(uid: int, rank: int) -> Adapter:
+    torch.manual_seed(uid)
+    factors = Factors(torch.randn(rank, 16), torch.randn(rank, 24))
+    return Adapter(f"a{uid}", uid, factors={"linear": factors})
+
+
+def expected(model: Model, x: Tensor, adapters: dict[int, Adapter]) -> Tensor:
+    """Token by token."""
+    plain = nn.functional.linear(x, model.linear.weight, model.linear.bias)
+    at = 0
+    for uid, count in COUNTS:
+        if uid in adapters:
+            one = adapters[uid].factors["linear"]
+            plain[0, at : at + count] += x[0, at : at + count] @ one.down.T @ one.up
+        at += count
+    return plain
+
+
+@pytest.mark.parametrize("worth", [0.0, 1e12], ids=["run by run", "stacked"])
+@torch.no_grad()
+def test_each_token_gets_its_own_adapters_share(
+    monkeypatch: pytest.MonkeyPatch, worth: float
+) -> None:
+    monkeypatch.setattr(mixing, "_LAUNCH_WORTH", {"cpu": worth, "cuda": worth})
+    model, adapters = Model(), {uid: adapter(uid, rank) for uid, rank in SIZES.items()}
+    mixed = Mixing(model)
+    for one in adapters.values():
+        mixed.install(one)
+    x = torch.randn(1, sum(count for _, count in COUNTS), 16)
+    for gone in (None, 2, 1, 3):
+        if gone is not None:
+            mixed.remove(adapters.pop(gone))
+        mixed.lay_out([Part(adapters.get(uid or 0), 0, count) for uid, count in COUNTS])
+        assert torch.allclose(model.linear(x), expected(model, x, adapters), atol=1e-5)
+    assert "forward" not in model.linear.__dict__
+
+
+@torch.no_grad()
+def test_a_step_without_adapters_is_the_layers_own() -> None:
+    model, x = Model(), torch.randn(1, 5, 16)
+    mixed, plain = Mixing(model), model.linear(x)
+    mixed.install(adapter(1, 4))
+    mixed.lay_out([Part(None, 0, 5)])
+    assert mixed.step is None
+    assert torch.equal(model.linear(x), plain)
+
+
+def test_runs_of_one_adapter_are_one() -> None:
+    one, two = adapter(1, 2), adapter(2, 2)
+    step = Step.of([Part(None, 7, 1), Part(one, 3, 2), Part(one, 0, 4), Part(two, 9, 1)])
+    assert step is not None
+    assert (step.tokens, step.runs) == (8, [(1, 1, 7), (2, 7, 8)])
+
+
+@pytest.mark.parametrize(("past", "count", "rows"), [(0, 9, 5), (0, 3, 3), (3, 4, 2), (5, 1, 0)])
+@torch.no_grad()
+def test_virtual_tokens_are_read_where_they_stand(past: int, count: int, rows: int) -> None:
+    model = Model()
+    mixed, table = Mixing(model), torch.randn(5, 16)
+    mixed.install(Adapter("p", 1, prompt=table))
+    mixed.lay_out([Part(None, 0, 2), Part(Adapter("p", 1, prompt=table), past, count)])
+    ids = torch.zeros(1, 2 + count, dtype=torch.int64)
+    found = model.embed(ids)[0]
+    assert torch.equal(found[2 : 2 + rows], table[past : past + rows])
+    rest = torch.cat([found[:2], found[2 + rows :]])
+    assert torch.equal(rest, model.embed.weight[0].expand_as(rest))
+
+
+def test_what_cannot_be_installed_leaves_nothing() -> None:
+    model, mixed = Model(), Mixing(Model())
+    mixed = Mixing(model)
+    bad = adapter(1, 4)
+    bad.factors["nowhere"] = bad.factors["linear"]
+    with pytest.raises(AttributeError):
+        mixed.install(bad)
+    assert not mixed._layers and "forward" not in model.linear.__dict__
