@@ -69,8 +69,9 @@ def other_base(config: dict[str, Any], names: set[str]) -> str:
     stated = config.get("base_model_name_or_path")
     if not isinstance(stated, str) or not stated:
         return ""
-    known = {_last(name) for name in names if name}
-    return "" if _last(stated) in known else stated
+    wanted, known = _last(stated), {_last(name) for name in names if name}
+    converted = any(n.endswith(".gguf") and n.startswith(wanted) for n in known)  # NAME.Q4_1.gguf
+    return "" if converted or wanted in known else stated
 
 
 def _last(name: str) -> str:

@@ -54,6 +54,17 @@ class Stack:
     up: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`runs` are (first rank, last, first token, last), the lasts excluded.
+
+    `wasted` are products of a token and a rank that are not of the same adapter.
+    """
+
+    runs: list[tuple[int, ...]]
+    wasted: int
+
+
 @dataclass(slots=True)
 class Step:
     """Whose tokens are where in one packed batch of `tokens`.
@@ -65,6 +76,7 @@ class Step:
     tokens: int
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     prompts: list[tuple[int, Tensor]] = field(default_factory=list)
+    _plans: dict[int, Plan] = field(default_factory=dict)
     _owners: Tensor | None = None
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
@@ -87,6 +99,17 @@ class Step:
             self.runs[-1] = (adapter.uid, self.runs[-1][1], stop)
         else:
             self.runs.append((adapter.uid, start, stop))
+
+    def plan(self, stack: Stack) -> Plan:
+        """Whose ranks meet which tokens; worked out once for all stacks of the same owners."""
+        found = self._plans.get(stack.key)
+        if found is None:
+            places = stack.places
+            runs = [(*places[uid], *run) for uid, *run in self.runs if uid in places]
+            needed = sum((stop - start) * (last - first) for first, last, start, stop in runs)
+            found = Plan(runs, self.tokens * len(stack.owners) - needed)
+            self._plans[stack.key] = found
+        return found
 
     def mask(self, stack: Stack, like: Tensor) -> Tensor:
         """1 where a token's adapter is the rank's: [tokens, ranks]."""
@@ -236,20 +259,18 @@ class MixedLayer:
 
 def _add(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
     """Change `out` [tokens, out] in place by what the adapters make of `x` [tokens, in]."""
-    places = stack.places
-    runs = [(*places[uid], start, stop) for uid, start, stop in step.runs if uid in places]
-    if len(runs) > 1 and _stacked_is_quicker(runs, stack, x):
+    plan = step.plan(stack)
+    if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):
         hidden = x @ stack.down.T
         hidden *= step.mask(stack, hidden)
         out.addmm_(hidden, stack.up)
         return
-    for first, last, start, stop in runs:
+    for first, last, start, stop in plan.runs:
         hidden = x[start:stop] @ stack.down[first:last].T
         out[start:stop].addmm_(hidden, stack.up[first:last])
 
 
-def _stacked_is_quicker(runs: Sequence[tuple[int, ...]], stack: Stack, x: Tensor) -> bool:
+def _stacked_is_quicker(plan: Plan, x: Tensor, out: Tensor) -> bool:
     worth = _LAUNCH_WORTH["cpu" if x.device.type == "cpu" else "cuda"]
-    needed = sum((stop - start) * (last - first) for first, last, start, stop in runs)
-    wasted = x.shape[0] * len(stack.owners) - needed
-    return wasted * (x.shape[-1] + stack.up.shape[-1]) < (len(runs) - 1.5) * worth
+    extra = plan.wasted * (x.shape[-1] + out.shape[-1])
+    return extra < (len(plan.runs) - 1.5) * worth

@@ -1,0 +1,32 @@
+"""Which base an adapter was made for, as far as names tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from servekit.engines.adapters import limits
+
+
+@pytest.mark.parametrize(
+    ("stated", "names", "other"),
+    [
+        ("org/Model-7B", {"/models/model-7b/", "m"}, ""),
+        ("/somewhere/model", {"org/Model"}, ""),
+        ("org/Smol-135M", {"pypi:smol==1/dir/Smol-135M.Q4_1.gguf"}, ""),
+        ("org/Smol-135M", {"/models/Smol-360M.Q4_1.gguf"}, "org/Smol-135M"),
+        ("org/Model", {"org/Model-Instruct"}, "org/Model"),
+        ("", {"org/Model"}, ""),
+        (None, {"org/Model"}, ""),
+        ("org/Model", {""}, "org/Model"),
+    ],
+)
+def test_another_base_by_name(stated: Any, names: set[str], other: str) -> None:
+    assert limits.other_base({"base_model_name_or_path": stated}, names) == other
+
+
+def test_the_rank_is_the_highest() -> None:
+    assert limits.rank_of({"r": 8, "rank_pattern": {"a": 32, "b": 2}}) == 32
+    assert limits.rank_of({"r": None, "rank_pattern": None}) == 0
+    assert limits.rank_of({}) == 0
