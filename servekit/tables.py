@@ -95,7 +95,7 @@ def adapter_note(adapter: AdapterStatus) -> str:
     if adapter.info is None:
         return adapter.path
     figures = [f"{name} {value:.3g}" for name, value in adapter.info.figures.items()]
-    return "; ".join([adapter.info.why, *figures])
+    return "; ".join([adapter.info.why.rstrip("."), *figures])
 
 
 def _workers(status: Status, *, timings: bool) -> Table:
