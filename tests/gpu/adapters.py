@@ -236,3 +236,27 @@ def _rate(instance: Instance, models: Sequence[str], clients: int, tokens: int) 
         began = time.monotonic()
         list(pool.map(one, range(clients)))
         return clients * tokens / (time.monotonic() - began)
+
+
+def folder_of(model: str) -> Path:
+    """Where the model's configuration is, whatever the file's `path` says."""
+    from servekit.engines.source import resolve
+
+    return Path(resolve(model, None, lambda progress: None))
+
+
+def numerics(model: str, device: str) -> list[Row]:
+    """First-token logits on the device against those on the CPU in float32."""
+    command = [sys.executable, "-m", "tests.gpu.numerics", "--model", model, "--device", device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = [
+        Row(
+            f"first-token logits, {one['device']} {one['dtype']} to CPU float32",
+            f"{one['error']:.1e} (≤ {one['tolerance']:.0e}), same token "
+            f"{one['same_token']} of {one['prompts']}",
+            one["error"] <= one["tolerance"] and one["decided"] == one["decided_same"],
+        )
+        for one in found
+    ]
+    return rows or [Row("first-token logits", done.stderr.strip()[-200:], False)]

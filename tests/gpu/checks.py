@@ -56,9 +56,9 @@ def model(path: str, device: str, replicas: int, **options: Any) -> dict[str, An
 
 
 @contextmanager
-def serving(folder: Path, entry: dict[str, Any]) -> Iterator[Instance]:
+def serving(folder: Path, entry: dict[str, Any], **server: Any) -> Iterator[Instance]:
     """An instance whose replicas are all ready."""
-    with Instance.up(folder, [entry]) as instance:
+    with Instance.up(folder, [entry], server=server) as instance:
         instance.until_settled(within_s=400)
         states = {r.name: (r.state, r.reason) for r in instance.model("m").replicas}
         assert all(state == "ready" for state, _ in states.values()), states
