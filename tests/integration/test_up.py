@@ -232,48 +232,54 @@ def test_nothing_survives_kill_9_in_the_middle_of_a_start(tmp_path: Path, count:
         poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
 
 
-def escaped() -> set[int]:
-    """Grandchildren that no environment, group, session or parent leads to."""
-    return {p.pid for p in procfs.everyone() if procfs.command(p.pid) == "/bin/sleep 1000"}
+def escaped(instance: Instance) -> set[int]:
+    """Grandchildren that no environment, group or session leads to; the supervisor adopts them."""
+    found = procfs.descendants(instance.pid)
+    return {p.pid for p in found if procfs.command(p.pid) == "/bin/sleep 1000"}
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("servekit-echo-*")}
+def segments(pid: int) -> set[Path]:
+    return set(Path("/dev/shm").glob(f"servekit-echo-{pid}-*"))
+
+
+def living(pids: set[int]) -> set[int]:
+    found = {pid for pid in pids if procfs.command(pid) == "/bin/sleep 1000"}
+    return {pid for pid in found if (process := procfs.read(pid)) and process.state != "Z"}
 
 
 def test_a_worker_leaves_neither_shared_memory_nor_who_escaped_it(tmp_path: Path) -> None:
-    others, before = escaped(), segments()
     options = {"escaped_grandchildren": 2, "shared_memory_bytes": 2**20}
     with Instance.up(tmp_path, [echo("a", **options)]) as instance:
-        pid = instance.until_settled().models[0].replicas[0].pid
-        old, mapped = escaped() - others, segments() - before
+        first = instance.until_settled().models[0].replicas[0].pid
+        old = escaped(instance)
         assert len(old) == 2
-        assert len(mapped) == 1
-        os.kill(pid, signal.SIGKILL)
+        assert len(segments(first)) == 1
+        os.kill(first, signal.SIGKILL)
         instance.until("it is replaced", lambda: instance.replica("a/0").restarts == 1)
         instance.until("its successor is ready", lambda: instance.replica("a/0").state == "ready")
-        now = segments() - before
-        assert len(now) == 1
-        assert not now & mapped
-        assert not escaped() & old
+        second = instance.replica("a/0").pid
+        assert len(segments(second)) == 1
+        assert not segments(first)
+        assert not living(old)
+        new = escaped(instance)
         instance.signal(signal.SIGTERM)
         assert instance.wait(within_s=20) == 0
-    assert segments() == before
-    assert escaped() == others
+    assert not segments(second)
+    assert len(new) == 2
+    assert not living(new)
 
 
 def test_kill_9_leaves_neither_shared_memory_nor_who_escaped(tmp_path: Path) -> None:
-    others, before = escaped(), segments()
     options = {"escaped_grandchildren": 1, "shared_memory_bytes": 2**20}
     with Instance.up(tmp_path, [echo("a", **options)]) as instance:
-        instance.until_settled()
-        assert len(escaped() - others) == 1
+        worker = instance.until_settled().models[0].replicas[0].pid
+        (new,) = escaped(instance)
+        assert segments(worker)
         noted = (instance.run_dir / "shared_memory.json", instance.run_dir / "children.json")
-        new = next(iter(escaped() - others))
         poll("it is noted", lambda: noted[0].exists() and str(new) in noted[1].read_text(), 20)
         instance.signal(signal.SIGKILL)
         instance.process.wait()
-        poll("all gone", lambda: segments() == before and escaped() == others, within_s=2.0)
+        poll("all gone", lambda: not segments(worker) and not living({new}), within_s=2.0)
 
 
 def test_kill_9_ends_a_stopped_worker_too(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def build(files: AdapterFiles, skeletons: Skeletons, base: str) -> tuple[Any, st
     _require_fit(files, model, base)
     with explained(base):
         _load(files, model, skeletons)
-    _require_device(model, next(skeletons.base.parameters()).device)
+    device = next(skeletons.base.parameters()).device
+    _bring_constants(model, device)
+    _require_device(model, device)
     model.requires_grad_(False)
     return model.eval(), kind
 
@@ -107,6 +109,14 @@ def _give_own_memory(model: Any, names: Container[str], skeletons: Skeletons) ->
             owner, _, leaf = name.rpartition(".")
             fresh = nn.Parameter(parameter.detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), leaf, fresh)
+
+
+def _bring_constants(model: Any, device: torch.device) -> None:
+    """Have buffers where the weights are: BOFT makes permutations on the CPU, and leaves them."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def _require_device(model: Any, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from tests.unit.engines.harness import Harness, make_spec, reference
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time, " * 12]
-COUNT = 20
+COUNT = 10
 
 
 def configs() -> dict[str, Any]:
