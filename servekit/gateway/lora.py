@@ -7,6 +7,7 @@ engine read what he has put there.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -63,20 +64,22 @@ class Lora:
         }
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request = decode(LoadLoraAdapterRequest, await self._body(scope, receive))
-            said = await self._load(request)
-        except ClientGone:
-            return
-        except ServekitError as error:
-            await send_error(send, error)
-            return
-        await _send_text(send, said)
+        async def act(body: bytes) -> str:
+            return await self._load(decode(LoadLoraAdapterRequest, body))
+
+        await self._answer(act, scope, receive, send)
 
     async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def act(body: bytes) -> str:
+            return await self._unload(decode(UnloadLoraAdapterRequest, body))
+
+        await self._answer(act, scope, receive, send)
+
+    async def _answer(
+        self, act: Callable[[bytes], Awaitable[str]], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
-            request = decode(UnloadLoraAdapterRequest, await self._body(scope, receive))
-            said = await self._unload(request)
+            said = await act(await self._body(scope, receive))
         except ClientGone:
             return
         except ServekitError as error:
