@@ -155,6 +155,8 @@ def note(model: ModelStatus, replica: ReplicaStatus) -> str:
         return replica.reason
     if replica.reason:
         return f"last: {replica.reason}"
+    if replica in model.standbys:
+        return "forks the next worker" if replica.state == "ready" else ""
     return f"{model.info.architecture} {model.info.dtype}" if model.info else ""
 
 
