@@ -50,7 +50,11 @@ def add(
     folder = Path(path).expanduser()
     is_local = path.startswith((".", "~", "/")) or folder.exists()
     spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision)
-    done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
+    try:
+        done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
+    except ServekitError as error:  # in the words of the API
+        said = error.message.replace("set 'load_inplace' to True", "say --in-place")
+        raise type(error)(said) from None
     sys.stdout.write(f"{done.message}\n")
 
 

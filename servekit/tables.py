@@ -89,13 +89,10 @@ def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> Renderable
 
 
 def adapter_note(adapter: AdapterStatus) -> str:
-    """Why it has failed; else why it is run as it is, and what its verification measured."""
+    """Why it has failed, else why it is run as it is; `why` tells what was measured of it."""
     if adapter.reason:
         return adapter.reason
-    if adapter.info is None:
-        return adapter.path
-    figures = [f"{name} {value:.3g}" for name, value in adapter.info.figures.items()]
-    return "; ".join([adapter.info.why.rstrip("."), *figures])
+    return adapter.path if adapter.info is None else adapter.info.why.rstrip(".")
 
 
 def _workers(status: Status, *, timings: bool) -> Table:

@@ -48,7 +48,12 @@ def check(text: str, folder: Path) -> ModelPath:
 
 def check_adapter(text: str, folder: Path) -> ModelPath:
     """As `check`, of an adapter: a hub id, or a folder with adapter_config.json."""
-    path = check(text, folder)
+    try:
+        path = check(text, folder)
+    except ValueError as error:
+        raise ValueError(str(error).replace("folder or .gguf file", "folder")) from None
+    if path.kind == "hub" and (folder / text.partition("/")[0]).is_dir():
+        raise ValueError(f"there is no folder {folder / text}")  # not a hub's: a slip of the pen
     if path.kind == "local" and not (Path(path.text) / ADAPTER_FILE).is_file():
         raise ValueError(f"{path.text} holds no {ADAPTER_FILE}, so it is no adapter")
     if path.kind == "pypi" or path.text.endswith(".gguf"):

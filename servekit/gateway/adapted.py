@@ -25,7 +25,11 @@ class AdapterRoute(Route):
 
     def __init__(self, base: Route, adapter: AdapterStatus) -> None:
         named = {"name": adapter.name, "path": adapter.path, "aliases": (), "adapters": ()}
-        super().__init__(replace(base.status, **named))
+        info = base.status.info
+        taken = adapter.info.virtual_tokens if adapter.info is not None else 0
+        if info is not None and taken:
+            info = replace(info, max_context=info.max_context - taken)
+        super().__init__(replace(base.status, **named, info=info, created=_since(base, adapter)))
         self.base: Route = base
         self.adapter = adapter
         self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
@@ -53,6 +57,10 @@ class AdapterRoute(Route):
         """Have a call be this adapter's. Raises ModelUnavailable."""
         self.check_available()
         call.more = {**call.more, "adapter": self.adapter.name}
+
+
+def _since(base: Route, adapter: AdapterStatus) -> int:
+    return max(base.status.created, int(adapter.since))
 
 
 def base_of(route: Route) -> str:

@@ -27,7 +27,7 @@ from servekit.gateway.limits import LIMITS, Limits, Sweep
 from servekit.gateway.protocol import Handler, Http
 from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
-from servekit.wire.adapters import Unused
+from servekit.wire.adapters import Told, Unused
 from servekit.wire.connection import Connection, adopt
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import Drain, Serving, Spent, Stop, ToGateway, Topology, Traffic
@@ -119,6 +119,7 @@ class Gateway:
                 self._router.apply(message)
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
+                self._control.send(Told(message.serial))
                 self._told.set()
             case Spent():
                 self._router.access.hear(message)

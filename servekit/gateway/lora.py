@@ -109,6 +109,8 @@ class Lora:
                 "Both 'lora_name' and 'lora_path' must be provided.",
                 param="lora_path" if name else "lora_name",
             )
+        if not path.isprintable():
+            raise RequestError("'lora_path' has characters that no path has.", param="lora_path")
         log.info("adapter asked for over HTTP", adapter=name, path=path)
         wish = AddAdapter(
             request.base_model_name or "", AdapterSpec(name, path), request.load_inplace

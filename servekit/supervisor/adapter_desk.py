@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,17 +15,22 @@ from servekit.errors import ConfigError
 from servekit.supervisor.adapters import Refusal
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
+from servekit.supervisor.gateways import Gateway
 from servekit.wire.adapters import Adapters, AdapterSpec, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.messages import Accepted, Refused
 
+#: How long a gateway may take to hear of a change, before the answer goes out without it.
+_TELL_S = 2.0
+_LOOK_EVERY_S = 0.005
 _RELATIVE = "the path of a folder has to be absolute, not '{}'"
 
 
 class AdapterDesk:
     """Answers with Refused what is wrong, and otherwise when it is done."""
 
-    def __init__(self, fleets: Fleets) -> None:
+    def __init__(self, fleets: Fleets, gateways: Sequence[Gateway] = ()) -> None:
         self._fleets = fleets
+        self._gateways = gateways
         self._coming: dict[str, Fleet] = {}  # names that are being added, and to what
 
     async def add(self, wish: AddAdapter) -> Accepted | Refused:
@@ -41,6 +47,7 @@ class AdapterDesk:
             outcome = await fleet.adapters.add(spec, in_place=wish.in_place)
         finally:
             self._coming.pop(name, None)
+            await self._until_gateways_know()
         if isinstance(outcome, Refusal):
             return _refused(outcome)
         return Accepted(f"{name} serves on {fleet.model.name}, {outcome.mode}: {outcome.why}")
@@ -52,10 +59,19 @@ class AdapterDesk:
         if fleet is None or entry is None:
             return Refused(f"The lora adapter '{wish.name}' cannot be found.", True)
         refusal = await fleet.adapters.remove(wish.name)
+        await self._until_gateways_know()
         if refusal is not None:
             return _refused(refusal)
         again = "; the file names it yet: a reload loads it again" if entry.from_file else ""
         return Accepted(f"{wish.name} is unloaded from {fleet.model.name}{again}")
+
+    async def _until_gateways_know(self) -> None:
+        """Who is told that it is done may ask any gateway the next moment."""
+        deadline = time.monotonic() + _TELL_S
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_EVERY_S)  # in this turn of the loop they are told
+            if all(gateway.is_up_to_date for gateway in self._gateways):
+                return
 
     def show(self, wish: GetAdapters) -> Adapters | Refused:
         """Those of one model, or of all."""
@@ -82,6 +98,9 @@ class AdapterDesk:
         """Raise ConfigError where a model, or another one's adapter, has that name."""
         if self._coming.get(name, fleet) is not fleet:
             raise ConfigError(f"an adapter {name!r} is being loaded onto another model")
+        base, _, rest = name.rpartition("/")
+        if base == fleet.model.name and (rest.isdecimal() or rest.startswith("standby")):
+            raise ConfigError(f"{name!r} is what a worker is called; take another name")
         own = fleet.adapters.book.get(name) is not None
         if not own and name in self._taken():
             raise ConfigError(f"the name {name!r} is taken; each model and adapter has its own")

@@ -101,6 +101,11 @@ class Fleet:
         if self._change is not None:
             self._change.cancel()
 
+    @property
+    def lacks_adapters(self) -> bool:
+        """The file names some that are not there: a reload loads them again."""
+        return self.adapters.lacks(adapters_of(self.model))
+
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Start what has failed once more, and load it."""
         self.adapters.follow(adapters_of(self.model), claimed)

@@ -130,6 +130,7 @@ class Fleets:
         running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
         changes = reload.diff(running, models, plan.places)
         claimed = names_of(plan.config)
+        lacking = [name for name, fleet in before.items() if fleet.lacks_adapters]
         kinds = {change.name: change.kind for change in changes}
         self.served = [before.get(model.name) or Fleet(model, self) for model in models]
         for fleet in before.values():
@@ -143,7 +144,7 @@ class Fleets:
                 threads = next(p.threads for p in plan.places if p.model == model.name)
                 fleet.become(model, reload.slots(model.name, plan.places), threads, claimed)
         self.host.changed()
-        return reload.tell(changes, access=new_access)
+        return reload.tell(changes, lacking, access=new_access)
 
     def ended(self, life: Replica | Standby) -> None:
         """A life is over."""

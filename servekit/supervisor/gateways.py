@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.config.schema import ServerConfig
 from servekit.supervisor import environment
 from servekit.supervisor.child import Command
 from servekit.supervisor.life import Host, Life
-from servekit.wire.adapters import Unused
+from servekit.wire.adapters import Told, Unused
 from servekit.wire.messages import (
     FromGateway,
     GatewayStatus,
@@ -45,6 +46,7 @@ class Gateway(Life[FromGateway]):
         self._listen_fds = listen_fds
         self._server = server
         self._topology = Topology(())
+        self._sent = self._told = 0  # serial numbers of topologies
         self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
 
     def command(self) -> Command:
@@ -89,8 +91,14 @@ class Gateway(Life[FromGateway]):
             for adapter in model.adapters
             if adapter.state == "serving"
         }
+        self._sent += 1
         if self.child is not None:
-            self.child.send(topology)
+            self.child.send(replace(topology, serial=self._sent))
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """It serves by what was published last, if it serves."""
+        return self.state != "ready" or self._told == self._sent
 
     def is_done_with(self, adapter: str) -> bool:
         """It has no request for an adapter that serves no more."""
@@ -109,6 +117,8 @@ class Gateway(Life[FromGateway]):
                 self.came_up()
             case Quarantined():
                 self.host.quarantine(message)
+            case Told(serial):
+                self._told = serial
             case Unused(adapter):
                 self._unused.add(adapter)
             case Spent():

@@ -12,7 +12,7 @@ is new                                     are started
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,12 +105,20 @@ def diff(
     return (*changes, *(Change(name, "removed", len(held), 0) for name, held in gone))
 
 
-def tell(changes: Sequence[Change], *, access: bool = False) -> str:
-    """In words: "2 replicas of a replaced, b removed, c unchanged"; `access`: who may do what."""
-    if not access and all(change.kind == "unchanged" for change in changes):
+def tell(changes: Sequence[Change], lacking: Collection[str] = (), *, access: bool = False) -> str:
+    """In words: "2 replicas of a replaced, b removed, c unchanged"; `access`: who may do what.
+
+    `lacking` are the models with adapters that are tried once more.
+    """
+    again = [c.name for c in changes if c.kind == "unchanged" and c.name in lacking]
+    if not access and not again and all(change.kind == "unchanged" for change in changes):
         return "nothing to change"
     first = ["access changed"] if access else []
-    return ", ".join([*first, *(str(change) for change in changes)])
+    told = [
+        f"adapters of {change.name} loaded again" if change.name in again else str(change)
+        for change in changes
+    ]
+    return ", ".join([*first, *told])
 
 
 def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Kind:

@@ -100,7 +100,7 @@ class Supervisor:
             Gateway(index, fds, server, self, self._spent) for index in range(server.gateways)
         ]
         self._fleets = Fleets(plan, self, self._run)
-        self._operators = Operators(self, AdapterDesk(self._fleets))
+        self._operators = Operators(self, AdapterDesk(self._fleets, self._gateways))
         self._measures = Measures(self._lives, self.run_dir, self.children_changed)
 
     # ---- its life

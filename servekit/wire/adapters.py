@@ -2,7 +2,7 @@
 
     supervisor → worker    LoadAdapter · UnloadAdapter
     worker → supervisor    AdapterLoaded · AdapterUnloaded · AdapterRefused
-    gateway → supervisor   Unused
+    gateway → supervisor   Unused · Told
     operator → supervisor  AddAdapter · RemoveAdapter · GetAdapters
     supervisor → operator  Adapters, or Accepted, or Refused
 
@@ -41,6 +41,7 @@ class AdapterInfo(Value, frozen=True):
     parameters: int = 0
     bytes: int = 0  # that it takes on the device
     figures: dict[str, float] = {}  # what its verification measured, by name
+    virtual_tokens: int = 0  # that it puts before each prompt, and that take room in the context
 
 
 class AdapterStatus(Value, frozen=True):
@@ -99,6 +100,12 @@ class Unused(Message, frozen=True):
     """No request of this gateway needs an adapter any more that does not serve, by its Topology."""
 
     name: str
+
+
+class Told(Message, frozen=True):
+    """The Topology of that serial number holds at this gateway: an answer may rely on it."""
+
+    serial: int
 
 
 # ---------------------------------------------------------------- operator ↔ supervisor

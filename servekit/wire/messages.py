@@ -8,7 +8,7 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
     worker → supervisor    Loading · Ready · BootFailed · Pong
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
     supervisor → gateway   Topology · Drain · Stop · Spent, of the others
-    gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused
+    gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused · Told
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
@@ -184,6 +184,7 @@ class Topology(Message, frozen=True):
     gateways: int = 1  # how many share the workers' slots
     quarantined: tuple[Quarantined, ...] = ()  # by any gateway, those that still hold
     access: AccessRules = AccessRules()
+    serial: int = 0  # of those that one gateway was sent
 
 
 # ---------------------------------------------------------------- gateway → supervisor
@@ -337,7 +338,7 @@ ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters
 ToGateway = Topology | Drain | Stop | Spent
-FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused
+FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed | Alone | Together
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters

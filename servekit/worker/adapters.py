@@ -70,7 +70,7 @@ class Adapters:
         if name in served:
             raise RequestError(f"the adapter {name!r} is loaded already")
         info = await asyncio.to_thread(self._runner.engine.load_adapter, order.adapter)
-        served.add(name)
+        served[name] = info.virtual_tokens
         log.info("adapter loaded", adapter=name, kind=info.kind, mode=info.mode)
         return AdapterLoaded(order.seq, info)
 
@@ -78,14 +78,14 @@ class Adapters:
         name, runner = order.name, self._runner
         if name not in runner.adapters:
             raise RequestError(f"the adapter {name!r} is not loaded")
-        runner.adapters.discard(name)
+        taken = runner.adapters.pop(name)
         while runner.uses(name):  # noqa: ASYNC110 - jobs end in many ways
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(STEP_S)  # one that was cancelled may be in the step that runs
         try:
             await asyncio.to_thread(runner.engine.unload_adapter, name)
         except Exception:
-            runner.adapters.add(name)  # it is there yet: it serves on
+            runner.adapters[name] = taken  # it is there yet: it serves on
             raise
         log.info("adapter unloaded", adapter=name)
         return AdapterUnloaded(order.seq, name)

@@ -40,11 +40,12 @@ class Prepared:
 
 
 class Intake:
-    """Prepares requests for one engine."""
+    """Prepares requests for one engine; `room` is how many tokens the context has for one."""
 
-    def __init__(self, engine: Engine, info: ModelInfo) -> None:
+    def __init__(self, engine: Engine, info: ModelInfo, room: Callable[[Generate], int]) -> None:
         self._engine = engine
         self._info = info
+        self._room = room
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
@@ -96,7 +97,7 @@ class Intake:
 
     def _prompt(self, request: Generate) -> list[int]:
         """What is to be gone on with; refused early where it is far longer than the context."""
-        context, params = self._info.max_context, request.params
+        context, params = self._room(request), request.params
         try:
             return self._encode(request, context)
         except TooManyTokens as error:

@@ -47,13 +47,14 @@ class Runner:
         self.peers: set[Peer] = set()
         self.ward = Ward(self)
         self.draining = False
-        self.adapters = {adapter.name for adapter in info.adapters}  # that take requests
+        # Those that take requests, and how much of the context their virtual tokens take.
+        self.adapters = {adapter.name: adapter.virtual_tokens for adapter in info.adapters}
         self._adapted: dict[int, str] = {}  # job id → adapter, pruned when somebody looks
         self._on_idle = on_idle
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
         self._next_job = 0
-        self._intake = Intake(engine, info)
+        self._intake = Intake(engine, info, self._context)
         self._encoding: set[asyncio.Task[None]] = set()
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
@@ -168,7 +169,8 @@ class Runner:
     def _generate(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
         ids = prepared.ids
         params = request.params
-        limit = completion_limit(len(ids), params.max_tokens, self._limits(), clamp=params.clamp)
+        limits = self._limits(request)
+        limit = completion_limit(len(ids), params.max_tokens, limits, clamp=params.clamp)
         params = _with_limit(request, limit)
         text = self._begin(peer, request, job_id, len(ids))
         if len(request.emitted) >= limit or text.stopped:
@@ -208,9 +210,13 @@ class Runner:
         reads = request.tools or dialect.think_end or dialect.tools == "harmony"
         return self.engine.codec.decoder([text for text, _ in dialect.tokens] if reads else ())
 
-    def _limits(self) -> tuple[int, int | None]:
+    def _context(self, request: Generate) -> int:
+        """Tokens of prompt and completion that there is room for."""
+        return self.info.max_context - self.adapters.get(request.adapter, 0)
+
+    def _limits(self, request: Generate) -> tuple[int, int | None]:
         default = self.engine.spec.sampling.get("max_tokens")
-        return self.info.max_context, None if default is None else int(default)
+        return self._context(request), None if default is None else int(default)
 
     def cancel(self, peer: Peer, request_id: int) -> None:
         job_id = peer.jobs.pop(request_id, None)

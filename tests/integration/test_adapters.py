@@ -452,9 +452,40 @@ def test_nobody_is_ready(tmp_path: Path) -> None:
 
 
 def test_check_tells_what_is_wrong(tmp_path: Path) -> None:
-    for path, words in (("./nowhere", "does not exist"), (".", "holds no adapter_config.json")):
+    (tmp_path / "here").mkdir()
+    for path, words in (
+        ("./nowhere", "does not exist"),
+        (".", "holds no adapter_config.json"),
+        ("here/slip", "there is no folder"),
+    ):
         model = echo("m") | {"adapters": [{"name": "x", "path": path}]}
         told = run("check", str(write_config(tmp_path, [model])))
         assert told.returncode == 2
         assert "models[0].adapters[0].path" in told.stderr
         assert words in told.stderr
+
+
+def test_who_is_told_that_it_is_loaded_may_ask_any_gateway(tmp_path: Path) -> None:
+    path = folder(tmp_path, "x")
+    server = {"gateways": 3, **OPEN}
+    with Instance.up(tmp_path, [echo("m")], server=server) as instance:
+        url = instance.until_settled().url
+        for _ in range(12):
+            assert load(url, "x", path).status_code == 200
+            # a connection of its own each: the kernel deals them to the gateways
+            answers = [complete(url, "x") for _ in range(4)]
+            assert [answer.status_code for answer in answers] == [200] * 4
+            assert unload(url, "x").status_code == 200
+            assert complete(url, "x").status_code == 404
+
+
+def test_names_of_workers_and_paths_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, "x")
+    with Instance.up(tmp_path, [echo("m")], server=OPEN) as instance:
+        url = instance.until_settled().url
+        assert "is what a worker is called" in said(load(url, "m/0", path))
+        assert "no path has" in said(load(url, "x", f"{path}\0"))
+        assert load(url, "x", path).status_code == 200
+        again = run("adapter", "add", "x", path, "--run-dir", str(instance.run_dir))
+        assert again.returncode == 2
+        assert "say --in-place" in again.stderr

@@ -41,6 +41,11 @@ def check(files: AdapterFiles, max_rank: int) -> None:
             "and is not served as an adapter.",
             param=PARAM,
         )
+    stated = config.get("r")
+    if stated is not None and (not isinstance(stated, int) or isinstance(stated, bool)):
+        raise RequestError(
+            f"The adapter's rank (r) has to be a whole number, not {stated!r}.", param=PARAM
+        )
     rank = rank_of(config)
     if rank > max_rank:
         raise RequestError(

@@ -140,6 +140,7 @@ class Shelf:
             parameters=parameters,
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in held),
             figures=figures,
+            virtual_tokens=adapter.virtual_tokens,
         )
 
     def _adapter(self, name: str, kind: str, mode: Any, peft: Any) -> Adapter:

@@ -7,18 +7,22 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden, InvalidKey, ModelNotFound, ModelUnavailable
 from servekit.gateway.access import ACTING
+from servekit.gateway.adapted import AdapterRoute
 from servekit.gateway.app import Application
 from servekit.gateway.call import Call
 from servekit.gateway.quarantine import fingerprint
+from servekit.gateway.route import Route
 from servekit.gateway.ui_status import choices
-from servekit.wire.adapters import AdapterSpec, AdapterState, AdapterStatus
+from servekit.wire.adapters import AdapterInfo, AdapterSpec, AdapterState, AdapterStatus
 from servekit.wire.messages import (
     AccessRules,
     KeyRule,
+    ModelInfo,
     ModelStatus,
     SamplingParams,
     Topology,
@@ -188,3 +192,12 @@ async def test_how_it_is_listed(service: Service, tmp_path: Path) -> None:
         refused = await http.post("/v1/chat/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "30")
         assert "wrong rank" in refused.text
+
+
+def test_virtual_tokens_take_room_in_its_context() -> None:
+    base = ModelStatus("m", "echo", "-", 7, (), ModelInfo(100, 4, True, "echo", "none", "cpu"))
+    info = AdapterInfo("x", "PROMPT_TUNING", "mixed", "", virtual_tokens=5)
+    adapted = AdapterRoute(Route(base), replace(status(), info=info, since=9.5)).status
+    assert adapted.info is not None
+    assert adapted.info.max_context == 95
+    assert adapted.created == 9

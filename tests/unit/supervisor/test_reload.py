@@ -150,3 +150,9 @@ def test_one_that_need_not_move_does_where_another_could_not_be_placed() -> None
 
 def test_fewer_replicas_stay_where_they_are() -> None:
     assert placed([gpu_model("a", replicas=2)], {"a": [GPUS[3], GPUS[1], GPUS[2]]}) == {"a": [1, 3]}
+
+
+def test_adapters_that_are_tried_again_are_told_of() -> None:
+    same = Change("a", "unchanged", 1, 1)
+    assert tell([same]) == "nothing to change"
+    assert tell([same], ["a"]) == "adapters of a loaded again"
