@@ -41,6 +41,9 @@ def add(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Instead of the one that has this name now.")
     ] = False,
+    any_base: Annotated[
+        bool, typer.Option("--any-base", help="Although it names another base.")
+    ] = False,
     run_dir: RunDirectory = None,
 ) -> None:
     """Load an adapter on all workers of a model, or on none."""
@@ -49,7 +52,7 @@ def add(
 
     folder = Path(path).expanduser()
     is_local = path.startswith((".", "~", "/")) or folder.exists()
-    spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision)
+    spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision, any_base)
     try:
         done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
     except ServekitError as error:  # in the words of the API

@@ -212,6 +212,8 @@ class AdapterConfig(Section):
     """A folder with adapter_config.json, relative to this file; or a hub id (org/name)."""
     revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id."""
+    any_base: bool = False
+    """Load it although it names another base than this model; its shapes have to fit."""
 
 
 #: Engines whose libraries take seconds of a core to import.

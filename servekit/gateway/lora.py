@@ -39,6 +39,7 @@ class LoadLoraAdapterRequest(msgspec.Struct, frozen=True):
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    any_base: bool = False
 
 
 class UnloadLoraAdapterRequest(msgspec.Struct, frozen=True):
@@ -113,7 +114,9 @@ class Lora:
             raise RequestError("'lora_path' has characters that no path has.", param="lora_path")
         log.info("adapter asked for over HTTP", adapter=name, path=path)
         wish = AddAdapter(
-            request.base_model_name or "", AdapterSpec(name, path), request.load_inplace
+            request.base_model_name or "",
+            AdapterSpec(name, path, any_base=request.any_base),
+            request.load_inplace,
         )
         await self._supervisor.answer_to(wish, Accepted, CHANGE_S, AdapterRefused)
         return f"Success: LoRA adapter '{name}' added successfully."

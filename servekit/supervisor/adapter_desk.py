@@ -127,7 +127,7 @@ def _checked(adapter: AdapterSpec) -> AdapterSpec:
         raise ConfigError(f"{error}") from None
     if path.kind == "local" and not _is_absolute(given.path):
         raise ConfigError(_RELATIVE.format(given.path))
-    return AdapterSpec(given.name, path.text, given.revision)
+    return AdapterSpec(given.name, path.text, given.revision, adapter.any_base)
 
 
 def _is_absolute(path: str) -> bool:

@@ -241,7 +241,9 @@ class Fleet:
 
 def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
     """What the file names."""
-    return tuple(AdapterSpec(one.name, one.path, one.revision) for one in model.adapters)
+    return tuple(
+        AdapterSpec(one.name, one.path, one.revision, one.any_base) for one in model.adapters
+    )
 
 
 def _fit(slots: Slots, kept: list[Replica]) -> tuple[list[Gpu | None], list[Replica]]:

@@ -28,6 +28,7 @@ class AdapterSpec(Value, frozen=True):
     name: str
     path: str  # a folder with adapter_config.json, or a hub id
     revision: str | None = None
+    any_base: bool = False  # load it although it names another base
 
 
 class AdapterInfo(Value, frozen=True):

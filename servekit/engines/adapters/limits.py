@@ -66,11 +66,22 @@ def _ranks(config: dict[str, Any]) -> Iterator[int]:
     yield from (rank for rank in stated if isinstance(rank, int) and not isinstance(rank, bool))
 
 
-def other_base(config: dict[str, Any], names: set[str]) -> str:
-    """The base that the adapter names, if it is none of `names` by its last part; else "".
+def require_base(config: dict[str, Any], names: set[str], base: str) -> None:
+    """Raise RequestError if the adapter names another base; `base` is what to call this one.
 
-    Folders move and models are renamed, so a name alone refuses nothing: shapes do.
+    Models of one family have the same shapes, so that these alone do not tell them apart. Folders
+    move and models are renamed, too: whoever knows better says so.
     """
+    if stated := other_base(config, names):
+        raise RequestError(
+            f"The adapter was made for {stated} (its base_model_name_or_path), and this model is "
+            f"{base}. If that is the same base by another name, load it with any_base.",
+            param=PARAM,
+        )
+
+
+def other_base(config: dict[str, Any], names: set[str]) -> str:
+    """The base that the adapter names, if it is none of `names` by its last part; else ""."""
     stated = config.get("base_model_name_or_path")
     if not isinstance(stated, str) or not stated:
         return ""

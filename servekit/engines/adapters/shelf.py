@@ -95,6 +95,8 @@ class Shelf:
         try:
             found = files.read(spec)
             limits.check(found, self._spec.options.get("max_lora_rank") or limits.MAX_RANK)
+            if not spec.any_base:
+                limits.require_base(found.config, self._names, self._spec.model)
             skeletons = self._skeletons or Skeletons(self._model, self._attention)
             self._skeletons = skeletons
             with tuner.explained(self._spec.model), skeletons.unchanged():
@@ -206,9 +208,13 @@ class Shelf:
     def _expected(self, model: Any, row: Row) -> Tensor:
         return logits_of(model, row.job.prompt_ids + row.completion[:-1], verify.TOKENS)
 
+    @property
+    def _names(self) -> set[str]:
+        """What the base may be called."""
+        return {self._spec.path, self._spec.model, str(self._model.config._name_or_path)}
+
     def _why(self, why: str, found: files.AdapterFiles) -> str:
-        names = {self._spec.path, self._spec.model, str(self._model.config._name_or_path)}
-        stated = limits.other_base(found.config, names)
+        stated = limits.other_base(found.config, self._names)
         return f"{why} It was made for {stated}, by name another base." if stated else why
 
     def _collect(self) -> None:

@@ -163,4 +163,5 @@ ASKED = {
     "lora_path": "A folder on servekit's machine with adapter_config.json, from /; or a hub id",
     "base_model_name": "The model that it is for; may be left out where there is one",
     "load_inplace": "Instead of what has this name now",
+    "any_base": "servekit's own: load it although it names another base",
 }

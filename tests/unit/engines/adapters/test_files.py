@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from servekit.engines.adapters.files import CONFIG, WEIGHTS
@@ -106,17 +107,24 @@ def test_an_adapter_for_another_base_is_refused_by_its_shapes(
     wide = write_tiny_llama(tmp_path / "wide", hidden_size=96)
     made = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type=making.TASK)
     folder = making.write(wide, tmp_path / "adapter", made)
+    spec = making.spec(folder)
+    with pytest.raises(RequestError, match=r"made for .*wide .*, and this model is model"):
+        engine.engine.load_adapter(spec)
     with pytest.raises(RequestError, match=r"\[4, 96\] .* model needs \[4, 64\].*wide"):
-        engine.engine.load_adapter(making.spec(folder))
+        engine.engine.load_adapter(structs.replace(spec, any_base=True))
 
 
-def test_another_name_for_the_base_is_noted_only(
+def test_another_name_for_the_base_is_refused_unless_any_will_do(
     engine: Harness, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(adapters["lora"], folder)
     config(base_model_name_or_path="somebody/elses-model")(folder)
-    info = engine.engine.load_adapter(making.spec(folder, "moved"))
+    spec = making.spec(folder, "moved")
+    with pytest.raises(RequestError, match="made for somebody/elses-model") as caught:
+        engine.engine.load_adapter(spec)
+    assert caught.value.status == 400
+    info = engine.engine.load_adapter(structs.replace(spec, any_base=True))
     assert "made for somebody/elses-model" in info.why
     engine.engine.unload_adapter("moved")
     assert "made for" not in engine.engine.load_adapter(making.spec(adapters["lora"])).why

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.engines.adapters import limits
+from servekit.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,10 @@ def test_the_rank_is_the_highest() -> None:
     assert limits.rank_of({"r": 8, "rank_pattern": {"a": 32, "b": 2}}) == 32
     assert limits.rank_of({"r": None, "rank_pattern": None}) == 0
     assert limits.rank_of({}) == 0
+
+
+def test_an_adapter_that_names_another_base_is_refused_by_both_names() -> None:
+    config = {"base_model_name_or_path": "meta-llama/Llama-3-8B"}
+    limits.require_base(config, {"/models/Llama-3-8B"}, "chat")
+    with pytest.raises(RequestError, match=r"made for meta-llama/Llama-3-8B .* this model is chat"):
+        limits.require_base(config, {"/models/Llama-3.1-8B"}, "chat")
