@@ -86,7 +86,7 @@ def test_what_replaces_a_dead_worker_is_forked_and_a_worker_of_its_own(tmp_path:
         assert instance.wait() == 0
 
 
-def test_without_its_standby_a_worker_starts_afresh_and_the_standby_comes_back(
+def test_without_its_standby_a_worker_comes_back_and_so_does_the_standby(
     tmp_path: Path,
 ) -> None:
     with Instance.up(tmp_path, [forking()]) as instance:
@@ -94,7 +94,7 @@ def test_without_its_standby_a_worker_starts_afresh_and_the_standby_comes_back(
         worker = kill_and_replace(instance)
         os.kill(prepared.pid, signal.SIGKILL)
         os.kill(worker, signal.SIGKILL)
-        assert not is_forked(replaced(instance, worker))
+        replaced(instance, worker)  # afresh, if the next standby is not quicker
         again = until_prepared(instance)
         assert again.pid != prepared.pid
         assert is_forked(kill_and_replace(instance))
