@@ -179,6 +179,7 @@ def test_a_reload_makes_and_ends_standbys(tmp_path: Path) -> None:
         instance.until("b has one", lambda: standby(instance, "b"), 20)
         instance.until("a has another", lambda: (s := standby(instance)) and s.pid != first.pid, 20)
         instance.until("the first is gone", lambda: procfs.read(first.pid) is None)
+        instance.until("the old worker is gone", lambda: len(instance.model("a").replicas) == 1)
         assert is_forked(kill_and_replace(instance, instance.model("a").replicas[0].name))
         rewrite(instance, [{**forking(max_context=4096), "standby": False}])
         assert cli(instance, "reload").returncode == 0
