@@ -28,11 +28,12 @@ import structlog
 
 from servekit.supervisor import interpreter, offspring, procfs, shared_memory
 from servekit.supervisor.attestation import group_of
-from servekit.supervisor.leftovers import CHILD_MARK, kill_marked
+from servekit.supervisor.leftovers import kill_marked
 from servekit.supervisor.offspring import Forked, Process
 from servekit.supervisor.output import OnLine, Output, RotatingFile
 from servekit.supervisor.shared_memory import Segment
 from servekit.wire.connection import Connection, adopt
+from servekit.wire.lifeline import CHILD_MARK
 from servekit.wire.standby import MARK_CHARS
 
 log: Any = structlog.get_logger("servekit.supervisor")

@@ -19,8 +19,6 @@ from servekit.supervisor import procfs
 
 #: In the environment of everything that an instance starts, grandchildren included.
 MARK = "SERVEKIT_INSTANCE"
-#: In the environment of one child and of all that it starts, whatever group they move to.
-CHILD_MARK = "SERVEKIT_CHILD"
 #: In the run directory: what the supervisor has started, and what was seen of what they have.
 CHILDREN = "children.json"
 

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 
+#: In the environment of one child and of all that it starts, whatever group they move to.
+CHILD_MARK = "SERVEKIT_CHILD"
 _PR_SET_PDEATHSIG = 1
 
 

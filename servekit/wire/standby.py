@@ -18,7 +18,7 @@ import msgspec
 
 from servekit.errors import WireError
 from servekit.wire.connection import MAX_FRAME_BYTES
-from servekit.wire.messages import BootFailed, Drain, Load, Stop
+from servekit.wire.messages import BootFailed, Load, Stop
 from servekit.wire.value import Message
 
 #: Longest order to fork, and longest answer.
@@ -50,7 +50,7 @@ class NotForked(Message, frozen=True):
     message: str
 
 
-ToStandby = Load | Drain | Stop
+ToStandby = Load | Stop
 FromStandby = Prepared | BootFailed
 
 encode = msgspec.msgpack.Encoder().encode
@@ -69,7 +69,7 @@ def decode_answer(data: bytes) -> Forked | NotForked:
     return _answer.decode(data)
 
 
-def receive(control: socket.socket) -> Load | Drain | Stop | None:
+def receive(control: socket.socket) -> Load | Stop | None:
     """The next message, None at the end. Blocks; raises OSError, WireError, MsgspecError."""
     head = _exactly(control, 4)
     if head is None:
@@ -78,7 +78,7 @@ def receive(control: socket.socket) -> Load | Drain | Stop | None:
     if length > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {length} bytes is over the limit")
     body = _exactly(control, length)
-    message: Load | Drain | Stop | None = None if body is None else _to_standby.decode(body)
+    message: Load | Stop | None = None if body is None else _to_standby.decode(body)
     return message
 
 

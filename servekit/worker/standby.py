@@ -23,12 +23,10 @@ from pathlib import Path
 from servekit import engines, logs
 from servekit.errors import LoadError
 from servekit.wire import standby
-from servekit.wire.lifeline import die_with, end_group
+from servekit.wire.lifeline import CHILD_MARK, die_with, end_group
 from servekit.wire.messages import BootFailed, Load
 from servekit.wire.standby import Fork, Forked, NotForked, Prepared
 
-#: In the environment of one child and of all that it starts; `supervisor.leftovers.CHILD_MARK`.
-MARK = "SERVEKIT_CHILD"
 EXIT_NOT_PREPARED = 3
 #: How long the supervisor may take to become the parent of what was forked.
 _ADOPTED_S = 5.0
@@ -146,11 +144,13 @@ def _mark(mark: str) -> None:
     """
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
-    at = libc.getenv(MARK.encode())
-    if not at or len(os.environ.get(MARK, "")) != len(mark):
-        raise LoadError(f"{MARK} is not in the environment as the supervisor had put it there")
+    at = libc.getenv(CHILD_MARK.encode())
+    if not at or len(os.environ.get(CHILD_MARK, "")) != len(mark):
+        raise LoadError(
+            f"{CHILD_MARK} is not in the environment as the supervisor had put it there"
+        )
     ctypes.memmove(at, mark.encode(), len(mark))
-    os.environ[MARK] = mark  # what this process starts
+    os.environ[CHILD_MARK] = mark  # what this process starts
     shown = Path("/proc/self/environ").read_bytes().split(b"\0")
-    if f"{MARK}={mark}".encode() not in shown:
+    if f"{CHILD_MARK}={mark}".encode() not in shown:
         raise LoadError("this system does not show a process's environment as it is")

@@ -33,7 +33,7 @@ SLACK_BYTES = 64 * MIB
 
 
 def write_middle(folder: Path) -> Path:
-    """A random Llama of 0.5e9 parameters in bfloat16, in the shape of a small Qwen, for speed."""
+    """A random Llama of 0.35e9 parameters in bfloat16, in the shape of a small Qwen, for speed."""
     from tests.unit.engines.harness import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer()

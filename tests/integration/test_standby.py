@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from servekit.supervisor import procfs
-from servekit.supervisor.leftovers import CHILD_MARK
+from servekit.wire.lifeline import CHILD_MARK
 from servekit.wire.messages import ReplicaStatus
 from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli, complete, rewrite, traffic
