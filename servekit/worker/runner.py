@@ -35,6 +35,8 @@ log: Any = structlog.get_logger("servekit.worker")
 
 #: A request that was cancelled may be in the step that runs, and kill yet.
 STEP_S = 0.1
+#: Requests of adapters that are noted before ended ones are looked for.
+ADAPTED = 256
 
 
 class Runner:
@@ -49,7 +51,8 @@ class Runner:
         self.draining = False
         # Those that take requests, and how much of the context their virtual tokens take.
         self.adapters = {adapter.name: adapter.virtual_tokens for adapter in info.adapters}
-        self._adapted: dict[int, str] = {}  # job id → adapter, pruned when somebody looks
+        self._adapted: dict[int, str] = {}  # job id → adapter; ended ones stay until it is pruned
+        self._prune_at = ADAPTED
         self._on_idle = on_idle
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
@@ -84,7 +87,7 @@ class Runner:
         self._next_job += 1
         peer.jobs[request.id] = self._next_job
         if request.adapter:
-            self._adapted[self._next_job] = request.adapter
+            self._adapt(self._next_job, request.adapter)
         if self.ward.closed or request.alone_until:
             self.ward.hold(Held(peer, request, self._next_job))
         else:
@@ -111,9 +114,21 @@ class Runner:
 
     def uses(self, adapter: str) -> bool:
         """Whether a request that names the adapter is under way."""
+        self._prune()
+        return adapter in self._adapted.values()
+
+    def _adapt(self, job_id: int, adapter: str) -> None:
+        """Note whose request it is. Jobs end in many ways, so that ended ones are dropped at times:
+        no more of them are kept than run, or ADAPTED.
+        """
+        self._adapted[job_id] = adapter
+        if len(self._adapted) > self._prune_at:
+            self._prune()
+            self._prune_at = max(ADAPTED, 2 * len(self._adapted))
+
+    def _prune(self) -> None:
         alive = {job_id for peer in self.peers for job_id in peer.jobs.values()}
         self._adapted = {job: name for job, name in self._adapted.items() if job in alive}
-        return adapter in self._adapted.values()
 
     @property
     def settled(self) -> bool:

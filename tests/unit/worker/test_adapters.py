@@ -23,6 +23,7 @@ from servekit.wire.adapters import (
 )
 from servekit.wire.messages import SamplingParams
 from servekit.worker.adapters import Adapters, Answer
+from servekit.worker.runner import ADAPTED
 from tests.unit.gateway.conftest import DEADLINE_S, until
 from tests.unit.worker.serving import Client, serving, spec
 
@@ -164,3 +165,17 @@ async def test_what_is_only_wrong_now_is_told_apart(
             patch.setattr(engine, "unload_adapter", fail)
             assert isinstance(await worker.answer(worker.unload("x")), AdapterRefused)
         assert await worker.text(worker.client.send(LONG, prompt="ab", adapter="x")) == "AB" * 30
+
+
+async def test_requests_that_have_ended_are_not_kept_count_of(tmp_path: Path) -> None:
+    short = SamplingParams(max_tokens=1)
+    async with working(tmp_path, step_s=0.003) as worker:
+        await worker.answer(worker.load("x"))
+        long = worker.client.send(SamplingParams(max_tokens=4000), prompt="ab", adapter="x")
+        for _ in range(4 * ADAPTED // 32):
+            for request in [worker.client.send(short, prompt="ab", adapter="x") for _ in range(32)]:
+                await worker.client.answer(request)
+        assert len(worker.client.runner._adapted) <= ADAPTED
+        assert worker.client.runner.uses("x")
+        worker.client.cancel(long)
+        await until(lambda: not worker.client.runner.uses("x"))
