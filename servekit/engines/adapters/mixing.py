@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -136,7 +137,8 @@ class Mixing:
         self._model = model
         self._layers: dict[str, MixedLayer] = {}
         self._prompts = 0
-        self._keys: dict[tuple[int, ...], int] = {}  # few: one for each set of layers adapted
+        self._keys: dict[tuple[int, ...], int] = {}  # by owners, of adapters that are here
+        self._next_key = count()
         self._embedding: _Wrapped | None = None
         self.step: Step | None = None
 
@@ -162,6 +164,8 @@ class Mixing:
             layer = self._layers.get(name)
             if layer is not None and layer.drop(adapter.uid):
                 self._layers.pop(name).unwrap()
+        # uids do not come again: what was known by one would stay for good
+        self._keys = {who: key for who, key in self._keys.items() if adapter.uid not in who}
         if adapter.prompt is not None and self._prompts:
             self._prompts -= 1
             if not self._prompts and self._embedding is not None:
@@ -175,10 +179,12 @@ class Mixing:
         for uid, one in factors.items():
             places[uid] = (len(owners), len(owners) + len(one.down))
             owners += [uid] * len(one.down)
-        key = self._keys.setdefault(tuple(owners), len(self._keys))
+        who = tuple(owners)
+        if who not in self._keys:
+            self._keys[who] = next(self._next_key)
         down = torch.cat([one.down for one in factors.values()])
         up = torch.cat([one.up for one in factors.values()])
-        return Stack(key, tuple(owners), places, down, up)
+        return Stack(self._keys[who], who, places, down, up)
 
     def _layer(self, name: str) -> MixedLayer:
         if name not in self._layers:

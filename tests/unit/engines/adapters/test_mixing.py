@@ -101,3 +101,20 @@ def test_what_cannot_be_installed_leaves_nothing() -> None:
     with pytest.raises(AttributeError):
         mixed.install(bad)
     assert not mixed._layers and "forward" not in model.linear.__dict__
+
+
+@torch.no_grad()
+def test_nothing_is_kept_of_adapters_that_come_and_go() -> None:
+    model = Model()
+    mixed, stays = Mixing(model), adapter(1, 2)
+    mixed.install(stays)
+    keys = set()
+    for uid in range(2, 40):
+        one = adapter(uid, 2)
+        mixed.install(one)
+        keys.add(mixed._keys[1, 1, uid, uid])
+        mixed.remove(one)
+    assert set(mixed._keys) == {(1, 1)}
+    assert len(keys) == 38  # a key means one layout only, whatever was forgotten meanwhile
+    mixed.remove(stays)
+    assert not mixed._keys
