@@ -64,7 +64,7 @@ class Shelf:
         self._tolerance = tolerance.of(model.device, model.dtype)
         self._uids = count(1)
         self._served: dict[str, Adapter] = {}
-        self._said: dict[str, Tensor] = {}  # what each said when it was verified
+        self._said: dict[str, verify.Said] = {}  # what each said when it was verified
 
     def get(self, name: str) -> Adapter:
         """The adapter that a job names. Raises RequestError if there is none."""
@@ -177,7 +177,7 @@ class Shelf:
 
     def _try_in_batch(
         self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: Skeletons
-    ) -> tuple[dict[str, float], Tensor]:
+    ) -> tuple[dict[str, float], verify.Said]:
         neighbours = list(self._served.values())[-_NEIGHBOURS:]
         own = [self._row(adapter, length) for length in verify.LENGTHS]
         base = self._row(None, verify.LENGTHS[0])
@@ -185,18 +185,19 @@ class Shelf:
         self._host.run_rows([base, own[0], *others, own[1]])
         with paging.plainly(adapter.model or skeletons.base, self._attention):
             expected = [self._expected(peft, row) for row in own]
-            plain = self._expected(skeletons.base, base)
+            plain = verify.Said(tuple(base.completion), self._expected(skeletons.base, base))
         tolerance = self._tolerance
         figures = {
             "batch_error": verify.batched(
-                [_noted(row) for row in own], expected, alone.effect, tolerance
+                [_said(row).logits for row in own], expected, alone.effect, tolerance
             ),
-            "base_error": verify.disturbed(_noted(base), plain, tolerance, "the base model"),
+            "base_error": verify.disturbed(_said(base), plain, tolerance, "the base model"),
         }
         for other, row in zip(neighbours, others, strict=True):
-            was = self._said[other.name].to(self._model.device)
-            verify.disturbed(_noted(row), was, tolerance, f"adapter {other.name}")
-        return figures, _noted(own[-1]).cpu()
+            before = self._said[other.name]
+            verify.disturbed(_said(row), before, tolerance, f"adapter {other.name}")
+        said = _said(own[-1])
+        return figures, verify.Said(said.completion, said.logits.cpu())
 
     def _row(self, adapter: Adapter | None, length: int) -> Row:
         ids = verify.prompt(length, self._vocab_size)
@@ -232,8 +233,8 @@ def _virtual_tokens(peft: Any) -> Tensor:
     return rows.detach().to(weight.dtype).clone()
 
 
-def _noted(row: Row) -> Tensor:
-    return torch.stack(row.noted or [])
+def _said(row: Row) -> verify.Said:
+    return verify.Said(tuple(row.completion), torch.stack(row.noted or []))
 
 
 def _tensors(adapter: Adapter) -> Iterable[Tensor]:

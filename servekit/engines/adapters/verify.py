@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ class Alone:
     logits: Tensor  # float32 [tokens, vocabulary], after the longer prompt
     effect: float  # relative to what the base says there
     figures: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a probe went on with: `logits` [tokens, vocabulary] before each of `completion`."""
+
+    completion: tuple[int, ...]
+    logits: Tensor
 
 
 def prompt(length: int, vocab_size: int) -> list[int]:
@@ -81,9 +90,15 @@ def batched(
     return _require(found, effect, tolerance, "in a batch with others")
 
 
-def disturbed(said: Tensor, expected: Tensor, tolerance: Tolerance, who: str) -> float:
-    """Compare what someone else says beside the adapter with what it said without."""
-    found = error(said, expected)
+def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
+    """Compare what someone else says beside the adapter with what it said without.
+
+    As far as both went on alike: where two tokens are nearly as likely, rounding chooses, and what
+    follows another token is rightly other.
+    """
+    pairs = zip(said.completion, before.completion, strict=True)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    found = error(said.logits[: alike + 1], before.logits[: alike + 1].to(said.logits.device))
     if not found <= tolerance.logits:
         raise RequestError(
             f"Beside the adapter {who} says something else: {found:.1%} off.", param=PARAM

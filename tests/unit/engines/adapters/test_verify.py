@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servekit.engines.adapters import boft, mixing, tuner, verify
+from servekit.engines.adapters import boft, mixing, tolerance, tuner, verify
 from servekit.engines.adapters.files import WEIGHTS
 from servekit.errors import EngineFailed, RequestError
 from tests.unit.engines.adapters import making
@@ -175,3 +175,17 @@ def test_the_probes_prompt_is_in_the_vocabulary() -> None:
     for size in (16, 400, 150_000):
         ids = verify.prompt(11, size)
         assert len(ids) == 11 and all(0 <= token < size for token in ids)
+
+
+def test_a_neighbour_is_compared_as_far_as_it_goes_on_alike() -> None:
+    allowed = tolerance.of(torch.device("cpu"), torch.bfloat16)
+    logits = torch.eye(3)
+    before = verify.Said((4, 5, 6), logits)
+    parted = verify.Said((4, 7, 8), logits[[0, 1, 0]])  # after a near-tie at the second token
+    assert verify.disturbed(parted, before, allowed, "adapter a") == 0
+    for wrong in (
+        verify.Said((4, 7, 8), logits[[0, 2, 0]]),
+        verify.Said((4, 5, 6), logits[[0, 1, 0]]),
+    ):
+        with pytest.raises(RequestError, match="Beside the adapter adapter a says something else"):
+            verify.disturbed(wrong, before, allowed, "adapter a")
