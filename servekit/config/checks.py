@@ -8,9 +8,10 @@ from pathlib import Path
 from servekit.config import keys as api_keys
 from servekit.config import paths
 from servekit.config.access import KeyConfig
+from servekit.config.engines import KINDS
 from servekit.config.nodes import Node, find
 from servekit.config.problems import Problem, dotted, short
-from servekit.config.schema import ENGINES_WITH_ADAPTERS, Config, ModelConfig, names_of
+from servekit.config.schema import Config, ModelConfig, names_of
 
 Place = tuple[str | int, ...]
 
@@ -49,7 +50,7 @@ def _items(node: Node | None) -> list[Node]:
 
 def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """What is wrong with a model whose keys are each right. The echo engine reads no file."""
-    if config.engine != "echo":
+    if KINDS[config.engine].formats & {"folder", "gguf"}:
         yield from _path(config, at, folder)
     if config.adapters:
         yield from _adapters(config, at, folder)
@@ -73,7 +74,7 @@ def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
 
 
 def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    if config.engine not in ENGINES_WITH_ADAPTERS:
+    if not KINDS[config.engine].adapters:
         message = f"the engine {config.engine} has no adapters."
         yield Problem((*at, "adapters"), message, at_key=True)
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from servekit.config.schema import ENGINE_OPTIONS, Config, ModelConfig
+from servekit.config.engines import ENGINE_OPTIONS
+from servekit.config.schema import Config, ModelConfig
 
 Schema = dict[str, Any]
 

@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from servekit.config import checks, paths
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.document import read
+from servekit.config.engines import ENGINE_OPTIONS, KINDS
 from servekit.config.json_schema import json_schema
 from servekit.config.nodes import Loc, Node, plain
 from servekit.config.problems import Problem, config_error, explain
-from servekit.config.schema import ENGINE_OPTIONS, Config, ModelConfig, Section
+from servekit.config.schema import Config, ModelConfig, Section
 from servekit.errors import ConfigError
 
 __all__ = ["complain", "json_schema", "load"]
@@ -118,6 +119,6 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
             for adapter in model.adapters
         )
     }
-    if model.engine != "echo":
+    if KINDS[model.engine].formats & {"folder", "gguf"}:
         update["path"] = paths.check(model.path, folder).text
     return model.model_copy(update=update)

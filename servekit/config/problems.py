@@ -13,11 +13,12 @@ from pathlib import Path
 
 from pydantic_core import ErrorDetails
 
+from servekit.config.engines import ENGINE_OPTIONS
 from servekit.config.nodes import Loc, Node, find, place
 from servekit.config.schema import (
-    ENGINE_OPTIONS,
     AdapterConfig,
     Config,
+    GpusConfig,
     ModelConfig,
     SamplingDefaults,
     Section,
@@ -192,6 +193,8 @@ def _section(loc: Loc, root: Node) -> type[Section] | None:
             return Config
         case ("server",):
             return ServerConfig
+        case ("gpus",):
+            return GpusConfig
         case ("models", int()):
             return ModelConfig
         case ("models", int(), "adapters", int()):
@@ -218,7 +221,7 @@ def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:
     """Where a key that is valid elsewhere belongs."""
     model = loc[:2] if loc[0] == "models" and len(loc) > 2 else ("models", 0)
     homes: list[tuple[str | int, ...]] = [model, (*model, "sampling"), (*model, "options")]
-    for home in [*homes, ("server",), ()]:
+    for home in [*homes, ("server",), ("gpus",), ()]:
         section = _section(home, root)
         if section and key in section.model_fields and home != loc[:-1]:
             where = f"under {dotted(home)}" if home else "at the top of the file"

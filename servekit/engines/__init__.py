@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 #: Registry name to "module:class"; imported only in the worker that runs it.
 ENGINES = {
     "echo": "servekit.engines.echo:EchoEngine",
+    "llamacpp": "servekit.engines.llamacpp:LlamaCppEngine",
+    "openai": "servekit.engines.openai:OpenAIEngine",
     "transformers": "servekit.engines.transformers:TransformersEngine",
+    "vllm": "servekit.engines.vllm:VllmEngine",
 }
 
 

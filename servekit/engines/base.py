@@ -202,6 +202,22 @@ class Engine(ABC):
         """
         raise Unsupported("this engine keeps to no grammar", param=grammar.param)
 
+    def sleep(self) -> None:
+        """Give the device's memory back, weights kept in the host's; `wake` undoes it.
+
+        Called from a thread, while no job runs; none is submitted before `wake` has returned. The
+        KV cache and what it holds of prompts may be forgotten. Raises LoadError where it cannot be;
+        the engine then goes on awake. Only where `ModelInfo.sleeps`.
+        """
+        raise Unsupported("this engine cannot sleep", param="model")
+
+    def wake(self) -> None:
+        """Take the device's memory again and be as before `sleep`; as there, from a thread.
+
+        Raises LoadError where the memory is not to be had; the engine then is still asleep.
+        """
+        raise Unsupported("this engine cannot sleep", param="model")
+
     @abstractmethod
     def cancel(self, job_id: int) -> None:
         """Stop a job; its slot is free in the next step. Unknown ids are ignored."""

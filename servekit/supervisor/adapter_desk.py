@@ -10,7 +10,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from servekit.config import paths
-from servekit.config.schema import ENGINES_WITH_ADAPTERS, AdapterConfig, names_of
+from servekit.config.engines import KINDS
+from servekit.config.schema import AdapterConfig, names_of
 from servekit.errors import ConfigError
 from servekit.supervisor.adapters import Refusal
 from servekit.supervisor.fleet import Fleet
@@ -86,7 +87,7 @@ class AdapterDesk:
         served = self._fleets.served
         for fleet in served:
             if model in (fleet.model.name, *fleet.model.aliases) or (not model and len(served) < 2):
-                if fleet.model.engine not in ENGINES_WITH_ADAPTERS:
+                if not KINDS[fleet.model.engine].adapters:
                     raise ConfigError(f"the engine {fleet.model.engine} has no adapters")
                 return fleet
         there = ", ".join(fleet.model.name for fleet in served)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from servekit.config.schema import SLOW_TO_IMPORT, ModelConfig
+from servekit.config.engines import KINDS
+from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.life import Host
@@ -94,4 +95,4 @@ class Nursery:
 
 
 def _wanted(model: ModelConfig) -> bool:
-    return model.engine in SLOW_TO_IMPORT if model.standby == "auto" else model.standby
+    return KINDS[model.engine].standby if model.standby == "auto" else model.standby

@@ -18,12 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
 from servekit.supervisor.gpus import Gpu, match
-
-#: Engines that have no use for a GPU, so that `device: auto` keeps them off it.
-CPU_ENGINES = frozenset({"echo"})
 
 
 class Misplaced(ConfigError):
@@ -96,7 +94,7 @@ def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
     return (
         model.device == "cuda"
         or model.gpus is not None
-        or (bool(gpus) and model.engine not in CPU_ENGINES)
+        or (bool(gpus) and KINDS[model.engine].gpu != "never")
     )
 
 

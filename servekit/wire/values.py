@@ -21,6 +21,7 @@ WorkerState = Literal[
     "backoff",
     "failed",
     "stopped",
+    "asleep",  # its weights are in the host's memory, or are read again; it takes no requests
 ]
 
 
@@ -42,6 +43,9 @@ Capability = Literal[
 ]
 
 
+#: How one replica is spread over several GPUs: every layer over all of them; layer after layer;
+#: as llama.cpp splits.
+Parallel = Literal["", "tensor", "device_map", "split"]
 GrammarParam = Literal["response_format", "tools", "text.format"]
 
 
@@ -140,6 +144,7 @@ class ModelInfo(Value, frozen=True):
     embedding_size: int = 0  # of its vectors, where it serves "embed"
     adapters: tuple[AdapterInfo, ...] = ()  # of its WorkerSpec, those that serve
     refused_adapters: dict[str, str] = {}  # the others: name, and why
+    sleeps: bool = False  # it can give its device's memory back, and take it again
 
 
 class WorkerSpec(Value, frozen=True):
@@ -160,6 +165,10 @@ class WorkerSpec(Value, frozen=True):
     tool_parser: str = ""  # a key of `dialects.MARKERS`, or "none"; "": as the template tells
     reasoning_parser: str = ""  # a key of `dialects.THOUGHTS`, or "none"; "": as the template tells
     adapters: tuple[AdapterSpec, ...] = ()
+    gpus: int = 1  # how many it sees, on a GPU; it is to use all of them
+    parallel: Parallel = ""  # how it is spread over them; "": it has one
+    memory_bytes: int = 0  # of each GPU, all that the worker may take; 0: as much as is free
+    sleeps: bool = False  # it will be put to sleep, and should be able to
 
 
 class ReplicaStatus(Value, frozen=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.schema import ENGINE_OPTIONS
+from servekit.config.engines import ENGINE_OPTIONS
 from servekit.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]

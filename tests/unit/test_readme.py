@@ -24,6 +24,7 @@ TABLES = {
         ("server.", "ServerConfig"),
         ("server.tls.", "TlsConfig"),
         ("server.limits.", "LimitsConfig"),
+        ("gpus.", "GpusConfig"),
         ("keys[].", "KeyConfig"),
         ("logging.", "LoggingConfig"),
         ("models[].", "ModelConfig"),
@@ -31,6 +32,9 @@ TABLES = {
         ("models[].sampling.", "SamplingDefaults"),
         ("models[].options.", "TransformersOptions"),
     ],
+    "vllm": [("models[].options.", "VllmOptions")],
+    "llamacpp": [("models[].options.", "LlamaCppOptions")],
+    "openai": [("models[].options.", "OpenAIOptions")],
     "echo": [("models[].options.", "EchoOptions")],
     "parameters": [],
 }

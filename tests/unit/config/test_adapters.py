@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from servekit.config import checks
+from servekit.config.engines import KINDS
 from servekit.config.load import load
 from tests.unit.config.test_load import complaints, write
 
@@ -79,6 +80,6 @@ def test_an_engine_without_adapters_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder(tmp_path / "x")
-    monkeypatch.setattr(checks, "ENGINES_WITH_ADAPTERS", frozenset({"transformers"}))
+    monkeypatch.setitem(KINDS, "echo", dataclasses.replace(KINDS["echo"], adapters=False))
     [told] = complaints(filed(tmp_path, "{name: x, path: ./x}"))
     assert told.endswith("models[0].adapters: the engine echo has no adapters.")

@@ -1,0 +1,203 @@
+"""The engines that servekit knows, as far as the file and the supervisor have to: what each can
+do, what it needs, and its options. No engine is imported here, and no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from servekit.config.section import Section
+
+
+class TransformersOptions(Section):
+    """Options of `engine: transformers`."""
+
+    max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one forward pass, prefill and decode together; by default fitted to the device."""
+    block_size: Annotated[int, Field(ge=8, le=1024)] = 32
+    """Tokens in one block of the paged KV cache."""
+    kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
+    """KV cache size; by default from the memory that is available, cgroup limit included."""
+    slots: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """torch threads on a CPU; by default the cores divided among the CPU workers."""
+    batching: Literal["auto", "continuous", "static"] = "auto"
+    """Continuous batching where the model supports it; static runs one request at a time."""
+    attention: str | None = None
+    """transformers' attn_implementation; by default the best one installed."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Highest rank of a LoRA adapter that is loaded; more is refused."""
+
+
+class EchoOptions(Section):
+    """Options of `engine: echo`: no model, for tests and benchmarks; misbehaves when told to.
+
+    It answers with the prompt's own text, one token per character, over and over.
+    """
+
+    step_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time of one step; 0 answers as fast as it can, in whole answers where not streamed."""
+    load_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long loading takes, with progress."""
+    slots: Annotated[int, Field(ge=1)] = 64
+    """Requests it runs at once."""
+    max_context: Annotated[int, Field(ge=2)] = 8192
+    """Prompt and completion together, in characters."""
+    embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Numbers in its embeddings, which are hashes."""
+    load_error: str | None = None
+    """Fail to load, with this message."""
+    exit_on_load: int | None = None
+    """Exit with this code while loading, without a word."""
+    crash_after_tokens: Annotated[int | None, Field(ge=1)] = None
+    """SIGKILL itself after this many tokens."""
+    crash_on: str | None = None
+    """SIGKILL itself when a prompt contains this."""
+    hang_on: str | None = None
+    """Stop making progress when a prompt contains this."""
+    hang_holding_gil: bool = False
+    """Hang deep in C code that holds the GIL."""
+    ignore_sigterm: bool = False
+    """Ignore SIGTERM and Stop."""
+    leak_bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    """Leak memory with every token."""
+    grandchildren: Annotated[int, Field(ge=0)] = 0
+    """Start this many `sleep` processes at load."""
+    escaped_grandchildren: Annotated[int, Field(ge=0)] = 0
+    """As many more, in sessions of their own and with empty environments."""
+    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """Map a segment of /dev/shm of this size at load, and never remove it."""
+    adapter_load_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to load an adapter; one makes it answer in capitals."""
+    adapter_error: str | None = None
+    """Refuse the adapter of this name. With /N at its end: only in the worker MODEL/N."""
+    crash_on_adapter: str | None = None
+    """SIGKILL itself while it loads the adapter of this name; /N as above."""
+    hang_on_adapter: str | None = None
+    """Never have loaded the adapter of this name; /N as above."""
+
+
+class VllmOptions(Section):
+    """Options of `engine: vllm`."""
+
+    slots: Annotated[int | None, Field(ge=1, le=8192)] = None
+    """Requests the engine runs at once; by default vLLM's own."""
+    max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one step, prefill and decode together; by default vLLM's own."""
+    kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
+    """KV cache size; by default what is left of the model's memory."""
+    quantization: str | None = None
+    """How the weights are quantised; by default as the model says."""
+    load_format: str = "auto"
+    """Where weights come from, as vLLM's `--load-format` has it; `dummy`: random ones."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compilation: a quicker start, slower tokens."""
+    prefix_caching: bool = True
+    """Keep the KV cache of prompts, and use it again for prompts that begin alike."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
+    """Highest rank of a LoRA adapter that is loaded; more is refused."""
+    max_loras: Annotated[int, Field(ge=1, le=256)] = 8
+    """LoRA adapters in one batch; more take turns."""
+
+
+class LlamaCppOptions(Section):
+    """Options of `engine: llamacpp`."""
+
+    slots: Annotated[int, Field(ge=1, le=256)] = 8
+    """Sequences at once; they share the context's KV cache."""
+    gpu_layers: Annotated[int | None, Field(ge=0)] = None
+    """Layers on the GPU; by default all that fit. Without a GPU, none."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """Threads on a CPU; by default the cores divided among the CPU workers."""
+    batch_tokens: Annotated[int, Field(ge=16)] = 2048
+    """Tokens in one forward pass."""
+    flash_attention: Literal["auto", "on", "off"] = "auto"
+    """llama.cpp's flash attention."""
+    cache_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
+    """Type of the KV cache's numbers."""
+    split: Literal["layer", "row"] = "layer"
+    """How a model is spread over several GPUs."""
+    binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
+    """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
+
+
+class OpenAIOptions(Section):
+    """Options of `engine: openai`: a remote endpoint. The model's `path` is its name there."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+    """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
+    key_environment: str | None = None
+    """The variable of `servekit up` that holds the key to it; by default none is sent."""
+    slots: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Requests that are sent to it at once."""
+    requests_per_minute: Annotated[int | None, Field(ge=1)] = None
+    """As many it is sent at most; more wait."""
+    tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
+    """The same, of prompt and completion, as the endpoint counts them."""
+    max_context: Annotated[int, Field(ge=16)] = 131072
+    """Prompt and completion together, in its tokens; the endpoint has the last word."""
+    connect_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """How long a connection may take."""
+    first_byte_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long the first byte of an answer may take, before it is asked again."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 4
+    """How often it is asked again, before the first byte: after 429, 5xx, or a lost connection."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Further headers, for what is not OpenAI's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What is known of an engine without importing it."""
+
+    options: type[Section]
+    formats: frozenset[Literal["folder", "gguf", "nothing", "remote"]]
+    #: Importing one of these is enough to have it; with `extra` pip installs the first.
+    modules: tuple[str, ...] = ()
+    extra: str = ""
+    gpu: Literal["never", "may", "must"] = "may"
+    adapters: bool = False
+    #: Its libraries take seconds of a core to import, and survive a fork.
+    standby: bool = False
+    #: How it spreads one replica over several GPUs; the first is the default.
+    parallel: tuple[Literal["tensor", "device_map", "split"], ...] = ()
+    #: It can give the GPU's memory back and keep the weights in the host's.
+    sleeps: bool = False
+
+
+KINDS: dict[str, EngineKind] = {
+    "transformers": EngineKind(
+        TransformersOptions,
+        frozenset({"folder", "gguf"}),
+        adapters=True,
+        standby=True,
+        parallel=("tensor", "device_map"),
+        sleeps=True,
+    ),
+    "vllm": EngineKind(
+        VllmOptions,
+        frozenset({"folder"}),
+        modules=("vllm",),
+        extra="vllm",
+        gpu="must",
+        adapters=True,
+        parallel=("tensor",),
+        sleeps=True,
+    ),
+    "llamacpp": EngineKind(
+        LlamaCppOptions,
+        frozenset({"gguf"}),
+        modules=("xllamacpp", "llama_cpp"),
+        extra="llamacpp",
+        parallel=("split",),
+    ),
+    "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
+    "echo": EngineKind(
+        EchoOptions, frozenset({"nothing"}), gpu="never", adapters=True, sleeps=True
+    ),
+}
+ENGINE_OPTIONS: dict[str, type[Section]] = {name: kind.options for name, kind in KINDS.items()}

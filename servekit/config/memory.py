@@ -1,0 +1,34 @@
+"""Amounts of memory as the file has them: 20GiB, 800 MB, 40%."""
+
+from __future__ import annotations
+
+import re
+
+_AMOUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse(text: str) -> tuple[float, bool]:
+    """The number of bytes, or of percent (True). Raises ValueError with a sentence for the user."""
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or (match["unit"] != "%" and match["unit"].lower() not in _UNITS):
+        raise ValueError(f"{text!r} is no amount of memory; write 20GiB, or 40% of the GPU")
+    number = float(match["number"])
+    if match["unit"] == "%":
+        if not 0 < number <= 100:
+            raise ValueError("a share of a GPU is over 0% and at most 100%")
+        return number, True
+    if not number:
+        raise ValueError("0 bytes are not enough for anything")
+    return number * _UNITS[match["unit"].lower()], False
+
+
+def of(text: str, total_bytes: int) -> int:
+    """Bytes, where a share is one of `total_bytes`."""
+    amount, is_share = parse(text)
+    return int(total_bytes * amount / 100) if is_share else int(amount)
