@@ -42,7 +42,7 @@ def show(*renderables: RenderableType) -> None:
 
 def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     """What would run where, and what there is to run it on."""
-    used = {place.gpu for place in plan.places}
+    used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
     return [_places(plan), Text("; ".join(gpus) or "no NVIDIA GPU found")]
 

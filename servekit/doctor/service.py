@@ -41,9 +41,9 @@ def service(
 
 def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
     """Whether what it wants can be had here: places were found, so the GPUs are there."""
-    on_gpu = [place.name for place in plan.places if place.gpu is not None]
+    on_gpu = [place.name for place in plan.places if place.gpus]
     real = {m.name for m in plan.config.models if m.engine != "echo"}
-    needs = [place.name for place in plan.places if place.gpu is not None and place.model in real]
+    needs = [place.name for place in plan.places if place.gpus and place.model in real]
     if needs and (torch["error"] or not torch.get("cuda")):
         said = f"{file}: {', '.join(needs)} would run on a GPU, which this torch cannot use"
         return Finding("configuration", "error", f"{said}; install one that is built for CUDA")

@@ -29,7 +29,7 @@ def for_worker(
     if assignment.threads is not None:
         env |= dict.fromkeys(_THREADS, str(assignment.threads))
     env |= extra
-    pin = "" if assignment.gpu is None else assignment.gpu.uuid
+    pin = ",".join(gpu.uuid for gpu in assignment.gpus)
     return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
 
 

@@ -18,7 +18,7 @@ import structlog
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
-from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.life import Host
 from servekit.supervisor.nursery import Nursery
 from servekit.supervisor.placement import Assignment
@@ -44,8 +44,8 @@ class Yard(Protocol):
     @property
     def drain_timeout_s(self) -> float: ...
     def start(self, life: Replica | Standby) -> None: ...
-    def holders(self, gpu: Gpu) -> list[Replica]: ...
-    async def memory_gone(self, gpu: Gpu) -> None: ...
+    def holders(self, slot: Slot) -> list[Replica]: ...
+    async def memory_gone(self, slot: Slot) -> None: ...
 
 
 class Fleet:
@@ -120,7 +120,7 @@ class Fleet:
         self.nursery.tend(self.model, self.replicas)
 
     def slots(self) -> Slots:
-        return tuple(replica.place.gpu for replica in self._living())
+        return tuple(replica.place.gpus for replica in self._living())
 
     # ---- its adapters
 
@@ -147,8 +147,8 @@ class Fleet:
         kept, old = self._sorted()
         missing, surplus = _fit(slots, kept)
         old = _serving(old) + surplus  # one that has to move serves until it is needed elsewhere
-        roomy = [slot for slot in missing if slot is None or not self._yard.holders(slot)]
-        crowded = [slot for slot in missing if slot is not None and slot not in roomy]
+        roomy = [slot for slot in missing if not slot or not self._yard.holders(slot)]
+        crowded = [slot for slot in missing if slot not in roomy]
         fresh = [self._add(self.model, slot) for slot in roomy]
         if fresh and old and not await self._replace(fresh, old):
             return
@@ -177,27 +177,28 @@ class Fleet:
         self._take_back(fresh, old)
         return False
 
-    async def _make_room(self, slot: Gpu, old: list[Replica], *, proven: bool) -> bool:
+    async def _make_room(self, slot: Slot, old: list[Replica], *, proven: bool) -> bool:
         """Start a replica where an old one, or another model's, still is; False if taken back."""
-        here = next((replica for replica in old if replica.place.gpu == slot), None)
-        victim = here or (old[0] if old else None)
-        if victim is not None:
+        here = [one for one in old if not set(slot).isdisjoint(one.place.gpus)]
+        victims = here or old[:1]
+        for victim in victims:
             old.remove(victim)
             self._drain(victim)
         await self._until(lambda: not self._yard.holders(slot))
         await self._yard.memory_gone(slot)
         replica = self._add(self.model, slot)
-        if victim is None or proven:
+        if not victims or proven:
             return True
         await self._until(lambda: _settled([replica]))
         if replica.state == "ready":
             return True
         self._take_back([replica], old)
-        self.model, self.adapters = victim.model, victim.adapters
+        self.model, self.adapters = victims[0].model, victims[0].adapters
         await self._until(lambda: not self._yard.holders(slot))
         await self._yard.memory_gone(slot)
         self.circuit = Circuit(self.model.name)
-        self._add(self.model, slot).reason = replica.reason
+        for back in [victim.place.gpus for victim in here] or [slot]:
+            self._add(self.model, back).reason = replica.reason
         return False
 
     def _take_back(self, fresh: Sequence[Replica], old: Sequence[Replica]) -> None:
@@ -218,9 +219,9 @@ class Fleet:
     def _living(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.ending]
 
-    def _add(self, model: ModelConfig, gpu: Gpu | None) -> Replica:
-        threads = self._threads if gpu is None else None
-        place = Assignment(model.name, self._next_index, gpu, threads)
+    def _add(self, model: ModelConfig, slot: Slot) -> Replica:
+        threads = None if slot else self._threads
+        place = Assignment(model.name, self._next_index, slot, threads)
         self._next_index += 1
         fork = functools.partial(self.nursery.fork, model, place)
         host, gpus = self._yard.host, self._yard.gpus
@@ -246,12 +247,12 @@ def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
     )
 
 
-def _fit(slots: Slots, kept: list[Replica]) -> tuple[list[Gpu | None], list[Replica]]:
+def _fit(slots: Slots, kept: list[Replica]) -> tuple[list[Slot], list[Replica]]:
     """Which slots none of `kept` is in, and which of `kept` are in none."""
     missing, surplus = list(slots), []
     for replica in sorted(kept, key=lambda one: one.state != "ready"):
-        if replica.place.gpu in missing:
-            missing.remove(replica.place.gpu)
+        if replica.place.gpus in missing:
+            missing.remove(replica.place.gpus)
         else:
             surplus.append(replica)
     return missing, surplus

@@ -13,8 +13,9 @@ from servekit.config.schema import names_of
 from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import reload
 from servekit.supervisor.fleet import Fleet
-from servekit.supervisor.gpus import Gpu, gpu_memory_by_pid
+from servekit.supervisor.gpus import Gpu, Slot, gpu_memory_by_pid
 from servekit.supervisor.life import Host
+from servekit.supervisor.placement import device
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.standby import Standby
@@ -63,22 +64,23 @@ class Fleets:
     def standbys(self) -> list[Standby]:
         return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
 
-    def holders(self, gpu: Gpu) -> list[Replica]:
-        """Who has a worker on that GPU, or will have one again."""
-        return [replica for replica in self.replicas() if replica.place.gpu == gpu]
+    def holders(self, slot: Slot) -> list[Replica]:
+        """Who has a worker on one of these GPUs, or will have one again."""
+        return [one for one in self.replicas() if not set(slot).isdisjoint(one.place.gpus)]
 
-    async def memory_gone(self, gpu: Gpu) -> None:
-        """Return when NVML shows no memory of a worker of ours that has ended."""
+    async def memory_gone(self, slot: Slot) -> None:
+        """Return when NVML shows no memory there of a worker of ours that has ended."""
         deadline = time.monotonic() + _VRAM_S
-        while await asyncio.to_thread(self._is_held_by_the_dead, gpu):
+        while await asyncio.to_thread(self._is_held_by_the_dead, slot):
             if time.monotonic() > deadline:
-                log.warning("the memory of an ended worker is not free yet", gpu=str(gpu))
+                where = device(slot)
+                log.warning("the memory of an ended worker is not free yet", gpu=where)
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _is_held_by_the_dead(self, gpu: Gpu) -> bool:
-        holdings = gpu_memory_by_pid()
-        return any(gpu.uuid in holdings.get(pid, {}) for pid in tuple(self._departed))
+    def _is_held_by_the_dead(self, slot: Slot) -> bool:
+        holdings, own = gpu_memory_by_pid(), {gpu.uuid for gpu in slot}
+        return any(own & holdings.get(pid, {}).keys() for pid in tuple(self._departed))
 
     # ---- what changes
 
@@ -112,10 +114,7 @@ class Fleets:
     async def _read(self) -> Plan:
         """The plan of the file as it is now. Raises ConfigError, and has changed nothing."""
         source = self.plan.source
-        held = {
-            fleet.model.name: [gpu for gpu in fleet.slots() if gpu is not None]
-            for fleet in self.served
-        }
+        held = {fleet.model.name: [slot for slot in fleet.slots() if slot] for fleet in self.served}
         await asyncio.to_thread(source.await_rest)
         plan = await asyncio.to_thread(source.plan, self.gpus, held)
         if restart := reload.needs_restart(self.plan.config, plan.config):

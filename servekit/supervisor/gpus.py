@@ -22,6 +22,8 @@ class Gpu:
         return f"GPU {self.index} ({self.name})"
 
 
+#: The GPUs of one worker, in NVML's order; none for one on the CPU.
+Slot = tuple[Gpu, ...]
 #: Bytes held, by process and GPU UUID.
 Holdings = Mapping[int, Mapping[str, int]]
 

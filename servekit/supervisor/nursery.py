@@ -1,6 +1,7 @@
 """The standbys of one model: which there are to be, and from which a worker is forked.
 
-There is one for each environment that its workers have: one on the CPU, and one for each GPU. They
+There is one for each environment that its workers have: one on the CPU, and one for each GPU
+or set of GPUs that a replica has. They
 are started when all workers have come up, so that they take nothing from those, and what a model
 is made of has been fetched by then.
 """
@@ -13,7 +14,7 @@ from typing import Protocol
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
-from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.gpus import Slot
 from servekit.supervisor.life import Host
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
@@ -43,25 +44,25 @@ class Nursery:
         self._host = host
         self._run = run
         self._closed = False
-        self._at: dict[Gpu | None, Standby] = {}
+        self._at: dict[Slot, Standby] = {}
         self.standbys: list[Standby] = []  # those that end included
 
     def tend(self, model: ModelConfig, workers: Sequence[Worker]) -> None:
         """Called often: have those that are wanted, and no others."""
         workers = [one for one in workers if same_worker(one.model, model)]
         at_rest = all(one.state in ("ready", "failed", "stopped") for one in workers)
-        for gpu, standby in list(self._at.items()):
+        for slot, standby in list(self._at.items()):
             if not _wanted(model) or not same_worker(standby.model, model):
-                self._end(gpu)
+                self._end(slot)
         for worker in workers if at_rest and _wanted(model) and not self._closed else ():
-            if worker.state == "ready" and worker.place.gpu not in self._at:
+            if worker.state == "ready" and worker.place.gpus not in self._at:
                 self._start(model, worker.place)
 
     def close(self) -> None:
         """End all of them; there will be no others."""
         self._closed = True
-        for gpu in list(self._at):
-            self._end(gpu)
+        for slot in list(self._at):
+            self._end(slot)
 
     def ended(self, standby: Standby) -> None:
         """Its life is over."""
@@ -77,7 +78,7 @@ class Nursery:
         output_fd: int,
     ) -> Forked | None:
         """A worker of `model` for that place; None where a fresh interpreter has to do."""
-        standby = self._at.get(place.gpu)
+        standby = self._at.get(place.gpus)
         if standby is None or not same_worker(standby.model, model):
             return None
         return await standby.fork(place.name, env, mark, control_fd, output_fd)
@@ -86,12 +87,12 @@ class Nursery:
         if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
             return
         standby = Standby(model, place, self._host)
-        self._at[place.gpu] = standby
+        self._at[place.gpus] = standby
         self.standbys.append(standby)
         self._run(standby)
 
-    def _end(self, gpu: Gpu | None) -> None:
-        self._at.pop(gpu).end(Stop(), _STOP_GRACE_S)
+    def _end(self, slot: Slot) -> None:
+        self._at.pop(slot).end(Stop(), _STOP_GRACE_S)
 
 
 def _wanted(model: ModelConfig) -> bool:

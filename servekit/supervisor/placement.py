@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
-from servekit.supervisor.gpus import Gpu, match
+from servekit.supervisor.gpus import Gpu, Slot, match
 
 
 class Misplaced(ConfigError):
@@ -34,11 +34,11 @@ class Misplaced(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One worker's place. `threads` is its share of the cores; None on a GPU."""
+    """One worker's place: its GPUs, none for the CPU. `threads`: its share of the cores there."""
 
     model: str
     index: int
-    gpu: Gpu | None
+    gpus: Slot
     threads: int | None
 
     @property
@@ -47,14 +47,14 @@ class Assignment:
 
     @property
     def device(self) -> str:
-        return "cpu" if self.gpu is None else str(self.gpu)
+        return device(self.gpus)
 
 
 def place(
     models: Sequence[ModelConfig],
     gpus: Sequence[Gpu],
     cpus: int,
-    held: Mapping[str, Sequence[Gpu]] | None = None,
+    held: Mapping[str, Sequence[Slot]] | None = None,
 ) -> tuple[Assignment, ...]:
     """Give every worker a place, in the file's order. Raises Misplaced if they do not fit.
 
@@ -63,7 +63,10 @@ def place(
     """
     wanted = {m.name: _allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
     counts = {m.name: _least(m) for m in models}
-    matching = _Matching(wanted, held or {})
+    matching = _Matching(
+        wanted,
+        {name: [gpu for slot in slots for gpu in slot] for name, slots in (held or {}).items()},
+    )
     matching.keep({name: counts[name] for name in wanted})
     _satisfy(matching, models, {name: counts[name] for name in wanted}, gpus)
     _share(matching, [m.name for m in models if m.name in wanted and m.replicas == "auto"])
@@ -73,10 +76,18 @@ def place(
     for model in models:
         if model.name in wanted:
             own = sorted(matching.gpus_of(model.name), key=lambda gpu: gpu.index)
-            placed += [Assignment(model.name, i, gpu, None) for i, gpu in enumerate(own)]
+            placed += [Assignment(model.name, i, (gpu,), None) for i, gpu in enumerate(own)]
         else:
-            placed += [Assignment(model.name, i, None, threads) for i in range(counts[model.name])]
+            placed += [Assignment(model.name, i, (), threads) for i in range(counts[model.name])]
     return tuple(placed)
+
+
+def device(gpus: Sequence[Gpu]) -> str:
+    """ "cpu", "GPU 0 (NVIDIA H200)", "GPUs 0, 1 (NVIDIA H200)"."""
+    if len(gpus) < 2:
+        return str(gpus[0]) if gpus else "cpu"
+    kinds = dict.fromkeys(gpu.name for gpu in gpus)
+    return f"GPUs {', '.join(str(gpu.index) for gpu in gpus)} ({', '.join(kinds)})"
 
 
 def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:

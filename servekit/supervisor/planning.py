@@ -13,7 +13,7 @@ from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.supervisor import access
 from servekit.supervisor.environment import usable_cpus
-from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.placement import Assignment, Misplaced, place
 from servekit.wire.messages import AccessRules
 
@@ -32,7 +32,7 @@ class Source:
     insecure: bool = False  # whoever reaches the port may use it, keys or not
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
 
-    def plan(self, gpus: Sequence[Gpu], held: Mapping[str, Sequence[Gpu]] | None = None) -> Plan:
+    def plan(self, gpus: Sequence[Gpu], held: Mapping[str, Sequence[Slot]] | None = None) -> Plan:
         """Read the file; `held` are the GPUs that models have now and should keep.
 
         Raises ConfigError with everything that is wrong with it.

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from servekit.config.schema import Config, ModelConfig
-from servekit.supervisor.gpus import Gpu
-from servekit.supervisor.placement import Assignment
+from servekit.supervisor.gpus import Slot
+from servekit.supervisor.placement import Assignment, device
 
 Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]
-Slots = tuple[Gpu | None, ...]
+#: Where the replicas of a model are.
+Slots = tuple[Slot, ...]
 
 #: Keys of a model that no worker ever sees.
 _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
@@ -80,8 +81,8 @@ def same_worker(old: ModelConfig, new: ModelConfig) -> bool:
 
 
 def slots(name: str, places: Sequence[Assignment]) -> Slots:
-    """The GPU of each of its replicas, None for one on the CPU."""
-    return tuple(place.gpu for place in places if place.model == name)
+    """Where each of its replicas is."""
+    return tuple(place.gpus for place in places if place.model == name)
 
 
 def diff(
@@ -124,7 +125,7 @@ def tell(changes: Sequence[Change], lacking: Collection[str] = (), *, access: bo
 def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Kind:
     if not same_worker(old, new):
         return "replaced"
-    if sorted(map(str, before)) != sorted(map(str, after)):
+    if sorted(map(device, before)) != sorted(map(device, after)):
         return "scaled"
     if _differ(old, new) & _IN_PLACE:
         return "adapted"

@@ -15,15 +15,16 @@ from servekit.config.schema import ModelConfig
 from servekit.supervisor import environment
 from servekit.supervisor.adapters import Outcome, Refusal
 from servekit.supervisor.adapting import Adapters
-from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
 from servekit.supervisor.child import Child, Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
-from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
+from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.specs import worker_spec
 from servekit.supervisor.stall import Pulse, Timeouts
+from servekit.supervisor.vram import Vram
 from servekit.wire.adapters import (
     AdapterInfo,
     AdapterLoaded,
@@ -44,7 +45,6 @@ from servekit.wire.messages import (
     Progress,
     Ready,
     ReplicaStatus,
-    WorkerSpec,
 )
 
 #: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
@@ -77,7 +77,6 @@ class Replica(Life[FromWorker]):
         self.model = model  # a reload may change what does not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
-        self._gpus = gpus
         self._fork = fork
         self._socket: Path | None = None
         self._progress: Progress | None = None
@@ -89,8 +88,7 @@ class Replica(Life[FromWorker]):
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self._gpu_bytes = 0
-        self._stray = ""
+        self._vram = Vram(gpus, place.gpus)
         self.pids: set[int] = set()  # of all its incarnations
 
     def command(self) -> Command:
@@ -135,7 +133,7 @@ class Replica(Life[FromWorker]):
             self._socket.unlink(missing_ok=True)
         self._socket, self._progress = None, None
         self._pulse = Pulse(time.monotonic())
-        self._gpu_bytes, self._stray = 0, ""
+        self._vram.forget()
         self._wary = self._ready_at is None
         self._held = {}
         if self._coming_up is not None and not self._errands.open:
@@ -150,7 +148,8 @@ class Replica(Life[FromWorker]):
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only if it holds memory where it may, and the adapters that it should."""
         child = self.child
-        reason = await self._stray_memory() if self._gpus else ""
+        strays = await self._vram.strays(self.pid)
+        reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
             admit = functools.partial(self._is_ready, child, info, timings_s)
@@ -158,12 +157,6 @@ class Replica(Life[FromWorker]):
         if reason and child is not None and child is self.child and not self.ending:
             self.fail(reason, permanent=permanent)
             child.kill(reason)
-
-    async def _stray_memory(self) -> str:
-        """A sentence on what it holds on GPUs that are not its own; "" if nothing."""
-        holdings = await asyncio.to_thread(gpu_memory_by_pid)
-        stray = stray_memory(group_of(self.pid), self._own_gpus, holdings, self._gpus)
-        return f"worker {self.name} {stray}" if stray else ""
 
     def _is_ready(
         self, child: Child[FromWorker] | None, info: ModelInfo, timings_s: dict[str, float]
@@ -176,10 +169,6 @@ class Replica(Life[FromWorker]):
         self._pulse = Pulse(time.monotonic())  # what was said of the load is over
         self.came_up()
         self._ping()
-
-    @property
-    def _own_gpus(self) -> set[str]:
-        return {self.place.gpu.uuid} if self.place.gpu is not None else set()
 
     def look(self) -> None:
         """Called often: ask how it is, and end it if it makes no progress."""
@@ -264,18 +253,16 @@ class Replica(Life[FromWorker]):
 
     @property
     def gpu_bytes(self) -> int:
-        return self._gpu_bytes
+        return self._vram.held_bytes
 
     def measure_gpus(self, holdings: Holdings) -> None:
         """Take its share of what NVML tells, and look whether it is where it should be."""
         if self.child is None:
             return
-        group = group_of(self.pid)
-        self._gpu_bytes = held_bytes(group, holdings)
-        stray = stray_memory(group, self._own_gpus, holdings, self._gpus)
-        if stray and self.serves:
-            self._on_stray(stray, bool(self._stray))
-        self._stray = stray
+        known = bool(self._vram.stray)
+        self._vram.measure(self.pid, holdings)
+        if self._vram.stray and self.serves:
+            self._on_stray(self._vram.stray, known)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
@@ -284,44 +271,20 @@ class Replica(Life[FromWorker]):
             self.child.kill(f"it {stray}")
 
     def status(self) -> ReplicaStatus:
-        gpu = self.place.gpu
         return ReplicaStatus(
             name=self.name,
             state=self.state,
             socket=str(self._socket or ""),
             pid=self.pid,
             device=self.place.device,
-            gpus=(gpu.uuid,) if gpu is not None else (),
+            gpus=tuple(gpu.uuid for gpu in self.place.gpus),
             progress=self._progress,
             reason=self.reason,
             restarts=self.restarts,
             running=self._pulse.last.running,
             waiting=self._pulse.last.waiting,
             rss_bytes=self.rss_bytes,
-            gpu_bytes=self._gpu_bytes,
+            gpu_bytes=self._vram.held_bytes,
             timings_s=self._timings_s,
-            stray=self._stray,
+            stray=self._vram.stray,
         )
-
-
-def worker_spec(
-    model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
-) -> WorkerSpec:
-    """What the worker is told to load."""
-    return WorkerSpec(
-        name=place.name,
-        model=model.name,
-        engine=model.engine,
-        path=model.path,
-        revision=model.revision,
-        device="cpu" if place.gpu is None else "cuda",
-        dtype=model.dtype,
-        max_context=model.max_context,
-        trust_remote_code=model.trust_remote_code,
-        sampling=model.sampling.model_dump(exclude_none=True),
-        options=model.engine_options().model_dump(exclude_none=True),
-        socket=socket,
-        tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
-        reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
-        adapters=adapters,
-    )

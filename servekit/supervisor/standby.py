@@ -22,7 +22,7 @@ from servekit.supervisor.child import Command
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
-from servekit.supervisor.replicas import worker_spec
+from servekit.supervisor.specs import worker_spec
 from servekit.wire import standby
 from servekit.wire.messages import BootFailed, Load, ReplicaStatus, Stop
 from servekit.wire.standby import Fork, FromStandby, NotForked, Prepared
@@ -40,7 +40,7 @@ class Standby(Life[FromStandby]):
     incoming = FromStandby
 
     def __init__(self, model: ModelConfig, place: Assignment, host: Host) -> None:
-        where = "standby" if place.gpu is None else f"standby-{place.gpu.index}"
+        where = "-".join(["standby", *(str(gpu.index) for gpu in place.gpus)])
         super().__init__(f"{model.name}/{where}", host)
         self.model = model
         self.place = place

@@ -10,8 +10,8 @@ from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment
 
 BASE = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}
-ON_GPU = Assignment("m", 0, Gpu(1, "GPU-aa", "H200", 1, 1), None)
-ON_CPU = Assignment("m", 0, None, 3)
+ON_GPU = Assignment("m", 0, (Gpu(1, "GPU-aa", "H200", 1, 1),), None)
+ON_CPU = Assignment("m", 0, (), 3)
 
 
 def test_a_gpu_worker_is_pinned_by_uuid() -> None:
@@ -20,6 +20,12 @@ def test_a_gpu_worker_is_pinned_by_uuid() -> None:
     assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert env["OMP_NUM_THREADS"] == "7"
     assert env["NCCL_DEBUG"] == "INFO"
+
+
+def test_one_on_several_gpus_is_pinned_to_all_of_them() -> None:
+    gpus = tuple(Gpu(index, f"GPU-{index}", "H200", 1, 1) for index in (1, 3))
+    env = for_worker(BASE, Assignment("m", 0, gpus, None), {}, "x")
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-3"
 
 
 def test_a_cpu_worker_sees_no_gpu_and_has_its_share_of_threads() -> None:

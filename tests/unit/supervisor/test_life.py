@@ -107,7 +107,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
         model = ModelConfig.model_validate(
             {"name": "m", "path": "p", "engine": "echo", "options": options, **(settings or {})}
         )
-        place = Assignment("m", 0, None, 1)
+        place = Assignment("m", 0, (), 1)
         circuit = Circuit("m", BreakerLimits(lives=3, first_s=600))
         adapters = Adapters("m", adapters_of(model), host)
         replica = Replica(model, place, gpus, host, circuit, adapters)
@@ -210,7 +210,7 @@ async def test_memory_on_a_gpu_that_is_not_its_own_is_final(
         pids.append(stage.replica.pid)
         return {stage.replica.pid: {"GPU-aa": 520 * 2**20}}
 
-    monkeypatch.setattr("servekit.supervisor.replicas.gpu_memory_by_pid", holdings)
+    monkeypatch.setattr("servekit.supervisor.vram.gpu_memory_by_pid", holdings)
     stage = play(gpus=(GPU,))
     await stage.until("failed")
     expected = "worker m/0 holds 520 MiB on GPU 0 (H200), which is not its own"
@@ -226,7 +226,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
 ) -> None:
     stage = play(settings={"stray_memory": said})
     replica = stage.replica
-    replica._gpus = (GPU,)  # as on a machine that has one; its NVML is made up
+    replica._vram.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
     await stage.until("ready")
     pid = replica.pid
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})

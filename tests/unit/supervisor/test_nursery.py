@@ -12,7 +12,7 @@ import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import nursery, procfs
-from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.nursery import Nursery
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.run_dir import RunDir
@@ -48,8 +48,8 @@ def model(**settings: Any) -> ModelConfig:
     return ModelConfig.model_validate({"name": "a", "engine": "echo", "path": "a", **settings})
 
 
-def workers(of: ModelConfig, *gpus: Gpu | None) -> list[Worker]:
-    return [Worker(of, Assignment("a", n, gpu, None)) for n, gpu in enumerate(gpus)]
+def workers(of: ModelConfig, *slots: Slot) -> list[Worker]:
+    return [Worker(of, Assignment("a", n, slot, None)) for n, slot in enumerate(slots)]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ Made = tuple[Nursery, list[Standby]]
 async def test_one_for_each_environment_once_all_workers_have_come_up(made: Made) -> None:
     brood, run = made
     wanted = model(standby=True)
-    some = workers(wanted, None, None, *GPUS)
+    some = workers(wanted, (), (), *zip(GPUS), GPUS)
     some[0].state = "loading"
     brood.tend(wanted, some)
     assert not run
@@ -76,7 +76,7 @@ async def test_one_for_each_environment_once_all_workers_have_come_up(made: Made
     some[3].state = "failed"
     brood.tend(wanted, some)
     brood.tend(wanted, some)
-    assert names(run) == ["a/standby", "a/standby-0"]
+    assert names(run) == ["a/standby", "a/standby-0", "a/standby-0-1"]
     some[2].state = "backoff"  # what it is there for
     brood.tend(wanted, some)
     assert not any(standby.ending for standby in run)
@@ -104,20 +104,20 @@ async def test_who_wants_one(
     monkeypatch.setattr(procfs, "available_bytes", lambda: available_bytes)
     brood, run = made
     wanted = model(standby=wish, engine=engine)
-    brood.tend(wanted, workers(wanted, None))
+    brood.tend(wanted, workers(wanted, ()))
     assert len(run) == count
 
 
 async def test_another_version_has_others(made: Made) -> None:
     brood, run = made
     old, new = model(standby=True), model(standby=True, dtype="float16")
-    brood.tend(old, workers(old, None))
+    brood.tend(old, workers(old, ()))
     same = model(standby=True, timeout_s=5.0)
-    brood.tend(same, workers(old, None))
+    brood.tend(same, workers(old, ()))
     assert [standby.ending for standby in run] == [False]
-    brood.tend(new, workers(old, None))
+    brood.tend(new, workers(old, ()))
     assert [standby.ending for standby in run] == [True]
-    brood.tend(new, [*workers(old, None), *workers(new, None)])
+    brood.tend(new, [*workers(old, ()), *workers(new, ())])
     assert [standby.ending for standby in run] == [True, False]
     assert brood.standbys == run
     brood.ended(run[0])
@@ -127,21 +127,21 @@ async def test_another_version_has_others(made: Made) -> None:
 async def test_it_ends_when_it_is_not_wanted_any_more_and_for_good_when_closed(made: Made) -> None:
     brood, run = made
     wanted = model(standby=True)
-    brood.tend(wanted, workers(wanted, None))
-    brood.tend(model(standby=False), workers(wanted, None))
+    brood.tend(wanted, workers(wanted, ()))
+    brood.tend(model(standby=False), workers(wanted, ()))
     assert [standby.ending for standby in run] == [True]
-    brood.tend(wanted, workers(wanted, None))
+    brood.tend(wanted, workers(wanted, ()))
     brood.close()
-    brood.tend(wanted, workers(wanted, None))
+    brood.tend(wanted, workers(wanted, ()))
     assert [standby.ending for standby in run] == [True, True]
 
 
 async def test_nothing_is_forked_before_it_is_ready_or_for_another_version(made: Made) -> None:
     brood, run = made
     wanted = model(standby=True)
-    place = Assignment("a", 0, None, None)
+    place = Assignment("a", 0, (), None)
     assert await brood.fork(wanted, place, {}, "m" * 16, 1, 2) is None
-    brood.tend(wanted, workers(wanted, None))
+    brood.tend(wanted, workers(wanted, ()))
     assert await brood.fork(wanted, place, {}, "m" * 16, 1, 2) is None
     assert await brood.fork(model(dtype="float16"), place, {}, "m" * 16, 1, 2) is None
     assert run[0].forks == 0

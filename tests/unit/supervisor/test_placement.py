@@ -26,7 +26,7 @@ def model(name: str, **keys: object) -> ModelConfig:
 def shares(placed: tuple[Assignment, ...]) -> dict[str, list[int | str]]:
     found: dict[str, list[int | str]] = {}
     for one in placed:
-        found.setdefault(one.model, []).append("cpu" if one.gpu is None else one.gpu.index)
+        found.setdefault(one.model, []).append(one.gpus[0].index if one.gpus else "cpu")
     return found
 
 
@@ -135,11 +135,11 @@ def test_a_gpu_has_one_holder_and_whatever_can_be_placed_is(
     except Misplaced:
         assert not can_be_placed(models, count)
         return
-    held = [one.gpu for one in placed if one.gpu is not None]
+    held = [gpu for one in placed for gpu in one.gpus]
     assert len(held) == len(set(held)) == len(placed)
     assert len({one.name for one in placed}) == len(placed)
     for one in models:
-        own = [p.gpu.index for p in placed if p.model == one.name and p.gpu]
+        own = [gpu.index for p in placed if p.model == one.name for gpu in p.gpus]
         assert own == sorted(own)
         assert one.gpus is None or set(own) <= set(one.gpus)
         assert len(own) >= 1 if one.replicas == "auto" else len(own) == one.replicas

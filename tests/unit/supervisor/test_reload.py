@@ -20,7 +20,7 @@ def model(name: str = "a", **keys: object) -> ModelConfig:
 
 def changes(before: list[ModelConfig], after: list[ModelConfig]) -> list[Change]:
     running: dict[str, tuple[ModelConfig, Slots]] = {
-        one.name: (one, tuple(p.gpu for p in place(before, (), 4) if p.model == one.name))
+        one.name: (one, tuple(p.gpus for p in place(before, (), 4) if p.model == one.name))
         for one in before
     }
     return list(diff(running, after, place(after, (), 4)))
@@ -121,9 +121,11 @@ def placed(
     models: list[ModelConfig], held: dict[str, list[Gpu]] | None = None
 ) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for spot in place(models, GPUS, 4, held):
-        assert spot.gpu is not None
-        found.setdefault(spot.model, []).append(spot.gpu.index)
+    for spot in place(
+        models, GPUS, 4, {name: [(gpu,) for gpu in own] for name, own in (held or {}).items()}
+    ):
+        [gpu] = spot.gpus
+        found.setdefault(spot.model, []).append(gpu.index)
     return found
 
 

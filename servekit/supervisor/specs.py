@@ -1,0 +1,42 @@
+"""What a worker is told to load, made of the file and of its place."""
+
+from __future__ import annotations
+
+from servekit.config.engines import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.placement import Assignment
+from servekit.wire.adapters import AdapterSpec
+from servekit.wire.messages import WorkerSpec
+from servekit.wire.values import Parallel
+
+
+def worker_spec(
+    model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
+) -> WorkerSpec:
+    """What the worker is told to load."""
+    return WorkerSpec(
+        name=place.name,
+        model=model.name,
+        engine=model.engine,
+        path=model.path,
+        revision=model.revision,
+        device="cuda" if place.gpus else "cpu",
+        dtype=model.dtype,
+        max_context=model.max_context,
+        trust_remote_code=model.trust_remote_code,
+        sampling=model.sampling.model_dump(exclude_none=True),
+        options=model.engine_options().model_dump(exclude_none=True),
+        socket=socket,
+        tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
+        reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
+        adapters=adapters,
+        gpus=max(1, len(place.gpus)),
+        parallel=parallel(model, place),
+    )
+
+
+def parallel(model: ModelConfig, place: Assignment) -> Parallel:
+    """How its engine spreads it over its GPUs; "" where it has one, or none."""
+    if len(place.gpus) < 2:
+        return ""
+    return KINDS[model.engine].parallel[0] if model.parallel == "auto" else model.parallel

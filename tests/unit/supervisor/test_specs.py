@@ -1,0 +1,31 @@
+"""What a worker is told of its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.specs import worker_spec
+
+GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
+
+
+@pytest.mark.parametrize(
+    ("keys", "count", "expected"),
+    [
+        ({}, 0, ("cpu", 1, "")),
+        ({}, 1, ("cuda", 1, "")),
+        ({}, 2, ("cuda", 2, "tensor")),
+        ({"parallel": "device_map"}, 2, ("cuda", 2, "device_map")),
+        ({"parallel": "device_map"}, 1, ("cuda", 1, "")),
+        ({"engine": "llamacpp"}, 2, ("cuda", 2, "split")),
+    ],
+)
+def test_how_it_is_spread(
+    keys: dict[str, object], count: int, expected: tuple[str, int, str]
+) -> None:
+    model = ModelConfig.model_validate({"name": "a", "path": "a", **keys})
+    spec = worker_spec(model, Assignment("a", 0, GPUS[:count], None), "")
+    assert (spec.device, spec.gpus, spec.parallel) == expected
