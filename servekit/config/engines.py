@@ -4,7 +4,8 @@ do, what it needs, and its options. No engine is imported here, and no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -100,8 +101,11 @@ class VllmOptions(Section):
     """Keep the KV cache of prompts, and use it again for prompts that begin alike."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
     """Highest rank of a LoRA adapter that is loaded; more is refused."""
-    max_loras: Annotated[int, Field(ge=1, le=256)] = 8
-    """LoRA adapters in one batch; more take turns."""
+    max_loras: Annotated[int | None, Field(ge=1, le=256)] = None
+    """LoRA adapters in one batch; more take turns. By default 8 where the file names adapters, and
+    else the model takes none: what they need costs some speed."""
+    sleep_level: Literal[1, 2] = 1
+    """Asleep, the weights are in the host's memory (1), or are read from disk again (2)."""
 
 
 class LlamaCppOptions(Section):
@@ -165,6 +169,10 @@ class EngineKind:
     standby: bool = False
     #: How it spreads one replica over several GPUs; the first is the default.
     parallel: tuple[Literal["tensor", "device_map", "split"], ...] = ()
+    #: Its workers' environment, over which the model's own `env` goes.
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: How its GPUs are named in CUDA_VISIBLE_DEVICES. A UUID is right whatever is counted how.
+    pin: Literal["uuid", "index"] = "uuid"
     #: It can give the GPU's memory back and keep the weights in the host's.
     sleeps: bool = False
 
@@ -186,6 +194,13 @@ KINDS: dict[str, EngineKind] = {
         gpu="must",
         adapters=True,
         parallel=("tensor",),
+        env={
+            "DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # or they come on top of the claim
+        },
+        pin="index",  # vLLM 0.20 reads each entry as a number
         sleeps=True,
     ),
     "llamacpp": EngineKind(

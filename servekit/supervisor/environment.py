@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from servekit.config.engines import EngineKind
 from servekit.supervisor.leftovers import MARK
 from servekit.supervisor.placement import Assignment
 
@@ -23,13 +24,15 @@ def for_worker(
     assignment: Assignment,
     extra: Mapping[str, str],
     instance: str,
+    kind: EngineKind,
 ) -> dict[str, str]:
-    """A worker's environment: `base`, ours, the model's own `env` over it, and the pin over all."""
-    env = {**base, **_ALWAYS}
+    """A worker's environment: `base`, ours, the engine's, the model's own `env`, and the pin."""
+    env = {**base, **_ALWAYS, **kind.env}
     if assignment.threads is not None:
         env |= dict.fromkeys(_THREADS, str(assignment.threads))
     env |= extra
-    pin = ",".join(gpu.uuid for gpu in assignment.gpus)
+    by_index = kind.pin == "index"  # NVML's, which CUDA's order is made to be by _ALWAYS
+    pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in assignment.gpus)
     return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import structlog
 
+from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import environment
 from servekit.supervisor.adapters import Outcome, Refusal
@@ -95,7 +96,9 @@ class Replica(Life[FromWorker]):
         self._pulse = Pulse(time.monotonic())
         self._socket = self.host.run_dir.new_socket()
         host = self.host
-        env = environment.for_worker(host.environ, self.place, self.model.env, host.mark)
+        env = environment.for_worker(
+            host.environ, self.place, self.model.env, host.mark, KINDS[self.model.engine]
+        )
         return Command(
             name=self.name,
             module="servekit.worker",

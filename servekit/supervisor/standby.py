@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import environment, offspring
 from servekit.supervisor.child import Command
@@ -55,7 +56,9 @@ class Standby(Life[FromStandby]):
         self._orders, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
         host = self.host
-        self._env = environment.for_worker(host.environ, self.place, self.model.env, host.mark)
+        self._env = environment.for_worker(
+            host.environ, self.place, self.model.env, host.mark, KINDS[self.model.engine]
+        )
         fd = self._theirs.fileno()
         return Command(
             name=self.name,

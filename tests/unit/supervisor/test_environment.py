@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from servekit.config.engines import KINDS
 from servekit.supervisor.environment import _quota, for_gateway, for_worker, usable_cpus
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment
 
 BASE = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}
+KIND = KINDS["transformers"]
 ON_GPU = Assignment("m", 0, (Gpu(1, "GPU-aa", "H200", 1, 1),), None)
 ON_CPU = Assignment("m", 0, (), 3)
 
 
 def test_a_gpu_worker_is_pinned_by_uuid() -> None:
-    env = for_worker(BASE, ON_GPU, {}, "x")
+    env = for_worker(BASE, ON_GPU, {}, "x", KIND)
     assert env["CUDA_VISIBLE_DEVICES"] == "GPU-aa"
     assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert env["OMP_NUM_THREADS"] == "7"
@@ -24,19 +26,26 @@ def test_a_gpu_worker_is_pinned_by_uuid() -> None:
 
 def test_one_on_several_gpus_is_pinned_to_all_of_them() -> None:
     gpus = tuple(Gpu(index, f"GPU-{index}", "H200", 1, 1) for index in (1, 3))
-    env = for_worker(BASE, Assignment("m", 0, gpus, None), {}, "x")
+    env = for_worker(BASE, Assignment("m", 0, gpus, None), {}, "x", KIND)
     assert env["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-3"
 
 
+def test_an_engine_may_need_indexes_and_has_variables_of_its_own() -> None:
+    env = for_worker(BASE, ON_GPU, {"VLLM_NO_USAGE_STATS": "0"}, "x", KINDS["vllm"])
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
+    assert env["VLLM_WORKER_MULTIPROCESSING_METHOD"] == "spawn"
+    assert env["VLLM_NO_USAGE_STATS"] == "0"  # the file's own win
+
+
 def test_a_cpu_worker_sees_no_gpu_and_has_its_share_of_threads() -> None:
-    env = for_worker(BASE, ON_CPU, {}, "x")
+    env = for_worker(BASE, ON_CPU, {}, "x", KIND)
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert env["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_model_s_own_variables_win_but_never_over_the_pin() -> None:
     extra = {"OMP_NUM_THREADS": "1", "HF_HOME": "/m", "CUDA_VISIBLE_DEVICES": "5"}
-    env = for_worker(BASE, ON_CPU, extra, "x")
+    env = for_worker(BASE, ON_CPU, extra, "x", KIND)
     assert (env["OMP_NUM_THREADS"], env["HF_HOME"]) == ("1", "/m")
     assert env["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -49,7 +58,7 @@ def test_a_gateway_sees_no_gpu() -> None:
 
 def test_nothing_given_is_edited() -> None:
     base, before = dict(BASE), dict(os.environ)
-    for_worker(base, ON_GPU, {"A": "b"}, "x")
+    for_worker(base, ON_GPU, {"A": "b"}, "x", KIND)
     for_gateway(base, "x")
     assert base == BASE
     assert dict(os.environ) == before
