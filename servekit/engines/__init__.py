@@ -21,7 +21,7 @@ ENGINES = {
     "llamacpp": "servekit.engines.llamacpp:LlamaCppEngine",
     "openai": "servekit.engines.openai:OpenAIEngine",
     "transformers": "servekit.engines.transformers:TransformersEngine",
-    "vllm": "servekit.engines.vllm:VllmEngine",
+    "vllm": "servekit.engines.vllm.engine:VllmEngine",
 }
 
 

@@ -158,7 +158,7 @@ class Grammars:
         if len(grammar.text.encode()) > MAX_BYTES:
             raise _refusal(grammar, f"it is longer than {MAX_BYTES} bytes")
         try:
-            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self._tokenizer, serialized(grammar), log_level=0, limits=_LIMITS)
         except ValueError as error:  # no JSON, or no object
             raise _refusal(grammar, str(error)) from None
         reason = matcher.get_error() or self._try(matcher)
@@ -180,7 +180,8 @@ class Grammars:
         return copy.get_error()
 
 
-def _source(grammar: Grammar) -> str:
+def serialized(grammar: Grammar) -> str:
+    """A grammar in llguidance's own JSON, whatever it was written in."""
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(

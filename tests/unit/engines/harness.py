@@ -108,8 +108,10 @@ def make_spec(path: Path | str, **fields: Any) -> WorkerSpec:
 class Harness:
     """An engine that runs, and what it has emitted, by job."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.engine = TransformersEngine(spec)
+    def __init__(
+        self, spec: WorkerSpec, kind: Callable[[WorkerSpec], Any] = TransformersEngine
+    ) -> None:
+        self.engine: Any = kind(spec)
         self.progress: list[Progress] = []
         self.info: ModelInfo = self.engine.load(self.progress.append)
         self.outputs: dict[int, list[StepOutput]] = {}
@@ -155,7 +157,8 @@ class Harness:
 
     def text(self, job_id: int) -> str:
         decoder = self.engine.codec.decoder()
-        return decoder.push(self.tokens(job_id)) + decoder.flush()
+        text: str = decoder.push(self.tokens(job_id)) + decoder.flush()
+        return text
 
     def logprobs(self, job_id: int) -> list[TokenLogprob]:
         self.tokens(job_id)

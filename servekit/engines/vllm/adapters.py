@@ -1,0 +1,146 @@
+"""LoRA adapters in vLLM: read and judged as for the transformers engine, and tried before served.
+
+vLLM mixes them in one batch by kernels of its own. Another tuner it does not know, nor DoRA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from servekit.engines.adapters import files, limits
+from servekit.engines.adapters.files import PARAM, AdapterFiles
+from servekit.engines.vllm.core import Core
+from servekit.errors import LoadError, RequestError
+from servekit.wire.adapters import AdapterInfo, AdapterSpec
+from servekit.wire.messages import WorkerSpec
+
+#: Token ids, and the scores of what follows them, one tuple for each token: a probe's answer.
+Scores = list[tuple[float, ...]]
+#: Asks the engine for the scores of the tokens after a prompt, with an adapter's id or without.
+Probe = Callable[[list[int], int], Scores]
+
+_PROMPT_TOKENS = 11
+WHY = "vLLM mixes LoRA adapters in one batch."
+
+
+class Adapters:
+    """Those that are loaded. `load` and `unload` come from one thread at a time."""
+
+    def __init__(
+        self, spec: WorkerSpec, names: Collection[str], max_rank: int, core: Core, probe: Probe
+    ) -> None:
+        self._spec = spec
+        self._names = set(names)
+        self._max_rank = max_rank
+        self._core = core
+        self._probe = probe
+        self._next = 1
+        self._held: dict[str, Any] = {}  # LoRARequest by name
+
+    def request(self, name: str) -> Any:
+        """What a request of this adapter carries. Raises RequestError if there is none."""
+        found = self._held.get(name)
+        if found is None:
+            raise RequestError(f"This model has no adapter {name!r}.", param="model")
+        return found
+
+    def load_all(
+        self, specs: Sequence[AdapterSpec]
+    ) -> tuple[tuple[AdapterInfo, ...], dict[str, str]]:
+        """Load what can be; what cannot is told by name."""
+        loaded, refused = [], {}
+        for spec in specs:
+            try:
+                loaded.append(self.load(spec))
+            except (RequestError, LoadError) as error:
+                refused[spec.name] = str(error)
+        return tuple(loaded), refused
+
+    def load(self, spec: AdapterSpec) -> AdapterInfo:
+        """As `Engine.load_adapter`."""
+        if spec.name in self._held:
+            raise RequestError(
+                f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
+            )
+        try:
+            found = files.read(spec)
+        except LoadError as error:
+            if not error.permanent:
+                raise
+            raise RequestError(str(error), param=PARAM) from error
+        judge(found, self._max_rank)
+        if not spec.any_base:
+            limits.require_base(found.config, self._names, self._spec.model)
+        return self._take(spec, found)
+
+    def _take(self, spec: AdapterSpec, found: AdapterFiles) -> AdapterInfo:
+        from vllm.lora.request import LoRARequest
+
+        number, self._next = self._next, self._next + 1
+        request = LoRARequest(spec.name, number, str(found.folder))
+        try:
+            self._core.call("add_lora", request)
+        except Exception as error:  # whatever the core has raised comes as this
+            raise RequestError(
+                f"vLLM cannot load the adapter: {str(error)[:500]}", param=PARAM
+            ) from error
+        try:
+            figures = self._verify(number)
+        except BaseException:
+            self._core.call("remove_lora", number)
+            raise
+        self._held[spec.name] = request
+        parameters = sum(math.prod(shape) for shape in found.shapes.values())
+        rank = limits.rank_of(found.config)
+        return AdapterInfo(
+            spec.name, "LORA", "mixed", WHY, rank, parameters, 2 * parameters, figures
+        )
+
+    def unload(self, name: str) -> None:
+        """As `Engine.unload_adapter`."""
+        self._core.call("remove_lora", self.request(name).lora_int_id)
+        del self._held[name]
+
+    def restore(self) -> None:
+        """Load all once more: the device has forgotten them."""
+        for request in self._held.values():
+            self._core.call("remove_lora", request.lora_int_id)
+            self._core.call("add_lora", request)
+
+    def _verify(self, number: int) -> dict[str, float]:
+        prompt = [(7919 * (index + 1)) % self._vocab for index in range(_PROMPT_TOKENS)]
+        return {"effect": effect(self._probe(prompt, number), self._probe(prompt, 0))}
+
+    @property
+    def _vocab(self) -> int:
+        return int(self._core.config.model_config.get_vocab_size())
+
+
+def judge(found: AdapterFiles, max_rank: int) -> None:
+    """Raise RequestError for an adapter that vLLM cannot run, by its configuration."""
+    kind = found.config.get("peft_type")
+    if kind != "LORA" or found.config.get("use_dora"):
+        named = "DoRA" if kind == "LORA" else str(kind)
+        raise RequestError(
+            f"vLLM runs LoRA adapters only, and this one is {named}; `engine: transformers` "
+            "serves it.",
+            param=PARAM,
+        )
+    limits.check(found, max_rank)
+
+
+def effect(with_it: Scores, without: Scores) -> float:
+    """The largest change of a log probability. Raises RequestError if there is none, or no number.
+
+    Only the first token is compared: what follows may go on after another one.
+    """
+    if not all(math.isfinite(value) for scores in with_it for value in scores):
+        raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)
+    changes = [abs(a - b) for a, b in zip(with_it[0], without[0], strict=True)]
+    if not any(changes):
+        raise RequestError(
+            "The adapter changes nothing: the model says with it what it says without.", param=PARAM
+        )
+    return max(changes)

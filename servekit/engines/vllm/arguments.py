@@ -1,0 +1,107 @@
+"""From what a worker is told to the arguments that vLLM takes (`vllm.EngineArgs`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from servekit.errors import LoadError
+from servekit.wire.messages import WorkerSpec
+
+#: What a process holds on a GPU beyond what vLLM accounts for: the CUDA context and its modules,
+#: 0.5 to 0.7 GiB on an H100, and NCCL's buffers where there are several.
+OVERHEAD_BYTES = 3 * 2**28
+NCCL_BYTES = 2**30
+#: Of a GPU that it has for itself; the rest is for what others take while it loads.
+SHARE = 0.92
+#: LoRA adapters in one batch, where the file names some and says nothing else.
+LORAS = 8
+
+
+def arguments(
+    spec: WorkerSpec, folder: Path, memory: tuple[int, int], *, embeds: bool
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.EngineArgs`.
+
+    `memory` is total and free on the smallest of the worker's GPUs, in bytes. Raises LoadError if
+    what the worker may take is not enough for anything.
+    """
+    options = spec.options
+    made: dict[str, Any] = {
+        "model": str(folder),
+        "runner": "pooling" if embeds else "generate",
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_context or -1,  # -1: the longest that there is room for
+        "trust_remote_code": spec.trust_remote_code,
+        "tensor_parallel_size": spec.gpus,
+        "gpu_memory_utilization": utilization(spec, *memory),
+        "enable_prefix_caching": bool(options.get("prefix_caching", True)) and not embeds,
+        "enforce_eager": bool(options.get("enforce_eager", False)),
+        "load_format": options.get("load_format", "auto"),
+        "enable_sleep_mode": spec.sleeps,
+        "structured_outputs_config": {"backend": "guidance"},
+        "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
+        "disable_log_stats": False,  # from which its load is known
+    }
+    given = {
+        "max_num_seqs": options.get("slots"),
+        "max_num_batched_tokens": options.get("max_batch_tokens"),
+        "kv_cache_memory_bytes": options.get("kv_cache_bytes"),
+        "quantization": options.get("quantization"),
+    }
+    made |= {name: value for name, value in given.items() if value is not None}
+    return made | lora_arguments(spec, embeds=embeds)
+
+
+def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:
+    """Those of adapters; none where the model takes none."""
+    slots = spec.options.get("max_loras") or (LORAS if spec.adapters else 0)
+    if not slots or embeds:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": max(slots, 256),  # a capacity, not memory: beyond, they are read again
+        "max_lora_rank": spec.options.get("max_lora_rank", 64),
+    }
+
+
+def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
+    """The part of a GPU for weights, activations and KV cache. Raises LoadError."""
+    overhead = OVERHEAD_BYTES + (NCCL_BYTES if spec.gpus > 1 else 0)
+    claim = spec.memory_bytes or int(total_bytes * SHARE)
+    room = min(claim, free_bytes) - overhead
+    if room <= 0:
+        raise LoadError(
+            f"{spec.model} may take {claim / 2**30:.1f} GiB of its GPU, of which "
+            f"{free_bytes / 2**30:.1f} GiB are free, and vLLM needs {overhead / 2**30:.2f} GiB "
+            "for itself alone.",
+            permanent=claim <= overhead,
+        )
+    return room / total_bytes
+
+
+def memory_of(visible: str) -> tuple[int, int]:
+    """Total and free bytes of the smallest of the GPUs that CUDA_VISIBLE_DEVICES names.
+
+    By NVML, which makes no CUDA context in this process. Raises LoadError where there is none.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            found = [pynvml.nvmlDeviceGetMemoryInfo(_handle(entry)) for entry in visible.split(",")]
+        finally:
+            pynvml.nvmlShutdown()
+    except (pynvml.NVMLError, ValueError) as error:
+        raise LoadError(f"vLLM needs a GPU, and NVML says of {visible!r}: {error}") from error
+    return min(int(one.total) for one in found), min(int(one.free) for one in found)
+
+
+def _handle(entry: str) -> Any:
+    import pynvml
+
+    if entry.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(entry))
+    return pynvml.nvmlDeviceGetHandleByUUID(entry)

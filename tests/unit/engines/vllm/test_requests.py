@@ -1,0 +1,99 @@
+"""What vLLM is asked for, and what is made of its answers; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servekit.engines.base import Job
+from servekit.engines.sampling import resolve
+from servekit.engines.vllm import requests
+from servekit.wire.messages import SamplingParams
+
+EOS = frozenset({2, 3})
+
+
+def asked(emitted: list[int] | None = None, **params: Any) -> dict[str, Any]:
+    given = SamplingParams(**{"max_tokens": 16, "temperature": 0.7} | params)
+    job = Job(1, [5, 6], given, emitted or [])
+    return requests.sampling_arguments(job, resolve(given, {}, 1000), EOS, 2)
+
+
+def piece(token: int) -> bytes:
+    return b"<%d>" % token
+
+
+def output(ids: list[int], reason: int | None = None, logprobs: Any = None) -> Any:
+    return SimpleNamespace(new_token_ids=ids, finish_reason=reason, new_logprobs=logprobs)
+
+
+def test_a_plain_request_draws_by_no_seed_of_its_own() -> None:
+    found = asked()
+    assert "seed" not in found and "logit_bias" not in found and "extra_args" not in found
+    assert (found["temperature"], found["max_tokens"], found["detokenize"]) == (0.7, 16, False)
+
+
+def test_what_is_cold_enough_is_greedy() -> None:
+    assert asked(temperature=1e-7)["temperature"] == 0.0
+
+
+def test_all_ends_but_the_first_are_stop_tokens_and_none_where_they_are_ignored() -> None:
+    assert asked()["stop_token_ids"] == [3]
+    assert "stop_token_ids" not in asked(ignore_eos=True)
+
+
+def test_a_continuation_counts_what_there_is() -> None:
+    found = asked([7, 7, 8], max_tokens=10, min_tokens=5, logit_bias=((7, 1.0),))
+    assert (found["max_tokens"], found["min_tokens"]) == (7, 2)
+    assert found["logit_bias"] == {7: 1.0}
+
+
+def test_penalties_of_the_completion_count_what_there_is() -> None:
+    found = asked([7, 7, 8], presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((8, 1.0),))
+    assert found["logit_bias"] == {7: -1.0, 8: 0.25}
+    assert (found["presence_penalty"], found["frequency_penalty"]) == (0.5, 0.25)
+
+
+def test_a_seed_goes_on_with_other_noise_always_the_same() -> None:
+    first, later = asked(seed=5), asked([7], seed=5)
+    assert first["seed"] == 5
+    assert later["seed"] == asked([8], seed=5)["seed"] != 5
+    assert later["seed"] != asked([7, 8], seed=5)["seed"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "told", "finish"),
+    [
+        ([7], None, [7], None),
+        ([7], 1, [7], "length"),
+        ([2], 0, [], "stop"),
+        ([7, 3], 0, [7], "stop"),
+    ],
+)
+def test_what_a_step_brings(
+    ids: list[int], reason: int | None, told: list[int], finish: str | None
+) -> None:
+    found = requests.output_of(4, output(ids, reason), EOS, piece)
+    assert (found.id, found.token_ids, found.finish, found.error) == (4, told, finish, None)
+
+
+@pytest.mark.parametrize("reason", [2, 3, 4])
+def test_any_other_end_is_an_error(reason: int) -> None:
+    found = requests.output_of(4, output([7], reason), EOS, piece)
+    assert found.error and found.finish is None and not found.token_ids
+
+
+def test_logprobs_are_of_the_token_and_of_the_best() -> None:
+    logprobs = SimpleNamespace(
+        logprob_token_ids=np.array([[7, 9, 7], [2, 2, 1]]),
+        logprobs=np.array([[-2.0, -1.0, -2.0], [-0.5, -0.5, -np.inf]], np.float32),
+    )
+    found = requests.output_of(4, output([7, 2], 0, logprobs), EOS, piece)
+    assert found.logprobs is not None and len(found.logprobs) == 1  # the end is not told
+    assert found.logprobs[0].token == b"<7>"
+    assert found.logprobs[0].best == ((b"<9>", -1.0), (b"<7>", -2.0))
+    [_, last] = requests.scores(logprobs, 2, piece)
+    assert last.best[1] == (b"<1>", -9999.0)
