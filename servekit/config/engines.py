@@ -197,7 +197,7 @@ KINDS: dict[str, EngineKind] = {
         env={
             "DO_NOT_TRACK": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # or they come on top of the claim
         },
         pin="index",  # vLLM 0.20 reads each entry as a number

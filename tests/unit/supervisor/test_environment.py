@@ -33,7 +33,7 @@ def test_one_on_several_gpus_is_pinned_to_all_of_them() -> None:
 def test_an_engine_may_need_indexes_and_has_variables_of_its_own() -> None:
     env = for_worker(BASE, ON_GPU, {"VLLM_NO_USAGE_STATS": "0"}, "x", KINDS["vllm"])
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
-    assert env["VLLM_WORKER_MULTIPROCESSING_METHOD"] == "spawn"
+    assert env["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert env["VLLM_NO_USAGE_STATS"] == "0"  # the file's own win
 
 
