@@ -22,7 +22,7 @@ from servekit.engines import pooling, weights
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
-from servekit.engines.grammar import Constraint, serialized
+from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
 from servekit.engines.sampling import resolve
@@ -164,10 +164,9 @@ class VllmEngine(Engine):
         except ValueError as error:
             raise RequestError(f"vLLM refuses this: {first_line(error)}") from error
         params.update_from_generation_config({}, self._stated.primary)
-        if isinstance(job.constraint, Constraint):
-            text = serialized(job.constraint.grammar)
-            params.structured_outputs = StructuredOutputsParams(grammar=text)
-            params.structured_outputs._backend = "guidance"  # or it would be judged once more
+        if job.constraint is not None:  # which `scheduler` takes from `extra_args`
+            params.structured_outputs = StructuredOutputsParams(regex=".*")
+            params.structured_outputs._backend = "guidance"
         return params
 
     def embed(self, job: EmbedJob) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from servekit.engines.base import Job, StepOutput
+from servekit.engines.grammar import Constraint, serialized
 from servekit.engines.logprobs import LEAST
 from servekit.engines.sampling import Sampling
 from servekit.wire.messages import TokenLogprob
 
-#: Under which a request's `extra_args` hold the tokens that it goes on after.
-EMITTED = "servekit_emitted"
+#: Under which a request's `extra_args` hold its grammar, and the tokens that it goes on after.
+GRAMMAR, EMITTED = "servekit_grammar", "servekit_emitted"
 #: Of `vllm.v1.engine.FinishReason`; the others are failures.
 _STOP, _LENGTH = 0, 1
 _MASK = 2**63 - 1
@@ -93,8 +94,9 @@ def sampling_arguments(
         made["stop_token_ids"] = sorted(set(eos) - {primary_eos})
     if bias := _bias(job, sampling):
         made["logit_bias"] = bias
-    if done and job.constraint is not None:
-        made["extra_args"] = {EMITTED: job.emitted}
+    if isinstance(job.constraint, Constraint):
+        text = serialized(job.constraint.grammar)
+        made["extra_args"] = {GRAMMAR: text} | ({EMITTED: job.emitted} if done else {})
     return made
 
 

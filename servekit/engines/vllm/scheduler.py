@@ -1,17 +1,20 @@
 """What has to be done inside vLLM's engine core, which imports this by name.
 
-A request that goes on after tokens of another worker has them at the end of its prompt. A grammar
-starts anew with each request, and has to be led through them first.
+Grammars come compiled, in llguidance's own form, which no parameter of vLLM's takes. And a request
+that goes on after tokens of another worker has them at the end of its prompt, while its grammar
+starts anew: it is led through them first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from llguidance import LLMatcher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
-from servekit.engines.vllm.requests import EMITTED
+from servekit.engines.vllm.requests import EMITTED, GRAMMAR
 
 
 class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not installed
@@ -19,7 +22,7 @@ class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not i
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        lead(self.structured_output_manager)
+        take_grammars(self.structured_output_manager)
 
 
 class InStep(Scheduler):  # type: ignore[misc] # as above
@@ -27,18 +30,19 @@ class InStep(Scheduler):  # type: ignore[misc] # as above
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        lead(self.structured_output_manager)
+        take_grammars(self.structured_output_manager)
 
 
-def lead(grammars: Any) -> None:
-    """Have each grammar that is made led through the tokens that its request goes on after."""
-    make = grammars._create_grammar
+def take_grammars(manager: Any) -> None:
+    """Have a `StructuredOutputManager` make its grammars of what our requests bring."""
 
-    def make_and_lead(request: Any) -> Any:
-        grammar = make(request)
-        emitted = (request.sampling_params.extra_args or {}).get(EMITTED)
-        if emitted and not grammar.accept_tokens(request.request_id, list(emitted)):
-            raise ValueError("the text so far does not keep to the grammar")
+    def create(request: Any) -> Any:
+        brought = request.sampling_params.extra_args
+        matcher = LLMatcher(manager.backend.ll_tokenizer, brought[GRAMMAR], log_level=0)
+        size = manager.backend.vocab_size
+        grammar = GuidanceGrammar(matcher, manager.backend.ll_tokenizer, size)
+        if emitted := brought.get(EMITTED):
+            grammar.accept_tokens(request.request_id, list(emitted))
         return grammar
 
-    grammars._create_grammar = make_and_lead
+    manager._create_grammar = create
