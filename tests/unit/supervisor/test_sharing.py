@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,12 @@ def test_places(models: list[ModelConfig], count: int, expected: Places) -> None
     assert {name: sorted(slots) for name, slots in placed.items()} == {
         name: sorted(slots) for name, slots in expected.items()
     }
+
+
+def test_nvlink_goes_before_neighbourhood() -> None:
+    some = tuple(replace(gpu, linked=(f"GPU-{(gpu.index + 2) % 4:04x}",)) for gpu in gpus(4))
+    placed = indexes(place([model("a", gpus_per_replica=2)], some, 8))
+    assert placed == {"a": [(0, 2), (1, 3)]}
 
 
 def test_what_is_claimed_is_known_of_each_gpu() -> None:
