@@ -112,7 +112,7 @@ def test_what_is_claimed_is_known_of_each_gpu() -> None:
             1,
             "2GiB",
             (1, "memory"),
-            "no place was found for b/0, which needs beside the others: it claims 50.0 GiB of GPU "
+            "no place was found for b/0 beside the others: it claims 50.0 GiB of GPU "
             "0 (H200), which has 100.0 GiB, less 2.0 GiB reserved, less 60.0 GiB of a: 12.0 GiB "
             "too much",
         ),
