@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from servekit.config.load import complain, load
+from servekit.config.choosing import Choice
+from servekit.config.installed import Machine
+from servekit.config.load import complain, load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.supervisor import access
@@ -37,7 +39,7 @@ class Source:
 
         Raises ConfigError with everything that is wrong with it.
         """
-        config = load(self.path)
+        config, choices = load_here(self.path, Machine(bool(gpus)))
         server = config.server.model_copy(update=dict(self.server))
         config = config.model_copy(update={"server": server})
         if not self.insecure and (reason := access.refuse_public(config)):
@@ -50,7 +52,7 @@ class Source:
             places = place(config.models, gpus, usable_cpus(), held or {})
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None
-        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules)
+        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules, choices)
 
     def await_rest(self) -> None:
         """Return once nobody has written to the file for a moment; blocks, for a thread.
@@ -81,3 +83,4 @@ class Plan:
     gpus: tuple[Gpu, ...]
     source: Source
     access: AccessRules
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # of models with `engine: auto`
