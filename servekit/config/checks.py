@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from servekit.config import fitting, paths
 from servekit.config import keys as api_keys
-from servekit.config import paths
 from servekit.config.access import KeyConfig
-from servekit.config.engines import KINDS
+from servekit.config.engines import KINDS, EngineKind
+from servekit.config.installed import Machine, lacking
 from servekit.config.nodes import Node, find
 from servekit.config.problems import Problem, dotted, short
 from servekit.config.schema import Config, ModelConfig, names_of
@@ -50,17 +51,39 @@ def _items(node: Node | None) -> list[Node]:
 
 def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """What is wrong with a model whose keys are each right. The echo engine reads no file."""
-    if KINDS[config.engine].formats & {"folder", "gguf"}:
+    kind = kind_of(config)
+    if kind.needs_files:
         yield from _path(config, at, folder)
-    if config.adapters:
+    if config.engine != "auto":
+        for lack in fitting.lacks(kind, fitting.asked(config, folder)):
+            message = f"the engine {config.engine} {lack.what}."
+            yield Problem((*at, *lack.at), message, at_key=lack.at_key)
+    if kind.adapters:
         yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
-    yield from _spread(config, at)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
         yield Problem((*at, "sampling", "max_tokens"), message)
+
+
+def kind_of(config: ModelConfig) -> EngineKind:
+    """The kind of a model's engine; where `auto` is not resolved, of one that it may become."""
+    if config.engine == "auto":
+        return KINDS["openai" if "url" in config.options else "transformers"]
+    return KINDS[config.engine]
+
+
+def here(config: ModelConfig, at: Place, machine: Machine) -> Iterator[Problem]:
+    """What a model's engine lacks on this machine."""
+    kind = KINDS[config.engine]
+    if remedy := lacking(kind, machine.has):
+        message = f"the engine {config.engine} is not installed; {remedy}."
+        yield Problem((*at, "engine"), message)
+    elif kind.gpu == "must" and not machine.has_gpu and config.device == "auto":
+        message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here."
+        yield Problem((*at, "engine"), message)
 
 
 def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
@@ -75,10 +98,6 @@ def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
 
 
 def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    if not KINDS[config.engine].adapters:
-        message = f"the engine {config.engine} has no adapters."
-        yield Problem((*at, "adapters"), message, at_key=True)
-        return
     for i, adapter in enumerate(config.adapters):
         here = (*at, "adapters", i)
         try:
@@ -102,22 +121,6 @@ def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterat
         need = "a GPU" if each == 1 else f"{each} GPUs"
         message = f"{config.replicas} replicas need {need} each, and `gpus` lists {len(gpus)}."
         yield Problem((*at, "replicas"), message)
-
-
-def _spread(config: ModelConfig, at: Place) -> Iterator[Problem]:
-    """Several GPUs for one replica, and shares of them."""
-    ways = KINDS[config.engine].parallel
-    if config.gpus_per_replica > 1 and not ways:
-        message = f"the engine {config.engine} cannot be spread over several GPUs."
-        yield Problem((*at, "gpus_per_replica"), message)
-    if config.parallel != "auto" and config.parallel not in ways:
-        known = " or ".join(("auto", *ways))
-        message = f"the engine {config.engine} knows {known} only."
-        yield Problem((*at, "parallel"), message)
-    if config.device == "cpu":
-        for key in ("gpus_per_replica", "memory"):
-            if getattr(config, key) not in (None, 1):
-                yield Problem((*at, key), "`device: cpu` uses no GPUs.", at_key=True)
 
 
 def run_dir(config: Config, folder: Path) -> Iterator[Problem]:

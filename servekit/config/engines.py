@@ -160,7 +160,7 @@ class EngineKind:
 
     options: type[Section]
     formats: frozenset[Literal["folder", "gguf", "nothing", "remote"]]
-    #: Importing one of these is enough to have it; with `extra` pip installs the first.
+    #: Being able to import one of these is to have it; with `extra` pip installs the first.
     modules: tuple[str, ...] = ()
     extra: str = ""
     gpu: Literal["never", "may", "must"] = "may"
@@ -175,12 +175,34 @@ class EngineKind:
     pin: Literal["uuid", "index"] = "uuid"
     #: It can give the GPU's memory back and keep the weights in the host's.
     sleeps: bool = False
+    #: PEFT's types of the adapters it has, such as LORA; none named: all.
+    adapter_types: frozenset[str] = frozenset()
+
+    @property
+    def reads_files(self) -> bool:
+        """Its `path` may be a folder, a file, or where they can be fetched."""
+        return bool(self.formats & {"folder", "gguf"})
+
+    @property
+    def needs_files(self) -> bool:
+        """Its `path` has to be one of these."""
+        return self.formats <= {"folder", "gguf"}
 
 
-KINDS: dict[str, EngineKind] = {
+class Kinds(dict[str, EngineKind]):
+    """Ours, by name; `KINDS[name]` finds those that other packages bring, too."""
+
+    def __missing__(self, name: str) -> EngineKind:
+        from servekit.config import plugins  # it needs what stands here
+
+        return plugins.kind_of(name)
+
+
+_OURS = {
     "transformers": EngineKind(
         TransformersOptions,
         frozenset({"folder", "gguf"}),
+        modules=("transformers",),
         adapters=True,
         standby=True,
         parallel=("tensor", "device_map"),
@@ -193,6 +215,7 @@ KINDS: dict[str, EngineKind] = {
         extra="vllm",
         gpu="must",
         adapters=True,
+        adapter_types=frozenset({"LORA"}),
         parallel=("tensor",),
         env={
             "DO_NOT_TRACK": "1",
@@ -215,4 +238,5 @@ KINDS: dict[str, EngineKind] = {
         EchoOptions, frozenset({"nothing"}), gpu="never", adapters=True, sleeps=True
     ),
 }
+KINDS: dict[str, EngineKind] = Kinds(_OURS)
 ENGINE_OPTIONS: dict[str, type[Section]] = {name: kind.options for name, kind in KINDS.items()}

@@ -226,6 +226,10 @@ class EchoEngine(Engine):
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
 
     def submit(self, job: Job) -> None:
+        if not job.prompt_ids:
+            raise RequestError("the prompt is empty, and there is nothing to echo", param="prompt")
+        if job.adapter and job.adapter not in self._adapters:
+            raise RequestError(f"the adapter {job.adapter!r} is not loaded", param="model")
         self._misbehave(job.prompt_ids)
         run = Run(job, self._adapters[job.adapter] if job.adapter else None)
         if not self._step_s and not self._hung and run.limit - run.done <= BURST:

@@ -45,6 +45,7 @@ def why(name: str, fleets: Sequence[Fleet], others: Sequence[Life[Any]]) -> Why 
         if life.name == name:
             return Why(name, "closed", (life.story(),))
     known = [fleet.model.name for fleet in fleets]
+    known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
     return Refused(f"nothing here is called {name!r}; there are: {', '.join(known)}", True)
