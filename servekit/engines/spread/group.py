@@ -16,6 +16,13 @@ from torch import Tensor
 
 from servekit.wire.messages import WorkerSpec
 
+#: What the libraries read when a group is made, where the environment does not say. All ranks are on
+#: this host. NVLink multicast takes memory of its own, and is for sums larger than a step's.
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+}
 #: No rank is waited for in vain: one that dies is noticed otherwise, at once. Loading takes long.
 _TIMEOUT = timedelta(hours=2)
 
@@ -27,7 +34,8 @@ def device_of(spec: WorkerSpec, rank: int) -> torch.device:
 
 def join(device: torch.device, rank: int, size: int, store: str) -> None:
     """Meet the others. From here on nothing of this process is on another GPU than its own."""
-    os.environ.setdefault("LOCAL_RANK", str(rank))  # transformers finds its GPU by it
+    for name, value in (*_ENVIRONMENT.items(), ("LOCAL_RANK", str(rank))):
+        os.environ.setdefault(name, value)  # transformers finds its GPU by the last
     cuda = device.type == "cuda"
     library: Any = dist  # which does not say what it exports
     if cuda:
