@@ -41,9 +41,13 @@ class Ranks:
     ) -> Iterator[None]:
         """Load their shards, while the block loads rank 0's. Raises LoadError."""
         store = self._children.store
-        begin = messages.Begin(self._spec, str(folder), store, threads, for_embeddings)
-        with self._together(begin):
+        self._tell(messages.Begin(self._spec, str(folder), store, threads, for_embeddings))
+        try:
             group.join(self._device, 0, self.size, store)
+        except Exception as error:  # the others wait for us, and would for ever
+            self.close()
+            raise LoadError(f"The ranks do not come together: {error}") from error
+        with self._answered():
             yield
 
     def follow(self, model: Any) -> None:
@@ -111,6 +115,11 @@ class Ranks:
     ) -> Iterator[None]:
         """Have something done by all; where any fails, have it undone by the others."""
         self._tell(order)
+        with self._answered(undo):
+            yield
+
+    @contextmanager
+    def _answered(self, undo: messages.ToRank | None = None) -> Iterator[None]:
         try:
             yield
         except BaseException:
