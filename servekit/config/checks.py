@@ -78,6 +78,9 @@ def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]
         message = f"the engine {config.engine} has no adapters."
         yield Problem((*at, "adapters"), message, at_key=True)
         return
+    if config.engine == "transformers" and config.gpus_per_replica > 1:
+        message = "the engine transformers has none for a model with `gpus_per_replica` over 1."
+        yield Problem((*at, "adapters"), message, at_key=True)
     for i, adapter in enumerate(config.adapters):
         here = (*at, "adapters", i)
         try:

@@ -51,7 +51,8 @@ def load_model(
     where there are several; by default the first.
     """
     device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
-    device_memory.bound(spec, device)
+    for each in _devices(spec, device):
+        device_memory.bound(spec, each)
     if not for_embeddings:
         _require_a_head(folder)
     kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM

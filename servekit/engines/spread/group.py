@@ -16,8 +16,8 @@ from torch import Tensor
 
 from servekit.wire.messages import WorkerSpec
 
-#: What the libraries read when a group is made, where the environment does not say. All ranks are on
-#: this host. NVLink multicast takes memory of its own, and is for sums larger than a step's.
+#: What the libraries read when a group is made, where the environment does not say. All ranks are
+#: on this host. NVLink multicast takes memory of its own, and is for sums larger than a step's.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -48,6 +48,17 @@ def join(device: torch.device, rank: int, size: int, store: str) -> None:
         device_id=device if cuda else None,
         timeout=_TIMEOUT,
     )
+
+
+def leave() -> None:
+    """Forget the group. Not in NCCL's own way, which would wait for ranks that are gone."""
+    library: Any = dist.distributed_c10d
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        library._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 def broadcast(tensor: Tensor) -> Tensor:

@@ -96,6 +96,7 @@ class Ranks:
     def close(self) -> None:
         """End them, and return when they are reaped."""
         self._children.close()
+        group.leave()
 
     # ---- what is said
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.unit.engines.harness import Harness, make_spec
 
@@ -30,8 +29,6 @@ def two_ranks() -> Callable[..., Any]:
             finally:
                 engine.close()
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
             patch.undo()
 
     return opened
