@@ -26,7 +26,7 @@ def sent(arguments: dict[str, Any], past: Any = None, pages: Any = None) -> Any:
 
 
 def test_tensors_of_any_dtype_and_shape() -> None:
-    arguments = {
+    arguments: dict[str, Any] = {
         "input_ids": torch.arange(7, dtype=torch.int32)[None],
         "mask": {"full_attention": torch.rand(1, 1, 3, 5) > 0.5},
         "indices": [torch.arange(3), torch.empty(0, dtype=torch.int64)],
@@ -35,12 +35,12 @@ def test_tensors_of_any_dtype_and_shape() -> None:
         "strided": torch.arange(12).view(3, 4).T,
     }
     found = sent(arguments)
-    assert torch.equal(found["mask"]["full_attention"], arguments["mask"]["full_attention"])  # type: ignore[index, call-overload]
+    assert torch.equal(found["mask"]["full_attention"], arguments["mask"]["full_attention"])
     for one, other in zip(found["indices"], arguments["indices"], strict=True):
         assert torch.equal(one, other)
     for name in ("input_ids", "embeds", "scalar", "strided"):
-        assert torch.equal(found[name], arguments[name])  # type: ignore[arg-type]
-        assert found[name].dtype == arguments[name].dtype  # type: ignore[attr-defined]
+        assert torch.equal(found[name], arguments[name])
+        assert found[name].dtype == arguments[name].dtype
 
 
 def test_plain_values_stay_as_they_are() -> None:
