@@ -56,7 +56,10 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
     ranks = _ranks(folder, spec, for_embeddings=embeds)
     try:
         tokenizer = preparing.tokenizer(folder, spec)
-        with _with_all(ranks, folder, threads, for_embeddings=embeds):
+        with (
+            weights.explained(folder, spec),
+            _with_all(ranks, folder, threads, for_embeddings=embeds),
+        ):
             model = _model(folder, spec, report, for_embeddings=embeds)
         if ranks is not None:
             ranks.follow(model)

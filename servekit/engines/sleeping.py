@@ -79,6 +79,8 @@ class HostBed:
         if self._kept:
             return
         on_gpu = [each for each in storages(self._tensors()) if each.device.type == "cuda"]
+        if not all(storage.resizable() for storage in on_gpu):
+            raise LoadError("The model's weights are in memory that another library holds.")
         self._host = host = _host_memory(sum(storage.nbytes() for storage in on_gpu))
         parts = torch.split(host, [storage.nbytes() for storage in on_gpu])
         kept = list(zip(on_gpu, parts, strict=True))

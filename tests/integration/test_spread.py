@@ -41,9 +41,14 @@ def spread(path: Path, **keys: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     folder = tmp_path_factory.mktemp("spread")
-    model = spread(write_tiny_llama(folder / "model"), replicas=2)
-    with Instance.up(folder, [model]) as instance:
+    path = write_tiny_llama(folder / "model", spare_tokens=1)
+    with Instance.up(folder, [spread(path, replicas=2, standby=True)]) as instance:
         instance.until_settled(UP_S)
+        instance.until(
+            "its standby is ready",
+            lambda: any(each.state == "ready" for each in instance.model("tiny").standbys),
+            UP_S,
+        )
         yield instance
 
 
@@ -54,6 +59,11 @@ def ranks(worker: int) -> list[int]:
         for process in procfs.descendants(worker)
         if "servekit.engines.spread.rank" in procfs.command(process.pid)
     ]
+
+
+def is_forked(pid: int) -> bool:
+    """From a standby: a fresh interpreter is told of its channel on its command line."""
+    return "--control-fd" not in procfs.command(pid, 400)
 
 
 def answer(instance: Instance) -> str:
@@ -89,6 +99,7 @@ def test_a_rank_that_dies_takes_its_own_replica_down_and_up_again(instance: Inst
 
     instance.until("it serves again", up_again, UP_S)
     assert instance.replica("tiny/1").pid == other.pid
+    assert is_forked(instance.replica("tiny/0").pid)
     assert len(ranks(instance.replica("tiny/0").pid)) == 1
     assert answer(instance) == expected
     told = cli(instance, "why", "tiny").stdout
@@ -109,7 +120,7 @@ def test_a_worker_that_is_killed_takes_its_ranks_with_it(instance: Instance) -> 
 
 
 def test_it_drains_and_leaves_nothing(tmp_path: Path) -> None:
-    model = spread(write_tiny_llama(tmp_path / "model"))
+    model = spread(write_tiny_llama(tmp_path / "model", spare_tokens=1))
     with Instance.up(tmp_path, [model]) as instance:
         instance.until_settled(UP_S)
         assert answer(instance)

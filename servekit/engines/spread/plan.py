@@ -36,7 +36,7 @@ def check(model: Any, spec: WorkerSpec) -> None:
             "This build of torch has no torch.distributed, which tensor parallel needs."
         )
     instead = f"`parallel: device_map` for {spec.model}"
-    if not model.tp_plan:
+    if not model.tp_plan or model.config.is_encoder_decoder:  # where rank 0 runs a part by itself
         raise LoadError(
             f"transformers {transformers.__version__} has no plan for tensor parallelism of "
             f"{type(model).__name__}; write {instead}."
