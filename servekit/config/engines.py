@@ -21,7 +21,8 @@ class TransformersOptions(Section):
     block_size: Annotated[int, Field(ge=8, le=1024)] = 32
     """Tokens in one block of the paged KV cache."""
     kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
-    """KV cache size; by default from the memory that is available, cgroup limit included."""
+    """KV cache size, over all GPUs of a replica; by default from the memory that is available,
+    cgroup limit included."""
     slots: Annotated[int | None, Field(ge=1, le=4096)] = None
     """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
     threads: Annotated[int | None, Field(ge=1)] = None
@@ -177,6 +178,8 @@ class EngineKind:
     sleeps: bool = False
     #: PEFT's types of the adapters it has, such as LORA; none named: all.
     adapter_types: frozenset[str] = frozenset()
+    #: It has them for a replica on several GPUs, too.
+    adapters_spread: bool = False
 
     @property
     def reads_files(self) -> bool:
@@ -216,6 +219,7 @@ _OURS = {
         gpu="must",
         adapters=True,
         adapter_types=frozenset({"LORA"}),
+        adapters_spread=True,
         parallel=("tensor",),
         env={
             "DO_NOT_TRACK": "1",

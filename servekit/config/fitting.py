@@ -90,6 +90,10 @@ def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterat
     yield from _format(kind, asks)
     if asks.adapters and not kind.adapters:
         yield Lack(("adapters",), "has no adapters", at_key=True)
+    elif asks.adapters and asks.gpus > 1 and not kind.adapters_spread:
+        yield Lack(
+            ("adapters",), "has none for a model with `gpus_per_replica` over 1", at_key=True
+        )
     elif kind.adapter_types:
         yield from _adapters(kind, asks, unknown_too=unknown_too)
     if asks.gpus > 1 and not kind.parallel:

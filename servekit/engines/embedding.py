@@ -12,6 +12,7 @@ the text's own beginning: a text has the same vector alone and in any company.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from servekit.engines.assembly import UNSTATED_CONTEXT
+from servekit.engines.assembly import UNSTATED_CONTEXT, spread_how
 from servekit.engines.base import EmbedJob, StepOutput
 from servekit.engines.pooling import Pooling
 from servekit.wire.messages import ModelInfo, WorkerSpec
@@ -105,6 +106,16 @@ class EmbeddingRunner:
         vectors = self._pooling(hidden, mask).cpu().numpy()
         return [vector.astype("<f4").tobytes() for vector in vectors]
 
+    def make_pages(self) -> None:
+        """There are none."""
+
+    def drop_pages(self) -> None:
+        """There are none."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Weights that are not the transformer's."""
+        return self._pooling.tensors()
+
     def close(self) -> None:
         self._rows.clear()
 
@@ -144,7 +155,8 @@ def assemble(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        detail=f"embeddings of {size}, {attention}, {budget} tokens a batch",
+        detail=f"embeddings of {size}, {attention}, {budget} tokens a batch{spread_how(spec)}",
+        sleeps=True,
         serves=("embed", "tokenize", "detokenize"),
         embedding_size=size,
     )
