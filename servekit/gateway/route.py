@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from servekit.errors import ModelUnavailable
+from servekit.gateway.balancer import Balancer
 from servekit.gateway.call import Call
 from servekit.gateway.pace import Pace
 from servekit.gateway.pool import Replica
@@ -38,6 +39,8 @@ class Route:
         self.suspects: deque[Call] = deque()
         self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
+        self._balancer: Balancer[Replica] = Balancer()
+        self._balancer.set_status(status)
         self.adapters: Sequence[Route] = ()  # by which requests may name it, too
         self.followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
@@ -48,6 +51,7 @@ class Route:
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
         self.queue.limit = status.max_queue
+        self._balancer.set_status(status)
 
     # ---- how it stands
 
@@ -96,13 +100,18 @@ class Route:
 
     # ---- who runs next
 
-    def best(self) -> Replica | None:
-        """The replica with the most room, or None if all are full. Ties go to the first."""
-        best, room = None, 0
+    def best(self, call: Call) -> Replica | None:
+        """The replica that is to be sent this call now, or None if all are full: see `balance`."""
+        if len(self.replicas) > 1:
+            return self._balancer.choose(self.replicas.values(), call)
         for replica in self.replicas.values():
-            if replica.credits > room:
-                best, room = replica, replica.credits
-        return best
+            if replica.credits > 0:
+                return replica
+        return None
+
+    @property
+    def _has_room(self) -> bool:
+        return any(replica.credits > 0 for replica in self.replicas.values())
 
     def dispatch(self, replica: Replica) -> None:
         """A replica has room: give it what waits, the suspects first."""
@@ -111,15 +120,22 @@ class Route:
         self._fill(replica)
 
     def dispatch_all(self) -> None:
-        """As `dispatch`, for all replicas evenly: the one with the most room gets the next."""
+        """As `dispatch`, for all replicas."""
         if self.suspects:
             self._try_suspect()
-        while len(self.queue) and (replica := self.best()) is not None:
-            replica.run(self.queue.pop())
+        while len(self.queue) and self._has_room:
+            call = self.queue.pop()
+            if (replica := self.best(call)) is not None:
+                replica.run(call)
 
     def _fill(self, replica: Replica) -> None:
         while len(self.queue) and replica.credits > 0:
-            replica.run(self.queue.pop())
+            self._send(replica, self.queue.pop())
+
+    def _send(self, replica: Replica, call: Call) -> None:
+        if len(self.replicas) > 1:
+            self._balancer.note(replica, call)
+        replica.run(call)
 
     def _try_suspect(self) -> None:
         """Send the next suspect to a worker, unless the one before is still on trial."""
@@ -128,7 +144,7 @@ class Route:
             return
         if (replica := self._ward()) is not None:
             self._on_trial = call = self.suspects.popleft()
-            replica.run(call)
+            self._send(replica, call)
 
     def _ward(self) -> Replica | None:
         """The replica that a suspect does the least harm to; None: wait for a better one."""

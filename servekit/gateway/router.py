@@ -1,4 +1,4 @@
-"""Where each request goes: one bounded queue per model, and the replica with the most room.
+"""Where each request goes: one bounded queue per model, and the replica that suits it best.
 
 HTTP and Gradio requests come in by the same door, `open`. What waits can still be cancelled,
 time out, be told its position, or go elsewhere; a worker only ever holds what it has slots for.
@@ -129,7 +129,7 @@ class Router:
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.keep(call)
-        replica = None if len(route.queue) else route.best()
+        replica = None if len(route.queue) else route.best(call)
         if replica is not None:
             replica.run(call)
         else:

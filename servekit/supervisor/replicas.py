@@ -290,4 +290,5 @@ class Replica(Life[FromWorker]):
             gpu_bytes=self._vram.held_bytes,
             timings_s=self._timings_s,
             stray=self._vram.stray,
+            kv_used=self._pulse.kv_used,
         )
