@@ -72,6 +72,7 @@ class Account:
         tokens = 0 if info is None else info.prefix_tokens
         self.prefixes = Prefixes(min(MOST_HELD, tokens // BLOCK_TOKENS) if tokens else MOST_HELD)
         self.owed = 0.0
+        self.last = 0  # which of all requests it was sent last
         self._debts: dict[int, _Debt] = {}
         self._unread: dict[int, _Debt] = {}  # of these, those whose prompt is yet to be read
         self._last_id = 0
@@ -148,7 +149,6 @@ class Balancer(Generic[T]):
         at = choose(self.policy, asked, facts)
         if at is None:
             return None
-        self._turn += 1
         self._note(able[at], accounts[at], call, prompt, held[at])
         return able[at]
 
@@ -159,6 +159,7 @@ class Balancer(Generic[T]):
         self._note(replica, account, call, prompt, account.held(prompt))
 
     def _note(self, replica: T, account: Account, call: Call, prompt: Prompt, held: int) -> None:
+        self._turn = account.last = self._turn + 1
         unread = float(max(0, prompt.tokens - held))
         answer = self._expected(call)
         account.add(replica.last_id + 1, call, unread, answer)
@@ -182,11 +183,11 @@ class Balancer(Generic[T]):
     def _facts(self, replica: T, account: Account, held: int) -> Facts:
         told, owed = self._told.get(replica.socket), account.owed
         if told is None:
-            return Facts(replica.credits, owed, held, 0.0, account.seed)
+            return Facts(replica.credits, owed, held, 0.0, account.last, account.seed)
         if replica.share > 1:
             others = told.running + told.waiting - len(replica.calls)
             owed += max(0, others) * DECODE_WEIGHT * self._answer
-        return Facts(replica.credits, owed, held, told.kv_used, account.seed)
+        return Facts(replica.credits, owed, held, told.kv_used, account.last, account.seed)
 
     def _expected(self, call: Call) -> float:
         """Tokens of its answer, as far as anybody can know."""
