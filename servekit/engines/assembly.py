@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from servekit.engines import kv_cache, paged_attention, probe
@@ -112,7 +113,10 @@ def _continuous(
         raise
     plan = runner.plan
     detail = f"continuous batching, {runner.attention}, {plan.blocks} × {plan.block_size} tokens"
-    return runner, _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)
+    info = _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)
+    if runner.shares_prefixes:
+        info = replace(info, prefix_block=plan.block_size, prefix_tokens=plan.tokens)
+    return runner, info
 
 
 def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[CausalRunner, ModelInfo]:

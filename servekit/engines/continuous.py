@@ -101,6 +101,11 @@ class ContinuousRunner:
         rows = list(self._rows.values())
         return min(1.0, sum(row.length for row in rows) / self.capacity)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """It keeps what it has read of prompts; the library does so only where all layers can."""
+        return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
+
     def add(self, row: Row) -> None:
         self._waiting.append(row)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Row:
     noted: list[Tensor] | None = None  # where to keep its logits, float32 [vocabulary], if anywhere
     private: threading.Event | None = None  # the engine's own: emitted to no one, set at its end
     cancelled: bool = False
+    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
     completion: list[int] = field(default_factory=list)
     scores: Scores | None = None  # of the token that is about to be pushed
     _bias: tuple[Tensor, Tensor] | None = None
@@ -75,6 +77,15 @@ class Row:
     @property
     def virtual_tokens(self) -> int:
         return 0 if self.adapter is None else self.adapter.virtual_tokens
+
+    def note_cached(self, tokens: int) -> None:
+        """So many tokens of its context were in the cache; only the first time tells of the prompt.
+
+        Later ones are of a row that had to make room, and finds what it had computed itself.
+        """
+        if self.cached_tokens is None:
+            own = max(0, tokens - self.virtual_tokens)
+            self.cached_tokens = min(own, len(self.job.prompt_ids))
 
     @property
     def group(self) -> int:
@@ -128,10 +139,12 @@ class Row:
         constraint = self.constraint
         if constraint is not None and constraint.failure:
             return self._failed(constraint)
+        cached = self.cached_tokens or 0
         if token in self.eos:
-            return StepOutput(self.job.id, [], "stop")
+            return StepOutput(self.job.id, [], "stop", cached_tokens=cached)
         self.completion.append(token)
-        output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
+        finish: Literal["length"] | None = None if self.remaining > 0 else "length"
+        output = StepOutput(self.job.id, [token], finish, cached_tokens=cached)
         if self.scores is not None:
             output.logprobs = [self._logprob(token, self.scores)]
             self.scores = None

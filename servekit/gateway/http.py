@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -63,6 +63,14 @@ async def send_json(
 async def send_error(send: Send, error: ServekitError) -> None:
     """Answer with OpenAI's error envelope."""
     await send_json(send, envelope(error), error.status, error_headers(error))
+
+
+def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The session that a client names: calls of one go to one replica, as far as that is good."""
+    for name, value in headers:
+        if name == b"x-session-id":
+            return str(value, "latin-1")
+    return ""
 
 
 def api_key(scope: Scope) -> str:

@@ -15,6 +15,7 @@ and when:
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ from servekit.wire.messages import ModelStatus, ReplicaStatus
 
 #: States of a worker that will, in all likelihood, serve soon, itself or its successor.
 COMING = ("starting", "loading", "backoff", "stalled")
+#: Between announcements of places in the queue, to those who asked for them.
+ANNOUNCE_EVERY_S = 1.0
 
 
 class Route:
@@ -42,7 +45,7 @@ class Route:
         self._balancer: Balancer[Replica] = Balancer()
         self._balancer.set_status(status)
         self.adapters: Sequence[Route] = ()  # by which requests may name it, too
-        self.followers: set[Call] = set()  # whose clients want to know their places
+        self._followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
         self.in_flight = 0
         self.was_ready = False
@@ -110,7 +113,7 @@ class Route:
         return None
 
     @property
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
         return any(replica.credits > 0 for replica in self.replicas.values())
 
     def dispatch(self, replica: Replica) -> None:
@@ -123,7 +126,7 @@ class Route:
         """As `dispatch`, for all replicas."""
         if self.suspects:
             self._try_suspect()
-        while len(self.queue) and self._has_room:
+        while len(self.queue) and self.has_room:
             call = self.queue.pop()
             if (replica := self.best(call)) is not None:
                 replica.run(call)
@@ -193,14 +196,23 @@ class Route:
         """How many calls are before this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
-    def announce(self) -> bool:
-        """Tell the followers their places where they changed; whether any are left."""
+    def follow(self, call: Call) -> None:
+        """Have a call told its place now and, on change, once a second, while it waits."""
+        if (place := self.position(call)) is None:
+            return
+        call.place = place
+        if not self._followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
+        self._followers.add(call)
+
+    def _announce(self) -> None:
         places = {call: place for place, call in enumerate(self.order())}
-        self.followers = {call for call in self.followers if call in places}
-        for call in self.followers:
+        self._followers = {call for call in self._followers if call in places}
+        for call in self._followers:
             if call.place != places[call]:
                 call.tell(places[call])
-        return bool(self.followers)
+        if self._followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
 
 
 def describe(replica: ReplicaStatus) -> str:

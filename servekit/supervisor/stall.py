@@ -20,8 +20,8 @@ from servekit.wire.messages import Pong, WorkerState
 
 #: After a pause of our own (SIGSTOP, a frozen container), how long nobody is blamed.
 FORGIVEN_S = 1.0
-#: What a worker's KV cache has to fill or empty by, a share of it, for the gateways to be told: each
-#: change of what they are told is sent to all of them, with all there is.
+#: What a worker's KV cache has to fill or empty by, a share of it, for the gateways to be told:
+#: each change of what they are told is sent to all of them, with all there is.
 KV_STEP = 0.1
 #: After it has loaded an adapter, until its pongs tell of the time since then.
 PARDONED_S = 3.0

@@ -40,7 +40,7 @@ class Request:
 
     call: Call
     answer_tokens: int
-    at_s: float
+    at_s: float = 0.0
     then: Callable[[], Request] | None = None  # what the same client asks next
     think_s: float = 0.0
     blocks: Sequence[int] = ()
