@@ -83,7 +83,7 @@ def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | Non
     able = [at for at in able if replicas[at].kv_used < FULL] or able
     loads = [one.owed / one.speed for one in replicas]
     if policy == "least_loaded":
-        return min(able, key=lambda at: (loads[at], replicas[at].kv_used, replicas[at].last))
+        return _lowest(able, replicas, loads)
     limit = SPREAD * min([loads[at] for at in able]) + SLACK * asked.average
     near = [at for at in able if loads[at] <= limit]
     if asked.session is not None and (at := home(asked.session, replicas)) in near:
@@ -92,7 +92,9 @@ def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | Non
         at = home(asked.head, replicas)
         if at in near:
             return at
-    return min(near, key=lambda at: _cost(asked, replicas[at]))
+    tokens = asked.tokens
+    costs = [(one.owed + max(0, tokens - one.held)) / one.speed for one in replicas]
+    return _lowest(near, replicas, costs)
 
 
 def home(key: int, replicas: Sequence[Facts]) -> int:
@@ -101,8 +103,8 @@ def home(key: int, replicas: Sequence[Facts]) -> int:
     return weights.index(max(weights))
 
 
-def _cost(asked: Asked, one: Facts) -> tuple[float, float, int]:
-    return (one.owed + max(0, asked.tokens - one.held)) / one.speed, one.kv_used, one.last
+def _lowest(among: Sequence[int], replicas: Sequence[Facts], costs: Sequence[float]) -> int:
+    return min(among, key=lambda at: (costs[at], replicas[at].kv_used, replicas[at].last))
 
 
 def _in_turn(turn: int, replicas: Sequence[Facts]) -> int | None:

@@ -10,7 +10,7 @@ late, by way of the supervisor; of what those have in a replica's cache it knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from servekit.gateway.balance import DECODE_WEIGHT, Asked, Facts, Policy, choose
@@ -90,17 +90,21 @@ class Account:
         self._debts[id] = self._unread[id] = _Debt(call.emitted, prompt, answer)
         self.owed += prompt + DECODE_WEIGHT * answer
 
-    def settle(self, target: Target, answer: float) -> list[int]:
+    def settle(self, target: Target, answer: float) -> Sequence[int]:
         """Look what has become of its calls; the lengths of answers that have ended."""
         if target.last_id != self._last_id:
             self._catch_up(target, answer)
+        if self._unread:
+            self._note_read()
+        if len(self._debts) == len(target.calls):
+            return ()
+        return [self._close(id) for id in self._debts.keys() - target.calls.keys()]
+
+    def _note_read(self) -> None:
         for id in [id for id, debt in self._unread.items() if len(debt.emitted) > debt.began]:
             debt = self._unread.pop(id)
             self.owed -= debt.prompt
             debt.prompt = 0.0
-        if len(self._debts) == len(target.calls):
-            return []
-        return [self._close(id) for id in self._debts.keys() - target.calls.keys()]
 
     def _catch_up(self, target: Target, answer: float) -> None:
         """There are calls that were sent when it was the only replica."""

@@ -56,7 +56,7 @@ class Door:
                 if isinstance(parsed, bytes):
                     turn = None
                 else:
-                    parsed[0].session = session_of(scope["headers"]) or parsed[0].session
+                    parsed[0].session = session_of(scope) or parsed[0].session
                     turn = Turn(self._router, parsed[0])
             except ClientGone:
                 return

@@ -31,6 +31,7 @@ from servekit.gateway.call import Call
 from servekit.gateway.chat import ChatForm, CompletionForm
 from servekit.gateway.http import (
     EVENT_STREAM,
+    SESSION,
     ClientGone,
     Receive,
     Scope,
@@ -172,13 +173,13 @@ class OpenAI:
         parsed = parse(bytes(exchange.body), key)
         if len(parsed) == 2:
             ask, form = parsed
-            ask.session = session_of(exchange.headers) or ask.session
+            ask.session = _session(exchange) or ask.session
             over = OverExchange(exchange)
             self._spawn(exchange, respond(Turn(self._router, ask), form, over.receive, over.send))
             return
         shape, request, call = parsed
         if self._router.chooses:
-            call.session = session_of(exchange.headers) or request.prompt_cache_key or ""
+            call.session = _session(exchange) or request.prompt_cache_key or ""
         self._router.open(call, request.timeout_s)
         pump = Pump(exchange, call, self._answer_to(shape, request, call))
         if call.stream and (options := request.stream_options) and options.queue_position:
@@ -206,7 +207,7 @@ class OpenAI:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             parsed = parse(body, api_key(scope))
-            session = session_of(scope["headers"])
+            session = session_of(scope)
             if len(parsed) == 2:
                 ask, form = parsed
                 ask.session = session or ask.session
@@ -242,6 +243,10 @@ class OpenAI:
         finally:
             watch.end()
             call.cancel()
+
+
+def _session(exchange: Exchange) -> str:
+    return str(exchange.header(SESSION), "latin-1")
 
 
 async def whole(answer: Answer, call: Call, send: Send) -> None:
