@@ -33,8 +33,8 @@ LEAST_BLOCKS = 2
 MOST_BLOCKS = 256
 #: Blocks that are remembered of one replica: a million tokens, about 2 MB here.
 MOST_HELD = 16_384
-#: Blocks of a prompt without messages that stand for its conversation: 256 tokens.
-HEAD_BLOCKS = 4
+#: Blocks of a prompt without messages that stand for its conversation: all such prompts have them.
+HEAD_BLOCKS = LEAST_BLOCKS
 
 _encode = msgspec.msgpack.Encoder().encode
 
