@@ -77,10 +77,11 @@ def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | Non
     """The index of the replica that gets the request; None if none has room."""
     if policy == "round_robin":
         return _in_turn(asked.turn, replicas)
-    able = [at for at, one in enumerate(replicas) if one.room > 0]
+    able = [at for at, one in enumerate(replicas) if one.room > 0 and one.kv_used < FULL]
+    if not able:
+        able = [at for at, one in enumerate(replicas) if one.room > 0]
     if len(able) < 2:
         return able[0] if able else None
-    able = [at for at in able if replicas[at].kv_used < FULL] or able
     loads = [one.owed / one.speed for one in replicas]
     if policy == "least_loaded":
         return _lowest(able, replicas, loads)
@@ -104,7 +105,11 @@ def home(key: int, replicas: Sequence[Facts]) -> int:
 
 
 def _lowest(among: Sequence[int], replicas: Sequence[Facts], costs: Sequence[float]) -> int:
-    return min(among, key=lambda at: (costs[at], replicas[at].kv_used, replicas[at].last))
+    least = min([costs[at] for at in among])
+    equal = [at for at in among if costs[at] == least]
+    if len(equal) == 1:
+        return equal[0]
+    return min(equal, key=lambda at: (replicas[at].kv_used, replicas[at].last))
 
 
 def _in_turn(turn: int, replicas: Sequence[Facts]) -> int | None:

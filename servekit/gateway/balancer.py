@@ -139,7 +139,9 @@ class Balancer(Generic[T]):
     def choose(self, replicas: Iterable[T], call: Call) -> T | None:
         """The replica that is to be sent a call now, and is noted to be; None if all are full."""
         able = [replica for replica in replicas if replica.routable]
-        if not any(replica.credits > 0 for replica in able):
+        if self.policy == "round_robin":
+            return self._in_turn(able)
+        if max([replica.credits for replica in able], default=0) <= 0:
             return None
         accounts = [self._account(replica) for replica in able]
         prompt = self._read(call, able[0], accounts)
@@ -156,8 +158,16 @@ class Balancer(Generic[T]):
         self._note(able[at], accounts[at], call, prompt, held[at])
         return able[at]
 
+    def _in_turn(self, able: list[T]) -> T | None:
+        facts = [Facts(replica.credits, 0.0) for replica in able]
+        at = choose(self.policy, Asked(turn=self._turn), facts)
+        self._turn += 1
+        return None if at is None else able[at]
+
     def note(self, replica: T, call: Call) -> None:
         """A replica is about to be sent a call, for whatever reason."""
+        if self.policy == "round_robin":
+            return
         account = self._account(replica)
         prompt = self._read(call, replica, [account])
         self._note(replica, account, call, prompt, account.held(prompt))

@@ -1,11 +1,16 @@
 """Conversations over several replicas: what routing by prefix saves, and what choosing costs.
 
-    python -m tests.bench.affinity [--model PATH] [--quick] [--only conversations overhead]
+    python -m tests.bench.affinity [--quick] [--only conversations overhead]
+    python -m tests.bench.affinity --only conversations --model PATH --device cuda --engine vllm
+        [--memory 20%] [--clients 64] [--conversations 256] [--words 20]
 
 Conversations: SmolLM2 on the CPU by default, four replicas with their prefix caches cold, a new
 instance for each way of routing. Each conversation begins with one of four system prompts and has
 four turns; each client thinks a moment, and asks again with all that was said before. Hits are the
 prompt tokens that came from a cache, by the usage. All ways are asked the same, in the same order.
+
+With `--device cuda` replicas are on GPUs of their own, or share them where `--memory` says so. There
+`--words` makes prompts so many times as long, and `--think-s` the pauses shorter.
 
 Overhead: no-op requests to echo workers, four and one of them, by the gateway's CPU time.
 """
@@ -40,7 +45,6 @@ SYSTEMS = 4
 TURNS = 4
 CLIENTS = 5  # not as many as replicas: in turn each would have one of its own
 ANSWER_TOKENS = 8
-THINK_S = 1.0
 KV_CACHE_BYTES = 160 * 2**20
 _TEXT = """
 river stone lamp garden winter letter harbour candle forest bridge silver market window music shadow
@@ -66,14 +70,26 @@ def words(dice: random.Random, count: int) -> str:
     return " ".join(dice.choices(_TEXT.split(), k=count))
 
 
-async def converse(http: httpx.AsyncClient, seed: int, turns: int, seen: Seen) -> None:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked: `words` times the words that are said by default."""
+
+    clients: int
+    conversations: int
+    turns: int
+    words: int
+    think_s: float
+
+
+async def converse(http: httpx.AsyncClient, seed: int, load: Load, seen: Seen) -> None:
     """One conversation, from a system prompt that others have, too."""
     dice = random.Random(seed)
-    system = words(random.Random(seed % SYSTEMS), 200)
+    system = words(random.Random(seed % SYSTEMS), 200 * load.words)
     messages = [{"role": "system", "content": f"You know these words: {system}."}]
-    for turn in range(turns):
-        await asyncio.sleep(dice.expovariate(1 / THINK_S))
-        question = f"What have these in common: {words(dice, dice.randint(20, 80))}?"
+    for turn in range(load.turns):
+        await asyncio.sleep(dice.expovariate(1 / load.think_s))
+        said = words(dice, load.words * dice.randint(20, 80))
+        question = f"What have these in common: {said}?"
         messages.append({"role": "user", "content": question})
         text, first_s, usage = await asked(http, messages)
         messages.append({"role": "assistant", "content": text})
@@ -109,38 +125,30 @@ async def asked(
     return text, first_s, usage
 
 
-async def load(url: str, conversations: int, turns: int) -> Seen:
-    seen, left = Seen(), list(range(conversations))[::-1]
+async def run_load(url: str, load: Load) -> Seen:
+    seen, left = Seen(), list(range(load.conversations))[::-1]
 
     async def client(http: httpx.AsyncClient) -> None:
         while left:
-            await converse(http, left.pop(), turns, seen)
+            await converse(http, left.pop(), load, seen)
 
-    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-        await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
+    limits = httpx.Limits(max_connections=load.clients)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+        await asyncio.gather(*(client(http) for _ in range(load.clients)))
     return seen
 
 
-def conversations(model: str, *, quick: bool) -> Iterator[Figure]:
-    count, turns = (4, 2) if quick else (12, TURNS)
+def conversations(model: dict[str, Any], load: Load) -> Iterator[Figure]:
     seen: dict[str, Seen] = {}
     for way in WAYS:
         print(f"measuring: {way} …", file=sys.stderr, flush=True)
-        served = {
-            "name": "m",
-            "path": model,
-            "device": "cpu",
-            "replicas": REPLICAS,
-            "routing": way,
-            "standby": False,
-            "options": {"threads": 1, "kv_cache_bytes": KV_CACHE_BYTES},
-        }
+        served = model | {"name": "m", "replicas": REPLICAS, "routing": way, "standby": False}
         with (
             tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
             Instance.up(Path(folder), [served]) as instance,
         ):
-            url = instance.until_settled(within_s=300).url
-            seen[way] = asyncio.run(load(url, count, turns))
+            url = instance.until_settled(within_s=600).url
+            seen[way] = asyncio.run(run_load(url, load))
     worst = seen["round_robin"]
     for way, one in seen.items():
         mean, theirs = statistics.fmean(one.first_s), statistics.fmean(worst.first_s)
@@ -181,16 +189,39 @@ def _cpu_us(way: str, replicas: int, length: int, seconds: float) -> float:
     return result.cpu_s[0] / result.answers * 1e6
 
 
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    model = {"path": options.model, "engine": options.engine, "device": options.device}
+    if options.memory:
+        model["memory"] = options.memory
+    if options.device == "cpu":
+        model["options"] = {"threads": 1, "kv_cache_bytes": KV_CACHE_BYTES}
+    return model
+
+
+def _load(options: argparse.Namespace) -> Load:
+    if options.quick:
+        return Load(options.clients, options.clients, 2, options.words, options.think_s)
+    count = options.conversations
+    return Load(options.clients, count, TURNS, options.words, options.think_s)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.affinity", description=__doc__)
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--engine", default="transformers")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--memory", help="of each GPU, for replicas that share them")
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--words", type=int, default=1)
+    parser.add_argument("--think-s", type=float, default=1.0)
     parser.add_argument("--quick", action="store_true", help="a try, not a measurement")
     parser.add_argument("--only", nargs="+", choices=("conversations", "overhead"))
     options = parser.parse_args(arguments)
     parts = options.only or ("conversations", "overhead")
     figures: list[Figure] = []
     if "conversations" in parts:
-        figures += conversations(options.model, quick=options.quick)
+        figures += conversations(_model(options), _load(options))
     if "overhead" in parts:
         figures += overhead(quick=options.quick)
     print(f"{conditions()}\n\n{markdown(figures)}")
