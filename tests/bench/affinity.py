@@ -9,7 +9,7 @@ instance for each way of routing. Each conversation begins with one of four syst
 four turns; each client thinks a moment, and asks again with all that was said before. Hits are the
 prompt tokens that came from a cache, by the usage. All ways are asked the same, in the same order.
 
-With `--device cuda` replicas are on GPUs of their own, or share them where `--memory` says so. There
+With `--device cuda` replicas have GPUs of their own, or share them where `--memory` says so. There
 `--words` makes prompts so many times as long, and `--think-s` the pauses shorter.
 
 Overhead: no-op requests to echo workers, four and one of them, by the gateway's CPU time.
