@@ -211,6 +211,7 @@ class ContinuousRunner:
             if future.has_new_token:
                 row = self._rows[future.state.request_id]
                 output = row.push(future.state.generated_tokens[-1])
+                output.cached_tokens = row.cached_tokens or 0
                 if output.finish or output.error:
                     self._finish(row, future.state)
                 outputs.append((row, output))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,10 +37,10 @@ class Row:
     piece: Callable[[int], bytes] = _nameless  # the bytes of a token
     constraint: Constraint | None = None
     adapter: Adapter | None = None  # None: the base model
+    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
     noted: list[Tensor] | None = None  # where to keep its logits, float32 [vocabulary], if anywhere
     private: threading.Event | None = None  # the engine's own: emitted to no one, set at its end
     cancelled: bool = False
-    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
     completion: list[int] = field(default_factory=list)
     scores: Scores | None = None  # of the token that is about to be pushed
     _bias: tuple[Tensor, Tensor] | None = None
@@ -139,12 +138,10 @@ class Row:
         constraint = self.constraint
         if constraint is not None and constraint.failure:
             return self._failed(constraint)
-        cached = self.cached_tokens or 0
         if token in self.eos:
-            return StepOutput(self.job.id, [], "stop", cached_tokens=cached)
+            return StepOutput(self.job.id, [], "stop")
         self.completion.append(token)
-        finish: Literal["length"] | None = None if self.remaining > 0 else "length"
-        output = StepOutput(self.job.id, [token], finish, cached_tokens=cached)
+        output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
         if self.scores is not None:
             output.logprobs = [self._logprob(token, self.scores)]
             self.scores = None
