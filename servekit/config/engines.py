@@ -49,6 +49,10 @@ class EchoOptions(Section):
     """Requests it runs at once."""
     max_context: Annotated[int, Field(ge=2)] = 8192
     """Prompt and completion together, in characters."""
+    prefix_cache_tokens: Annotated[int, Field(ge=0)] = 0
+    """Keep the beginnings of prompts, so many tokens of them, as a prefix cache does."""
+    prompt_token_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time to read a token of a prompt that is not among them."""
     embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
     """Numbers in its embeddings, which are hashes."""
     load_error: str | None = None

@@ -195,6 +195,9 @@ class ModelConfig(Section):
     """Unused for so long it is put to sleep: weights in the host's memory, the GPU's given back."""
     idle_unload_s: Annotated[float | None, Field(gt=0)] = None
     """Unused for so long it is unloaded; a request, or `servekit load`, loads it again."""
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
+    """Which replica gets a request. auto: one that has the beginning of its prompt in its cache, or
+    its session, if it is not busier than the others; least_loaded: by load alone."""
     dtype: Dtype = "auto"
     """auto: the model's own on a GPU, float32 on a CPU."""
     max_context: Annotated[int | None, Field(ge=16)] = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -128,7 +129,10 @@ def _continuous(
     size = runner.plan
     detail = f"continuous batching, {runner.attention}, {size.blocks} × {size.block_size} tokens"
     total = size.bytes * (1 if ranks is None else ranks.size)
-    return runner, _info(model, spec, chat, runner, size.slots, total, detail, context)
+    info = _info(model, spec, chat, runner, size.slots, total, detail, context)
+    if runner.shares_prefixes:
+        info = replace(info, prefix_block=size.block_size, prefix_tokens=size.tokens)
+    return runner, info
 
 
 def _static(

@@ -110,6 +110,11 @@ class ContinuousRunner:
         rows = list(self._rows.values())
         return min(1.0, sum(row.length for row in rows) / self.capacity)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """It keeps what it has read of prompts; the library does so only where all layers can."""
+        return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
+
     def add(self, row: Row) -> None:
         self._waiting.append(row)
 
@@ -238,6 +243,7 @@ class ContinuousRunner:
             if future.has_new_token:
                 row = self._rows[future.state.request_id]
                 output = row.push(future.state.generated_tokens[-1])
+                output.cached_tokens = row.cached_tokens or 0
                 if output.finish or output.error:
                     self._finish(row, future.state)
                 outputs.append((row, output))

@@ -37,6 +37,7 @@ class Row:
     piece: Callable[[int], bytes] = _nameless  # the bytes of a token
     constraint: Constraint | None = None
     adapter: Adapter | None = None  # None: the base model
+    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
     noted: list[Tensor] | None = None  # where to keep its logits, float32 [vocabulary], if anywhere
     private: threading.Event | None = None  # the engine's own: emitted to no one, set at its end
     cancelled: bool = False
@@ -75,6 +76,15 @@ class Row:
     @property
     def virtual_tokens(self) -> int:
         return 0 if self.adapter is None else self.adapter.virtual_tokens
+
+    def note_cached(self, tokens: int) -> None:
+        """So many tokens of its context were in the cache; only the first time tells of the prompt.
+
+        Later ones are of a row that had to make room, and finds what it had computed itself.
+        """
+        if self.cached_tokens is None:
+            own = max(0, tokens - self.virtual_tokens)
+            self.cached_tokens = min(own, len(self.job.prompt_ids))
 
     @property
     def group(self) -> int:

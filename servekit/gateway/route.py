@@ -15,10 +15,12 @@ and when:
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 
 from servekit.errors import ModelUnavailable
+from servekit.gateway.balancer import Balancer
 from servekit.gateway.call import Call
 from servekit.gateway.pace import Pace
 from servekit.gateway.pool import Replica
@@ -27,6 +29,8 @@ from servekit.wire.messages import ModelStatus, ReplicaStatus
 
 #: States of a worker that will, in all likelihood, serve soon, itself or its successor.
 COMING = ("starting", "loading", "backoff", "stalled")
+#: Between announcements of places in the queue, to those who asked for them.
+ANNOUNCE_EVERY_S = 1.0
 
 
 class Route:
@@ -38,8 +42,10 @@ class Route:
         self.suspects: deque[Call] = deque()
         self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
+        self._balancer: Balancer[Replica] = Balancer()
+        self._balancer.set_status(status)
         self.adapters: Sequence[Route] = ()  # by which requests may name it, too
-        self.followers: set[Call] = set()  # whose clients want to know their places
+        self._followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
         self.in_flight = 0
         self.was_ready = False
@@ -48,6 +54,7 @@ class Route:
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
         self.queue.limit = status.max_queue
+        self._balancer.set_status(status)
 
     # ---- how it stands
 
@@ -96,13 +103,18 @@ class Route:
 
     # ---- who runs next
 
-    def best(self) -> Replica | None:
-        """The replica with the most room, or None if all are full. Ties go to the first."""
-        best, room = None, 0
+    def best(self, call: Call) -> Replica | None:
+        """The replica that is to be sent this call now, or None if all are full: see `balance`."""
+        if len(self.replicas) > 1:
+            return self._balancer.choose(self.replicas.values(), call)
         for replica in self.replicas.values():
-            if replica.credits > room:
-                best, room = replica, replica.credits
-        return best
+            if replica.credits > 0:
+                return replica
+        return None
+
+    @property
+    def has_room(self) -> bool:
+        return any(replica.credits > 0 for replica in self.replicas.values())
 
     def dispatch(self, replica: Replica) -> None:
         """A replica has room: give it what waits, the suspects first."""
@@ -111,15 +123,22 @@ class Route:
         self._fill(replica)
 
     def dispatch_all(self) -> None:
-        """As `dispatch`, for all replicas evenly: the one with the most room gets the next."""
+        """As `dispatch`, for all replicas."""
         if self.suspects:
             self._try_suspect()
-        while len(self.queue) and (replica := self.best()) is not None:
-            replica.run(self.queue.pop())
+        while len(self.queue) and self.has_room:
+            call = self.queue.pop()
+            if (replica := self.best(call)) is not None:
+                replica.run(call)
 
     def _fill(self, replica: Replica) -> None:
         while len(self.queue) and replica.credits > 0:
-            replica.run(self.queue.pop())
+            self._send(replica, self.queue.pop())
+
+    def _send(self, replica: Replica, call: Call) -> None:
+        if len(self.replicas) > 1:
+            self._balancer.note(replica, call)
+        replica.run(call)
 
     def _try_suspect(self) -> None:
         """Send the next suspect to a worker, unless the one before is still on trial."""
@@ -128,7 +147,7 @@ class Route:
             return
         if (replica := self._ward()) is not None:
             self._on_trial = call = self.suspects.popleft()
-            replica.run(call)
+            self._send(replica, call)
 
     def _ward(self) -> Replica | None:
         """The replica that a suspect does the least harm to; None: wait for a better one."""
@@ -177,14 +196,23 @@ class Route:
         """How many calls are before this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
-    def announce(self) -> bool:
-        """Tell the followers their places where they changed; whether any are left."""
+    def follow(self, call: Call) -> None:
+        """Have a call told its place now and, on change, once a second, while it waits."""
+        if (place := self.position(call)) is None:
+            return
+        call.place = place
+        if not self._followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
+        self._followers.add(call)
+
+    def _announce(self) -> None:
         places = {call: place for place, call in enumerate(self.order())}
-        self.followers = {call for call in self.followers if call in places}
-        for call in self.followers:
+        self._followers = {call for call in self._followers if call in places}
+        for call in self._followers:
             if call.place != places[call]:
                 call.tell(places[call])
-        return bool(self.followers)
+        if self._followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
 
 
 def describe(replica: ReplicaStatus) -> str:

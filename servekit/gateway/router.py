@@ -1,4 +1,4 @@
-"""Where each request goes: one bounded queue per model, and the replica with the most room.
+"""Where each request goes: one bounded queue per model, and the replica that suits it best.
 
 HTTP and Gradio requests come in by the same door, `open`. What waits can still be cancelled,
 time out, be told its position, or go elsewhere; a worker only ever holds what it has slots for.
@@ -42,8 +42,6 @@ _NOT_RESUMED = (
     " another left off; ask again"
 )
 _CUT = "servekit has shut down before this was done; ask again when it is back"
-#: Between announcements of places in the queue, to those who asked for them.
-ANNOUNCE_EVERY_S = 1.0
 
 
 class Router:
@@ -64,6 +62,7 @@ class Router:
         self.draining = False
         self.idle = asyncio.Event()  # set once draining and nothing is in flight
         self.requests = 0
+        self.chooses = False  # some model has several replicas: it matters whose session a call is
         self.quarantine = Quarantine()
         self.access = Access()
         self._report = report
@@ -129,7 +128,7 @@ class Router:
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.keep(call)
-        replica = None if len(route.queue) else route.best()
+        replica = None if len(route.queue) else route.best(call)
         if replica is not None:
             replica.run(call)
         else:
@@ -174,17 +173,8 @@ class Router:
 
     def follow(self, call: Call) -> None:
         """Have the call told its place now and, on change, once a second; see `place_after`."""
-        route = call.route
-        if route is None or (place := route.position(call)) is None:
-            return
-        call.place = place
-        if not route.followers:
-            self._loop.call_later(ANNOUNCE_EVERY_S, self._announce, route)
-        route.followers.add(call)
-
-    def _announce(self, route: Route) -> None:
-        if route.announce():
-            self._loop.call_later(ANNOUNCE_EVERY_S, self._announce, route)
+        if call.route is not None:
+            call.route.follow(call)
 
     # ---- from the supervisor
 
@@ -207,6 +197,7 @@ class Router:
             for one in (route, *route.adapters)
             for alias in (one.status.name, *one.status.aliases)
         }
+        self.chooses = any(len(status.replicas) > 1 for status in topology.models)
         self._farewells.apply(topology.models)
 
     def _apply_replicas(self, route: Route, status: ModelStatus, gateways: int) -> None:

@@ -42,6 +42,7 @@ from servekit.gateway.parsing import Choice as ToolChoice
 from servekit.gateway.router import Router
 from servekit.wire.messages import (
     ChatMessage,
+    Delta,
     Dialect,
     Grammar,
     ModelStatus,
@@ -73,6 +74,7 @@ class Ask:
     calling: type[Call] = Call  # what its calls are, for those who want to know more of them
     stream: bool = True
     follow: bool = False  # also wake for each new place in the queue
+    session: str = ""  # that the client has named
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
@@ -124,7 +126,7 @@ class Turn:
         info = route.status.info
         self.model = route.status.name
         self.ask = ask
-        self.prompt_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0  # the latter are of the former
         self.completion_tokens = 0
         check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
         self._dialect = dialect = Dialect() if info is None else info.dialect
@@ -135,7 +137,7 @@ class Turn:
         self._parsers = [self._parser(thinking) for _ in self._calls]
         self._called = [False for _ in self._calls]
         self._written = ["" for _ in self._calls]  # the arguments of the last tool call
-        self._prompts = [0 for _ in self._calls]  # their tokens, as far as they are known
+        self._prompts = [(0, 0) for _ in self._calls]  # their tokens, and those of them cached
         self._left = set(range(len(self._calls)))
         self._open(router)
 
@@ -165,6 +167,7 @@ class Turn:
                 call = ask.calling(
                     ask.model, _seeded(params, index), prompt=prompt, messages=ask.messages,
                     stream=ask.stream, key=ask.key, priority=ask.priority, more=more,
+                    session=ask.session,
                 )  # fmt: skip
                 call.sink = self._news.set
                 yield call
@@ -246,7 +249,7 @@ class Turn:
         if self._choice.tools:
             self._note_calls(index, events)
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
-        self._count_prompt(index, last.prompt_tokens)
+        self._count_prompt(index, last)
         if last.finish is None:
             return Piece(index, events, logprobs)
         self._left.discard(index)
@@ -261,11 +264,13 @@ class Turn:
             elif type(event) is CallArguments:
                 self._written[index] += event.text
 
-    def _count_prompt(self, index: int, tokens: int) -> None:
+    def _count_prompt(self, index: int, delta: Delta) -> None:
         """Known with the first piece already, for streams that begin with it."""
         if index % self.ask.n == 0:  # choices of one prompt share it
-            self.prompt_tokens += tokens - self._prompts[index]
-            self._prompts[index] = tokens
+            tokens, cached = self._prompts[index]
+            self._prompts[index] = delta.prompt_tokens, delta.cached_tokens
+            self.prompt_tokens += delta.prompt_tokens - tokens
+            self.cached_tokens += delta.cached_tokens - cached
 
     def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
         parse = self._parsers[index]

@@ -30,6 +30,7 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
     "load_timeout_s",
     "stray_memory",
     "standby",
+    "routing",
 }
 #: What workers load and unload while they serve.
 _IN_PLACE = frozenset({"adapters"})

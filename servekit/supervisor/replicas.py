@@ -308,4 +308,5 @@ class Replica(Life[FromWorker]):
             stray=self._vram.stray,
             claim_bytes=sum(self.place.claims),
             excess=self._vram.excess,
+            kv_used=self._pulse.kv_used,
         )

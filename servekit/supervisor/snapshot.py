@@ -27,6 +27,7 @@ def of_model(fleet: Fleet, created: int) -> ModelStatus:
         quarantine_s=model.quarantine_s,
         adapters=fleet.adapter_statuses(),
         standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
+        routing=model.routing,
     )
 
 

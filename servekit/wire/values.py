@@ -145,6 +145,8 @@ class ModelInfo(Value, frozen=True):
     adapters: tuple[AdapterInfo, ...] = ()  # of its WorkerSpec, those that serve
     refused_adapters: dict[str, str] = {}  # the others: name, and why
     sleeps: bool = False  # it can give its device's memory back, and take it again
+    prefix_block: int = 0  # tokens in a block of its prefix cache; 0: it has none
+    prefix_tokens: int = 0  # that its prefix cache holds at most; 0: not known
 
 
 class WorkerSpec(Value, frozen=True):
@@ -191,6 +193,7 @@ class ReplicaStatus(Value, frozen=True):
     stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
     claim_bytes: int = 0  # of its GPUs together, what it was promised
     excess: str = ""  # a sentence on what it holds beyond that
+    kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, told in steps
 
 
 class ModelStatus(Value, frozen=True):
@@ -208,6 +211,7 @@ class ModelStatus(Value, frozen=True):
     quarantine_s: float = 600.0
     adapters: tuple[AdapterStatus, ...] = ()
     standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
 
 
 class TokenLogprob(Value, frozen=True):
@@ -241,6 +245,7 @@ class Delta(Value, frozen=True):
     logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
     vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
     stop: str = ""  # the stop string that ended it, if one did
+    cached_tokens: int = 0  # of the prompt, those that came from the engine's prefix cache
 
 
 class ExitRecord(Value, frozen=True):
