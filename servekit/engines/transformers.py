@@ -39,13 +39,13 @@ from servekit.engines.assembly import (
 )
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.between import Between
+from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
 from servekit.engines.rows import Row
-from servekit.engines.sampling import resolve
 from servekit.errors import EngineFailed, RequestError, Unsupported
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import markers
