@@ -48,14 +48,26 @@ def _byte_characters() -> list[str]:
 
 
 def write_tiny_gguf(
-    path: Path, *, architecture: str = "llama", tied: bool = True, skip: str = "", split: int = 0
+    path: Path,
+    *,
+    architecture: str = "llama",
+    tied: bool = True,
+    skip: str = "",
+    split: int = 0,
+    float32: bool = False,
+    **metadata: Any,
 ) -> Path:
-    """A llama of 2 layers in Q8_0. `skip` leaves out the tensors whose name has it."""
+    """A llama of 2 layers in Q8_0, or in float32. `skip` leaves out the tensors whose name has it.
+
+    `metadata` is more of it, with __ for the dots in its keys.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"]
     _add_metadata(writer, tokens)
     if split:
         writer.add_uint16("split.count", split)
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     random = np.random.default_rng(7)
     shapes = _shapes(len(tokens)) | ({} if tied else {"output.weight": (len(tokens), HIDDEN)})
     for name, shape in shapes.items():
@@ -64,6 +76,8 @@ def write_tiny_gguf(
         values = (random.standard_normal(shape) * 0.3).astype(np.float32)
         if len(shape) == 1:
             writer.add_tensor(name, values + 1)
+        elif float32:
+            writer.add_tensor(name, values)
         else:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
