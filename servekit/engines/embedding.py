@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from servekit.engines.assembly import UNSTATED_CONTEXT
 from servekit.engines.base import StepOutput
 from servekit.engines.pooling import Pooling
-from servekit.engines.underway import EmbedRow
+from servekit.engines.underway import EmbedRow as EmbedRow  # for those who import it from here
 from servekit.wire.messages import ModelInfo, WorkerSpec
 
 #: Tokens in one forward pass. More of them only make a step longer, on a CPU very soon.
