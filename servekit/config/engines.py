@@ -111,8 +111,8 @@ class VllmOptions(Section):
 class LlamaCppOptions(Section):
     """Options of `engine: llamacpp`."""
 
-    slots: Annotated[int, Field(ge=1, le=256)] = 8
-    """Sequences at once; they share the context's KV cache."""
+    slots: Annotated[int | None, Field(ge=1, le=256)] = None
+    """Sequences at once, that share one KV cache; by default 8, or 32 texts to embed."""
     gpu_layers: Annotated[int | None, Field(ge=0)] = None
     """Layers on the GPU; by default all that fit. Without a GPU, none."""
     threads: Annotated[int | None, Field(ge=1)] = None

@@ -24,7 +24,7 @@ from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.llama.codec import LlamaCodec
 from servekit.engines.llama.embedding import LlamaEmbedder
 from servekit.engines.llama.generation import GenerationRunner
-from servekit.engines.llama.loading import Loaded, load, slots_of
+from servekit.engines.llama.loading import Loaded, load
 from servekit.engines.llama.row import LlamaRow
 from servekit.engines.loop import LoopedEngine
 from servekit.engines.underway import EmbedRow
@@ -73,7 +73,6 @@ class LlamaCppEngine(LoopedEngine):
             )
         self._runner = GenerationRunner(
             loaded.context,
-            slots_of(self.spec),
             loaded.context.batch_tokens,
             rewinds=loaded.model.rewinds,
         )
@@ -89,7 +88,7 @@ class LlamaCppEngine(LoopedEngine):
         where = f", {plan.gpu_layers} layers on the GPU" if plan.gpu_layers else ""
         return ModelInfo(
             max_context=plan.max_context,
-            slots=slots_of(self.spec),
+            slots=loaded.context.sequences,
             chat=False,
             architecture=loaded.header.architecture,
             dtype=model.description.rpartition(" ")[2],

@@ -44,13 +44,13 @@ class Place:
 class GenerationRunner:
     """Runs rows step by step; all calls come from the engine's thread."""
 
-    def __init__(self, context: Context, slots: int, step_tokens: int, *, rewinds: bool) -> None:
+    def __init__(self, context: Context, step_tokens: int, *, rewinds: bool) -> None:
         """`step_tokens` of one pass; `rewinds`: a sequence can be cut anywhere."""
         self._context = context
         self._step_tokens = step_tokens
         self._rewinds = rewinds
         self._waiting: deque[LlamaRow] = deque()
-        self._places = [Place(index) for index in range(slots)]
+        self._places = [Place(index) for index in range(context.sequences)]
         self._clock = count(1)
         self._now = 0
 

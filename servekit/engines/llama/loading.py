@@ -21,6 +21,8 @@ from servekit.wire.messages import Progress, WorkerSpec
 #: Tokens in one pass. On a CPU small, so that a long prompt does not hold up the others.
 CPU_BATCH_TOKENS = 256
 CUDA_BATCH_TOKENS = 2048
+SLOTS = 8
+EMBEDDING_SLOTS = 32
 #: Threads beside a GPU: what is left for them is small.
 HOST_THREADS = 4
 _DOTS = 100
@@ -82,13 +84,14 @@ def _no_pooling(header: Header) -> int | None:
     return None
 
 
-def slots_of(spec: WorkerSpec) -> int:
-    return int(spec.options.get("slots") or 8)
+def _slots(spec: WorkerSpec, pooling: int | None) -> int:
+    return int(spec.options.get("slots") or (SLOTS if pooling is None else EMBEDDING_SLOTS))
 
 
-def _batch(spec: WorkerSpec) -> int:
+def _batch(spec: WorkerSpec, pooling: int | None) -> int:
+    """No fewer than there are slots: each one has a token in every pass."""
     default = CPU_BATCH_TOKENS if spec.device == "cpu" else CUDA_BATCH_TOKENS
-    return max(int(spec.options.get("batch_tokens") or default), slots_of(spec))
+    return max(int(spec.options.get("batch_tokens") or default), _slots(spec, pooling))
 
 
 def _plan(
@@ -96,8 +99,8 @@ def _plan(
 ) -> fit.Plan:
     cache_type = _cache_type(spec)
     wish = fit.Wish(
-        slots=slots_of(spec),
-        batch=_batch(spec),
+        slots=_slots(spec, pooling),
+        batch=_batch(spec, pooling),
         max_context=spec.max_context,
         gpu_layers=spec.options.get("gpu_layers"),
         cache_type=cache_type,
@@ -123,7 +126,7 @@ def _cache_type(spec: WorkerSpec) -> str:
 
 def _settings(path: Path, plan: fit.Plan, spec: WorkerSpec, pooling: int | None) -> Settings:
     options: dict[str, Any] = spec.options
-    batch = _batch(spec)
+    batch = _batch(spec, pooling)
     return Settings(
         path=str(path),
         gpu_layers=plan.gpu_layers,
@@ -131,7 +134,7 @@ def _settings(path: Path, plan: fit.Plan, spec: WorkerSpec, pooling: int | None)
         context=plan.context,
         # A text that becomes one vector has to be in one pass, whole.
         batch=batch if pooling is None else max(batch, plan.max_context),
-        sequences=slots_of(spec),
+        sequences=_slots(spec, pooling),
         threads=_threads(options.get("threads"), spec),
         flash_attention=str(options.get("flash_attention", "auto")),
         cache_type=_cache_type(spec),

@@ -67,10 +67,10 @@ def write_tiny_gguf(
     if split:
         writer.add_uint16("split.count", split)
     for key, value in metadata.items():
-        kind = gguf.GGUFValueType.get_type(value)
-        if kind is gguf.GGUFValueType.INT32:
-            kind = gguf.GGUFValueType.UINT32  # as llama.cpp wants its numbers
-        writer.add_key_value(key.replace("__", "."), value, kind)
+        sort = gguf.GGUFValueType.get_type(value)
+        if sort is gguf.GGUFValueType.INT32:
+            sort = gguf.GGUFValueType.UINT32  # as llama.cpp wants its numbers
+        writer.add_key_value(key.replace("__", "."), value, sort)
     random = np.random.default_rng(7)
     shapes = _shapes(len(tokens)) | ({} if tied else {"output.weight": (len(tokens), HIDDEN)})
     for name, shape in shapes.items():

@@ -43,7 +43,7 @@ def prompts(count: int = 8) -> list[list[int]]:
 
 @pytest.mark.parametrize("params", [{}, *({"seed": 11, **one} for one in SAMPLED)])
 def test_a_text_is_the_same_alone_and_in_a_crowd(gguf_engine: Harness, params: Any) -> None:
-    wanted = {"max_tokens": 24, "ignore_eos": True, **params}
+    wanted: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, **params}
     alone = [gguf_engine.generate(prompt, **wanted) for prompt in prompts()]
     jobs = [gguf_engine.submit(prompt, **wanted) for prompt in prompts()]
     assert [gguf_engine.tokens(job) for job in jobs] == alone
@@ -55,7 +55,7 @@ def test_it_goes_on_after_tokens_of_another_worker(
     gguf_engine: Harness, gguf: Make, params: Any
 ) -> None:
     prompt = gguf_engine.engine.codec.encode(PROMPTS[4])
-    wanted = {"max_tokens": 20, "ignore_eos": True, **params}
+    wanted: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, **params}
     whole = gguf_engine.generate(prompt, **wanted)
     other = gguf()
     for cut in (1, 2, 7, 13, 19):
@@ -124,7 +124,7 @@ def counted(harness: Harness) -> Callable[[], list[int]]:
 def test_what_does_not_fit_waits_and_says_the_same(
     gguf: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = {"max_tokens": 100, "ignore_eos": True}
+    wanted: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
     roomy = gguf()
     expected = [roomy.generate(prompt[:20], **wanted) for prompt in prompts()]
     monkeypatch.setattr(fit, "HOST_TOKENS_PER_SLOT", 16)

@@ -143,19 +143,13 @@ def test_a_missing_package_names_the_command(
     )
 
 
-def test_a_layout_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import xllamacpp
-
-    class Elsewhere(xllamacpp.CommonParams):
-        """Says other numbers than stand in its memory."""
-
-        n_batch = 0
-
+def test_a_layout_that_is_not_known_is_refused() -> None:
     known = bindings.open_binding("xllamacpp")
     assert isinstance(known, bindings.XLlamaCpp)
-    params = Elsewhere()
+    params = known._module.CommonParams()
+    known._check(params, id(params) + object.__basicsize__)
     with pytest.raises(LoadError, match="does not know"):
-        known._check(params, id(params) + object.__basicsize__)
+        known._check(params, id(params) + object.__basicsize__ + 4)
 
 
 def test_neither_torch_nor_transformers_is_imported(gguf_file: Path) -> None:

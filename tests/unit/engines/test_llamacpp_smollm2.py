@@ -59,7 +59,7 @@ def assert_same_but_for_near_ties(
 
 def test_alone_and_in_a_batch(smol_gguf: Harness) -> None:
     prompts = [ask(smol_gguf, question) for question in QUESTIONS]
-    wanted = {"max_tokens": 32, "ignore_eos": True}
+    wanted: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True}
     alone = [smol_gguf.generate(prompt, **wanted) for prompt in prompts]
     jobs = [smol_gguf.submit(prompt, **wanted) for prompt in prompts]
     for prompt, job, one in zip(prompts, jobs, alone, strict=True):

@@ -101,7 +101,7 @@ def smol_gguf() -> Iterator[Harness]:
 def test_ids_are_those_of_the_converted_model(smol_gguf: Harness, smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
     codec: LlamaCodec = smol_gguf.engine.codec
     for text in [*TEXTS, json.dumps({"a": [1, 2.5, None]}), "x" * 300, "\r\n\u200b"]:
         assert codec.encode(text) == tokenizer(text)["input_ids"], text
