@@ -56,7 +56,9 @@ def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path) -> None:
         instance.until_settled()
         url, pid = instance.url, instance.replica("m/0").pid
         # The pin is there before the interpreter's first instruction: no library can be too early.
+        # Nor is there one that could be: torch, which is known to ask for CUDA, is not loaded.
         assert environment(pid)["CUDA_VISIBLE_DEVICES"] == ""
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         whole = chat(url)
         pieces = []
         for piece in streamed(url):

@@ -215,9 +215,9 @@ def open_binding(wish: str) -> Binding:
             return _opened[name]
         try:
             module = importlib.import_module(MODULES[name])
-        except ModuleNotFoundError:
-            continue
         except (ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == MODULES[name]:
+                continue
             raise LoadError(f"{name} is installed, but cannot be loaded: {error}.") from error
         _opened[name] = _KINDS[name](module)
         return _opened[name]

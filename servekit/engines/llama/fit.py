@@ -64,6 +64,7 @@ class Plan:
     max_context: int
     context: int
     cache_bytes: int
+    whole_on_gpu: bool = False
 
 
 def read_parts(path: Path) -> list[Header]:
@@ -164,7 +165,8 @@ def _plan(shape: Shape, wish: Wish, gpu_layers: int, context: int, tokens: int) 
     if context < LEAST_CONTEXT:
         raise LoadError(f"Memory is enough for a context of {context} tokens only.")
     tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
-    return Plan(gpu_layers, context, tokens, tokens * _token(shape))
+    whole = gpu_layers > len(shape.layers)
+    return Plan(gpu_layers, context, tokens, tokens * _token(shape), whole)
 
 
 def _token(shape: Shape) -> int:

@@ -135,20 +135,20 @@ def _settings(path: Path, plan: fit.Plan, spec: WorkerSpec, pooling: int | None)
         # A text that becomes one vector has to be in one pass, whole.
         batch=batch if pooling is None else max(batch, plan.max_context),
         sequences=_slots(spec, pooling),
-        threads=_threads(options.get("threads"), spec),
+        threads=_threads(options.get("threads"), plan.whole_on_gpu),
         flash_attention=str(options.get("flash_attention", "auto")),
         cache_type=_cache_type(spec),
         pooling=pooling,
     )
 
 
-def _threads(asked: int | None, spec: WorkerSpec) -> int:
+def _threads(asked: int | None, whole_on_gpu: bool) -> int:
     """As asked, as OMP_NUM_THREADS says, or half the cores."""
     if asked is not None:
         return asked
     stated = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
-    if spec.device == "cuda":
+    if whole_on_gpu:
         return min(HOST_THREADS, cores)
     return int(stated) if stated.isdigit() and int(stated) else max(1, cores // 2)
 
@@ -166,7 +166,13 @@ def _load_model(binding: Binding, settings: Settings, spec: WorkerSpec, report: 
         raise LoadError(f"llama.cpp cannot load {settings.path}: {why}.")
     library.listen(None)
     report(Progress("load", _DOTS, _DOTS, "steps"))
-    return Model(library, address)
+    model = Model(library, address)
+    if settings.pooling is None and model.encodes:
+        model.close()
+        raise LoadError(
+            f"{settings.path} is an encoder with a decoder, which engine llamacpp does not run."
+        )
+    return model
 
 
 def _counting(report: Report) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,20 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", float32=True)
 
 
+def bindings() -> list[str]:
+    """The packages with llama.cpp that are installed here; at least the one that tests need."""
+    from servekit.engines.llama.bindings import MODULES
+
+    return [name for name, module in MODULES.items() if find_spec(module)] or ["xllamacpp"]
+
+
+@pytest.fixture(scope="module", params=bindings())
+def binding(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def gguf(gguf_file: Path, tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+def gguf(binding: str, gguf_file: Path, tmp_path: Path) -> Iterator[Callable[..., Harness]]:
     """Make llama.cpp engines over it; they are closed at the end. Metadata makes another file."""
     made: list[Harness] = []
 
@@ -80,7 +93,7 @@ def gguf(gguf_file: Path, tmp_path: Path) -> Iterator[Callable[..., Harness]]:
         path = gguf_file
         if metadata:
             path = write_tiny_gguf(tmp_path / f"{len(made)}.gguf", float32=True, **metadata)
-        made.append(llamacpp(path, options, **fields))
+        made.append(llamacpp(path, {"binding": binding, **(options or {})}, **fields))
         return made[-1]
 
     yield make
@@ -89,9 +102,9 @@ def gguf(gguf_file: Path, tmp_path: Path) -> Iterator[Callable[..., Harness]]:
 
 
 @pytest.fixture(scope="module")
-def gguf_engine(gguf_file: Path) -> Iterator[Harness]:
+def gguf_engine(binding: str, gguf_file: Path) -> Iterator[Harness]:
     """One llama.cpp engine over it, shared by the tests of a module."""
-    shared = llamacpp(gguf_file)
+    shared = llamacpp(gguf_file, {"binding": binding})
     yield shared
     shared.close()
 

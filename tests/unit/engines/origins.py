@@ -55,15 +55,24 @@ def write_tiny_gguf(
     skip: str = "",
     split: int = 0,
     float32: bool = False,
+    sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
     **metadata: Any,
 ) -> Path:
     """A llama of 2 layers in Q8_0, or in float32. `skip` leaves out the tensors whose name has it.
 
-    `metadata` is more of it, with __ for the dots in its keys.
+    `metadata` is more of it, with __ for the dots in its keys. `sentencepiece` is another
+    vocabulary: pieces, scores, kinds.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"]
-    _add_metadata(writer, tokens)
+    tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"] if not sentencepiece else sentencepiece[0]
+    _add_metadata(writer, len(tokens))
+    if sentencepiece:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(sentencepiece[1])
+        writer.add_token_types(sentencepiece[2])
+    else:
+        _add_byte_level(writer, tokens)
     if split:
         writer.add_uint16("split.count", split)
     for key, value in metadata.items():
@@ -91,7 +100,7 @@ def write_tiny_gguf(
     return path
 
 
-def _add_metadata(writer: Any, tokens: list[str]) -> None:
+def _add_metadata(writer: Any, vocabulary: int) -> None:
     writer.add_name("tiny")
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
@@ -102,15 +111,18 @@ def _add_metadata(writer: Any, tokens: list[str]) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
+    writer.add_vocab_size(vocabulary)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _add_byte_level(writer: Any, tokens: list[str]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
     writer.add_token_merges(["Ġ t", "h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
 
 
 def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:

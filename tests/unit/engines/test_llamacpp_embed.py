@@ -15,6 +15,7 @@ from servekit.errors import ContextLengthExceeded, LoadError, Unsupported
 from servekit.wire.messages import SamplingParams
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness
+from tests.unit.engines.llama import making
 
 Make = Callable[..., Harness]
 Vector = NDArray[np.float32]
@@ -91,3 +92,25 @@ def test_what_it_refuses(pooled: Harness) -> None:
     with pytest.raises(Unsupported, match="embeddings only"):
         pooled.engine.submit(Job(10**6, [5], SamplingParams(max_tokens=1)))
     assert len(embed(pooled, [[5] * 256])) == 1
+
+
+@pytest.mark.parametrize("pooling", [1, 2])
+def test_an_encoder_says_what_transformers_says(tmp_path: Path, pooling: int) -> None:
+    import torch
+
+    reference = making.bert_by_transformers(making.write_tiny_bert(tmp_path / "b.gguf", pooling))
+    encoder = llamacpp(tmp_path / "b.gguf")
+    try:
+        assert encoder.info.embedding_size == making.WIDTH
+        texts = [
+            encoder.engine.codec.encode(text) for text in ("the sea is blue", "deep", "the seas")
+        ]
+        assert texts == [[2, 4, 5, 6, 7, 3], [2, 9, 3], [2, 4, 5, 8, 3]]
+        for ids, vector in zip(texts, embed(encoder, texts), strict=True):
+            with torch.inference_mode():
+                states = reference(torch.tensor([ids])).last_hidden_state[0].numpy()
+            expected = states[0] if pooling == 2 else states.mean(0)
+            assert np.abs(vector - expected / np.linalg.norm(expected)).max() < 2e-3
+        assert len(embed(encoder, [[2] * making.POSITIONS])) == 1
+    finally:
+        encoder.close()

@@ -28,7 +28,7 @@ def refusal(path: Path | str, **fields: object) -> LoadError:
     return caught.value
 
 
-def test_what_is_said_of_a_model(gguf_engine: Harness) -> None:
+def test_what_is_said_of_a_model(gguf_engine: Harness, binding: str) -> None:
     info = gguf_engine.info
     assert (info.max_context, info.slots, info.chat) == (256, 8, True)
     assert (info.architecture, info.dtype, info.device) == ("llama", "F32", "cpu")
@@ -36,7 +36,7 @@ def test_what_is_said_of_a_model(gguf_engine: Harness) -> None:
     assert info.parameters == 78_464
     # Keys and values of 2 heads of 16 in 2 layers, float32, for 8 slots of 512 tokens.
     assert info.kv_cache_bytes == 2 * 2 * 16 * 2 * 4 * 4096
-    assert "xllamacpp" in info.detail
+    assert info.detail.startswith(f"{binding} ")
     assert {"generate", "grammar", "logprobs", "penalties", "min_p"} <= set(info.serves)
     assert not {"embed", "adapters", "tools"} & set(info.serves)
 

@@ -14,9 +14,10 @@ import pytest
 from servekit.engines.base import TooManyTokens
 from servekit.engines.llama.codec import LlamaCodec
 from servekit.errors import RequestError
-from servekit.wire.messages import ChatMessage
+from servekit.wire.messages import ChatMessage, Grammar
 from tests.unit.engines.conftest import SMOLLM2, llamacpp
 from tests.unit.engines.harness import Harness
+from tests.unit.engines.llama import making
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -85,6 +86,24 @@ def test_a_model_without_a_template(codec: LlamaCodec) -> None:
     assert not bare.chat
     with pytest.raises(RequestError, match="no chat template"):
         bare.render_chat([ChatMessage("user", "Hi")])
+
+
+def test_sentencepieces_first_space_is_not_the_texts(tmp_path: Path) -> None:
+    engine = llamacpp(making.write_sentencepiece(tmp_path / "sp.gguf"))
+    try:
+        codec: LlamaCodec = engine.engine.codec
+        pieces = codec._vocabulary.piece
+        ids = codec.encode("the sea é")
+        assert [pieces(token) for token in ids] == [
+            *(b"<s>", b" the", b" sea", b" ", b"\xc3", b"\xa9"),
+        ]
+        assert decoded(codec, ids) == "the sea é"
+        assert decoded(codec, ids[2:]) == "sea é"
+        grammar = Grammar("regex", "the (sea )?é")
+        job = engine.submit("the", grammar=grammar, temperature=1.0, seed=1)
+        assert engine.text(job) in ("the é", "the sea é")
+    finally:
+        engine.close()
 
 
 # ---------------------------------------------------------------- a real model
