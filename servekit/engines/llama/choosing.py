@@ -108,7 +108,7 @@ def _top(logits: Logits, count: int) -> Ids:
     order takes ten times as long as to leave out most."""
     highest = logits.max()
     for below in _BELOW if count < len(logits) else ():
-        ids = (logits >= highest - below).nonzero()[0]
+        ids: Ids = (logits >= highest - below).nonzero()[0]
         if len(ids) >= count:
             return ids
     return np.arange(len(logits))
