@@ -28,6 +28,8 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+#: Longer arrays are vocabularies; numbers of layers are shorter.
+_MOST_KEPT = 1024
 _SPECIAL = (
     *(("bos_token", "bos"), ("eos_token", "eos")),
     *(("unk_token", "unknown"), ("pad_token", "padding")),
@@ -47,7 +49,7 @@ class Header:
     tensors: int
     parameters: int  # elements of all tensors
     special_ids: dict[str, int]  # token ids by transformers' name, e.g. "eos_token"
-    metadata: dict[str, Any] = field(default_factory=dict)  # None for an array
+    metadata: dict[str, Any] = field(default_factory=dict)  # None for a long array
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each tensor
 
 
@@ -121,21 +123,23 @@ class _Reader:
         return name, self._value(kind)
 
     def _value(self, kind: int) -> Any:
-        """A metadata value; arrays are skipped over, for only scalars are of use here."""
+        """A metadata value; long arrays are skipped over: vocabularies, of no use here."""
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
-            self._skip_array()
-            return None
+            return self._array()
         return self._unpack(_scalar(kind))[0]
 
-    def _skip_array(self) -> None:
+    def _array(self) -> list[Any] | None:
         kind, count = self._unpack("IQ")
+        if kind in _SCALARS and count <= _MOST_KEPT:
+            return list(self._unpack(f"{count}{_SCALARS[kind]}"))
         if kind in _SCALARS:
             self._at += struct.calcsize("<" + _SCALARS[kind]) * count
-            return
-        for _ in range(count):
-            self._value(kind)
+        else:
+            for _ in range(count):
+                self._value(kind)
+        return None
 
     def _string(self) -> str:
         (length,) = self._unpack("Q")

@@ -14,6 +14,8 @@ from pathlib import Path
 from servekit.engines.gguf_header import Header, read_header
 from servekit.engines.llama.bindings import CACHE_TYPES
 from servekit.errors import LoadError
+from servekit.headers import attention
+from servekit.headers.gguf import Gguf
 
 #: Of a host's available memory, what the cache may take; weights and neighbours need the rest.
 HOST_FRACTION = 0.4
@@ -25,6 +27,8 @@ HEADROOM_BYTES = 640 * 2**20
 LEAST_CONTEXT = 16
 #: Contexts are rounded up to it, as llama.cpp does.
 _ALIGNMENT = 256
+#: Of a model that does not tell.
+_VOCABULARY = 150_000
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -37,7 +41,7 @@ class Shape:
     layers: tuple[int, ...]  # weights of each layer
     output: int  # weights that are on the GPU only if all layers are
     weights: int  # all of them
-    cached: int  # of one token, in one layer's cache
+    cached: int  # of one token, in one layer's cache, on average
     activations: int  # of one token in a pass
     vocabulary: int  # logits of one token
     own_context: int
@@ -83,32 +87,37 @@ def read_parts(path: Path) -> list[Header]:
 
 def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
     """Read off the headers of all parts; the first has the metadata."""
-    first = headers[0]
-
-    def stated(key: str, default: int = 0) -> int:
-        value = first.metadata.get(f"{first.architecture}.{key}")
-        return int(value) if isinstance(value, int | float) else default
-
     sizes = {name: size for header in headers for name, size in header.sizes.items()}
+    file = Gguf(headers[0].metadata, sum(h.parameters for h in headers), sum(sizes.values()))
+
+    def stated(key: str) -> int:
+        value = file.of_architecture(key)
+        return int(value) if isinstance(value, int | float) else 0
+
     layers = [0] * max(stated("block_count"), 1)
     for name, size in sizes.items():
         block = _BLOCK.match(name)
         if block and int(block[1]) < len(layers):
             layers[int(block[1])] += size
-    width, heads = stated("embedding_length", 1), stated("attention.head_count", 1)
-    head = width // max(heads, 1)
-    lengths = stated("attention.key_length", head) + stated("attention.value_length", head)
-    embedding = sizes.get("token_embd.weight", 0)
+    width, embedding = stated("embedding_length"), sizes.get("token_embd.weight", 0)
     return Shape(
-        architecture=first.architecture,
+        architecture=headers[0].architecture,
         layers=tuple(layers),
         output=sizes.get("output.weight", embedding),
-        weights=sum(sizes.values()),
-        cached=int(stated("attention.head_count_kv", heads) * lengths * CACHE_TYPES[cache_type][1]),
-        activations=4 * (8 * width + 2 * stated("feed_forward_length", 4 * width)),
-        vocabulary=4 * stated("vocab_size", 150_000),
+        weights=file.weights_bytes,
+        cached=int(_numbers(file) / len(layers) * CACHE_TYPES[cache_type][1]),
+        activations=4 * (8 * width + 2 * (stated("feed_forward_length") or 4 * width)),
+        vocabulary=4 * (stated("vocab_size") or _VOCABULARY),
         own_context=stated("context_length"),
     )
+
+
+def _numbers(file: Gguf) -> int:
+    """What the cache of all layers keeps of one token; nothing where the model is recurrent."""
+    try:
+        return attention.of_gguf(file).numbers(1)
+    except ValueError:
+        return 0
 
 
 def fit(shape: Shape, wish: Wish) -> Plan:
@@ -117,8 +126,7 @@ def fit(shape: Shape, wish: Wish) -> Plan:
     context = min(own, wish.max_context or own)
     if wish.budgets:
         return _on_gpus(shape, wish, context)
-    token = shape.cached * len(shape.layers)
-    room = int(HOST_FRACTION * wish.host_bytes) // max(token, 1)
+    room = int(HOST_FRACTION * wish.host_bytes) // max(_token(shape), 1)
     useful = max(wish.slots * HOST_TOKENS_PER_SLOT, context)
     return _plan(shape, wish, 0, context, min(useful, room))
 

@@ -55,6 +55,7 @@ def write_tiny_gguf(
     skip: str = "",
     split: int = 0,
     float32: bool = False,
+    context: int = 256,
     sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
     **metadata: Any,
 ) -> Path:
@@ -65,7 +66,7 @@ def write_tiny_gguf(
     """
     writer = gguf.GGUFWriter(path, architecture)
     tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"] if not sentencepiece else sentencepiece[0]
-    _add_metadata(writer, len(tokens))
+    _add_metadata(writer, len(tokens), context)
     if sentencepiece:
         writer.add_tokenizer_model("llama")
         writer.add_token_list(tokens)
@@ -100,9 +101,9 @@ def write_tiny_gguf(
     return path
 
 
-def _add_metadata(writer: Any, vocabulary: int) -> None:
+def _add_metadata(writer: Any, vocabulary: int, context: int) -> None:
     writer.add_name("tiny")
-    writer.add_context_length(256)
+    writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(FEED_FORWARD)
