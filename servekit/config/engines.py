@@ -116,20 +116,22 @@ class VllmOptions(Section):
 class LlamaCppOptions(Section):
     """Options of `engine: llamacpp`."""
 
-    slots: Annotated[int, Field(ge=1, le=256)] = 8
-    """Sequences at once; they share the context's KV cache."""
+    slots: Annotated[int | None, Field(ge=1, le=256)] = None
+    """Sequences at once, that share one KV cache; by default 8, or 32 texts to embed."""
     gpu_layers: Annotated[int | None, Field(ge=0)] = None
     """Layers on the GPU; by default all that fit. Without a GPU, none."""
     threads: Annotated[int | None, Field(ge=1)] = None
     """Threads on a CPU; by default the cores divided among the CPU workers."""
-    batch_tokens: Annotated[int, Field(ge=16)] = 2048
-    """Tokens in one forward pass."""
+    batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one forward pass; by default 256 on a CPU, 2048 on a GPU."""
     flash_attention: Literal["auto", "on", "off"] = "auto"
     """llama.cpp's flash attention."""
     cache_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
     """Type of the KV cache's numbers."""
     split: Literal["layer", "row"] = "layer"
     """How a model is spread over several GPUs."""
+    pooling: Literal["auto", "none", "mean", "cls", "last"] = "auto"
+    """Make embeddings in this way instead of text. auto: if the file names one."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
 

@@ -30,6 +30,7 @@ from servekit.engines.adapters.skeleton import BaseChanged
 from servekit.engines.assembly import CausalRunner, Runner, eos_ids, sampling_defaults
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.between import Between
+from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
@@ -37,7 +38,6 @@ from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
 from servekit.engines.rest import Rest
 from servekit.engines.rows import Row
-from servekit.engines.sampling import resolve
 from servekit.engines.spread import plan
 from servekit.engines.spread.leader import Ranks
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported

@@ -25,8 +25,8 @@ from servekit.engines.adapters import files, limits, modes, paging, tolerance, t
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.adapters.skeleton import Skeletons, logits_of
 from servekit.engines.base import Job
+from servekit.engines.choosing import Sampling
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampling
 from servekit.errors import LoadError, RequestError
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.messages import SamplingParams, WorkerSpec

@@ -20,12 +20,12 @@ from msgspec import structs
 
 from servekit.engines import pooling, weights
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
-from servekit.engines.sampling import resolve
 from servekit.engines.source import resolve as resolve_source
 from servekit.engines.vllm import activity, arguments, requests, stated
 from servekit.engines.vllm.adapters import Adapters

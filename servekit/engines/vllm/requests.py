@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from servekit.engines.base import Job, StepOutput
+from servekit.engines.choosing import LEAST, Sampling
 from servekit.engines.grammar import Constraint, serialized
-from servekit.engines.logprobs import LEAST
-from servekit.engines.sampling import Sampling
 from servekit.wire.messages import TokenLogprob
 
 #: Under which a request's `extra_args` hold its grammar, and the tokens that it goes on after.

@@ -95,7 +95,8 @@ def test_one_request_is_one_request() -> None:
 
 def test_how_full_its_cache_is_is_told_in_steps() -> None:
     """Gateways are sent all there is on each change: a cache that fills is told of a few times."""
-    one, told = pulse(), []
+    one = pulse()
+    told: list[float] = []
     for percent in (*range(100), *range(100, -1, -1)):
         one.answered(Pong(1, 0.0, 1, 0, percent / 100))
         assert abs(one.kv_used - percent / 100) < KV_STEP
