@@ -191,6 +191,7 @@ class ReplicaStatus(Value, frozen=True):
     stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
     claim_bytes: int = 0  # of its GPUs together, what it was promised
     excess: str = ""  # a sentence on what it holds beyond that
+    trouble: str = ""  # a sentence while it is ready and yet cannot serve: its endpoint is down
 
 
 class ModelStatus(Value, frozen=True):
