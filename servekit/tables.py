@@ -189,6 +189,8 @@ def note(model: ModelStatus, replica: ReplicaStatus) -> str:
     """What there is to say of a replica: its progress, why it is down, else what it runs."""
     if replica.stray or replica.excess:
         return "; ".join(filter(None, (replica.stray, replica.excess)))
+    if replica.trouble:
+        return replica.trouble
     if replica.progress is not None:
         return progress_text(replica.progress)
     if replica.state in ("failed", "backoff"):

@@ -50,10 +50,12 @@ def _items(node: Node | None) -> list[Node]:
 
 
 def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    """What is wrong with a model whose keys are each right. The echo engine reads no file."""
+    """What is wrong with a model whose keys are each right. Not every engine reads a file."""
     kind = kind_of(config)
     if kind.needs_files:
         yield from _path(config, at, folder)
+    if "remote" in kind.formats:
+        yield from _remote(config, at)
     if config.engine != "auto":
         for lack in fitting.lacks(kind, fitting.asked(config, folder)):
             message = f"the engine {config.engine} {lack.what}."
@@ -84,6 +86,27 @@ def here(config: ModelConfig, at: Place, machine: Machine) -> Iterator[Problem]:
     elif kind.gpu == "must" and not machine.has_gpu and config.device == "auto":
         message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here."
         yield Problem((*at, "engine"), message)
+
+
+#: What says how a model is loaded, and means nothing where somebody else has loaded it.
+_OF_LOADING = [
+    *("revision", "gpus", "memory", "dtype", "trust_remote_code", "tool_parser"),
+    *("reasoning_parser", "stray_memory"),
+]
+
+
+def _remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    """Keys that a remote model has no use for are mistakes, of what one expects of it."""
+    for key in _OF_LOADING:
+        if key in config.model_fields_set:
+            message = "the model is loaded elsewhere: this is its endpoint's to say."
+            yield Problem((*at, key), message, at_key=True)
+    if config.device == "cuda":
+        yield Problem((*at, "device"), "the model runs elsewhere: its worker uses no GPU.")
+    limits = ("requests_per_minute", "tokens_per_minute")
+    if config.replicas not in ("auto", 1) and any(config.options.get(key) for key in limits):
+        message = "each replica would keep to the endpoint's limits by itself; use one."
+        yield Problem((*at, "replicas"), message)
 
 
 def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:

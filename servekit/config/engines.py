@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from servekit.config.section import Section
 
@@ -136,28 +136,49 @@ class LlamaCppOptions(Section):
     """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
 
 
+def _header(name: str) -> str:
+    if name.lower() == "authorization":
+        raise ValueError("the key goes by `key_environment`, so that it stands in no file")
+    if name.lower() in _OWN_HEADERS:
+        raise ValueError(f"{name} is servekit's to set")
+    return name
+
+
+#: What belongs to the connection, or to the body.
+_OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
+    *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
+}
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$"), AfterValidator(_header)]
+HeaderValue = Annotated[str, Field(pattern=r"^[\x20-\x7e]*$")]
+
+
 class OpenAIOptions(Section):
     """Options of `engine: openai`: a remote endpoint. The model's `path` is its name there."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")]
     """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
-    key_environment: str | None = None
-    """The variable of `servekit up` that holds the key to it; by default none is sent."""
+    key_environment: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = None
+    """The variable of `servekit up` that holds the key to it, for this model's worker alone; by
+    default none is sent."""
+    task: Literal["generate", "embed"] = "generate"
+    """What the model there is for."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
     """Requests that are sent to it at once."""
-    requests_per_minute: Annotated[int | None, Field(ge=1)] = None
-    """As many it is sent at most; more wait."""
+    requests_per_minute: Annotated[int | None, Field(ge=1, le=10**6)] = None
+    """As many it is sent at most in any minute; more wait."""
     tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
     """The same, of prompt and completion, as the endpoint counts them."""
-    max_context: Annotated[int, Field(ge=16)] = 131072
-    """Prompt and completion together, in its tokens; the endpoint has the last word."""
     connect_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """How long a connection may take."""
     first_byte_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the first byte of an answer may take, before it is asked again."""
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long it may be silent in the middle of an answer, before that is given up."""
     retries: Annotated[int, Field(ge=0, le=20)] = 4
     """How often it is asked again, before the first byte: after 429, 5xx, or a lost connection."""
-    headers: dict[str, str] = Field(default_factory=dict)
+    chat_template_kwargs: bool = False
+    """It takes arguments of a chat template, as vLLM, SGLang and servekit do."""
+    headers: dict[HeaderName, HeaderValue] = Field(default_factory=dict)
     """Further headers, for what is not OpenAI's own."""
 
 

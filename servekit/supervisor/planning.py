@@ -47,6 +47,7 @@ class Source:
             raise complain(self.path, ("server", "host"), f"{reason}.")
         try:
             rules = access.rules(config, self.environ)
+            access.check_handed(config, self.environ)
         except access.KeyMissing as error:
             raise complain(self.path, error.at, str(error)) from None
         try:

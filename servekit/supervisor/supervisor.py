@@ -18,9 +18,9 @@ from typing import Any, Literal
 import structlog
 
 from servekit import __version__
+from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import listening, offspring, procfs, snapshot
-from servekit.supervisor.access import secret_variables
+from servekit.supervisor import access, listening, offspring, procfs, snapshot
 from servekit.supervisor.adapter_desk import AdapterDesk
 from servekit.supervisor.control import Operators
 from servekit.supervisor.driver import driver
@@ -83,9 +83,7 @@ class Supervisor:
         self._listeners = ground.listeners
         self._observer = observer
         self._started_at = time.time()
-        self._draining = False
-        self._has_served = False
-        self._publishing = False
+        self._draining = self._has_served = self._publishing = False
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
@@ -231,9 +229,11 @@ class Supervisor:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Ours, less the API keys in it."""
-        hidden = secret_variables(self._fleets.plan.config)
-        return {name: value for name, value in self._environ.items() if name not in hidden}
+        """Ours, less the keys in it."""
+        return access.public(self._environ, self._fleets.plan.config)
+
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        return access.handed(self._environ, model)
 
     def changed(self) -> None:
         if not self._publishing:

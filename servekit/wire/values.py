@@ -194,6 +194,7 @@ class ReplicaStatus(Value, frozen=True):
     claim_bytes: int = 0  # of its GPUs together, what it was promised
     excess: str = ""  # a sentence on what it holds beyond that
     kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, told in steps
+    trouble: str = ""  # a sentence while it is ready and yet cannot serve: its endpoint is down
 
 
 class ModelStatus(Value, frozen=True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from servekit.engines.base import StepOutput
-from servekit.wire.messages import PROOF_TOKENS, Delta, FinishReason, Generate, TokenLogprob
+from servekit.engines.text import TextOutput
+from servekit.wire.messages import PROOF_TOKENS, Delta, Generate, TokenLogprob
+from servekit.wire.values import FinishReason
 from servekit.worker.text import CountedText, TextStream
 
 if TYPE_CHECKING:
@@ -54,6 +57,31 @@ class Task:
         lists = (output.logprobs or [], output.vectors or [])
         rest = (self.text.stop, self.cached)
         return Delta(self.id, text, output.token_ids, finish, *counts, *lists, *rest)
+
+
+class TextTask(Task):
+    """A request to an engine that brings text. What has come shows that it does not kill."""
+
+    def __init__(self, peer: Peer, request: Generate) -> None:
+        super().__init__(peer, request, 0, TextStream(_NoDecoder(), ()))
+
+    def delta(self, output: StepOutput) -> Delta:
+        """What the step brought, as the gateway gets it."""
+        assert isinstance(output, TextOutput)
+        self.completion += PROOF_TOKENS  # one step is proof: nothing of it runs here
+        counts = (output.prompt_tokens, output.completion_tokens)
+        lists = (output.logprobs or [], output.vectors or [])
+        return Delta(self.id, output.text, [], output.finish, *counts, *lists, output.stop)
+
+
+class _NoDecoder:
+    """There are no tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class ScoredTask(Task):
