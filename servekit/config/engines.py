@@ -263,6 +263,7 @@ _OURS = {
         modules=("xllamacpp", "llama_cpp"),
         extra="llamacpp",
         parallel=("split",),
+        env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
     ),
     "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
     "echo": EngineKind(
