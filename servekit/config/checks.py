@@ -64,6 +64,10 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
+    if config.device == "cpu":
+        for key in ("gpus_per_replica", "memory"):
+            if getattr(config, key) not in (None, 1):
+                yield Problem((*at, key), "`device: cpu` uses no GPUs.", at_key=True)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."

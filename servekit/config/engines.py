@@ -225,7 +225,7 @@ class Kinds(dict[str, EngineKind]):
     def __missing__(self, name: str) -> EngineKind:
         from servekit.config import plugins  # it needs what stands here
 
-        return plugins.kind_of(name)
+        return plugins.last_told(name)
 
 
 _OURS = {
