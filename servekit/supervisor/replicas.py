@@ -92,13 +92,13 @@ class Replica(Life[FromWorker]):
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self._vram = Vram(place, gpus, entry, self._told_to_wait)
+        self.vram = Vram(place, gpus, entry, self._told_to_wait)
 
     async def enter(self) -> str:
-        return await self._vram.enter()
+        return await self.vram.enter()
 
     def leave(self) -> None:
-        self._vram.leave()
+        self.vram.leave()
 
     def _told_to_wait(self, what: str) -> None:
         """It is not let in yet, because of what it is told."""
@@ -123,7 +123,7 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self._vram.begin(self.child.pid)
+        self.vram.begin(self.child.pid)
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -133,6 +133,7 @@ class Replica(Life[FromWorker]):
                 pass  # too late
             case Loading(progress):
                 self._progress = progress
+                self.vram.loads(progress.phase)
                 self.set("loading", self.reason)
             case Ready(info, timings_s):
                 self._on_ready(info, timings_s)
@@ -149,7 +150,7 @@ class Replica(Life[FromWorker]):
             self._socket.unlink(missing_ok=True)
         self._socket, self._progress = None, None
         self._pulse = Pulse(time.monotonic())
-        self._vram.forget()
+        self.vram.forget()
         self._wary = self._ready_at is None
         self._held = {}
         if self._coming_up is not None and not self._errands.open:
@@ -164,7 +165,7 @@ class Replica(Life[FromWorker]):
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only if it holds memory where it may, and the adapters that it should."""
         child = self.child
-        strays = await self._vram.strays()
+        strays = await self.vram.strays()
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -183,7 +184,7 @@ class Replica(Life[FromWorker]):
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
         self._pulse = Pulse(time.monotonic())  # what was said of the load is over
-        self._vram.loaded()
+        self.vram.loaded()
         self.came_up()
         self._ping()
 
@@ -280,16 +281,16 @@ class Replica(Life[FromWorker]):
 
     @property
     def gpu_bytes(self) -> int:
-        return self._vram.held_bytes
+        return self.vram.held_bytes
 
     def measure_gpus(self, holdings: Holdings) -> None:
         """Take its share of what NVML tells, and look whether it is where it should be."""
         if self.child is None:
             return
-        known = bool(self._vram.stray)
-        self._vram.measure(holdings)
-        if self._vram.stray and self.serves:
-            self._on_stray(self._vram.stray, known)
+        known = bool(self.vram.stray)
+        self.vram.measure(holdings)
+        if self.vram.stray and self.serves:
+            self._on_stray(self.vram.stray, known)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
@@ -299,7 +300,7 @@ class Replica(Life[FromWorker]):
 
     @property
     def alert(self) -> str:
-        return self._vram.alert
+        return self.vram.alert
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(
@@ -315,11 +316,11 @@ class Replica(Life[FromWorker]):
             running=self._pulse.last.running,
             waiting=self._pulse.last.waiting,
             rss_bytes=self.rss_bytes,
-            gpu_bytes=self._vram.held_bytes,
+            gpu_bytes=self.vram.held_bytes,
             timings_s=self._timings_s,
-            stray=self._vram.stray,
+            stray=self.vram.stray,
             claim_bytes=sum(self.place.claims),
-            excess=self._vram.excess,
+            excess=self.vram.excess,
             kv_used=self._pulse.kv_used,
             trouble=self.trouble,
         )
