@@ -23,17 +23,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from servekit.wire import adapters as a
+from servekit.wire.access import AccessRules, KeyRule, KeyUse
 from servekit.wire.value import Message
 from servekit.wire.values import (
-    AccessRules,
     Capability,
     ChatMessage,
     Delta,
     Dialect,
     GatewayStatus,
     Grammar,
-    KeyRule,
-    KeyUse,
     ModelInfo,
     ModelStatus,
     Progress,
