@@ -1,0 +1,30 @@
+"""What a worker claims of each of its GPUs: what the file says, or else all that is to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servekit.config import memory
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.gpus import Gpu
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def reserve_bytes(gpu: Gpu, reserve: str | None) -> int:
+    """What `gpus.reserve` keeps of a GPU for other programs."""
+    return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))
+
+
+def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
+    """What one worker of `model` claims of `gpu`. Without `memory`, the whole of it."""
+    if model.memory is None:
+        return gpu.total_bytes - reserve_bytes(gpu, reserve)
+    return memory.of(model.memory, gpu.total_bytes)
+
+
+def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> tuple[int, ...]:
+    """The same of each GPU of a slot."""
+    return tuple(claim_bytes(model, gpu, reserve) for gpu in slot)
