@@ -56,6 +56,7 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
+    yield from _spread(config, at)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
@@ -96,9 +97,27 @@ def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterat
     for i, gpu in enumerate(gpus):
         if gpu in gpus[:i]:
             yield Problem((*at, "gpus", i), f"the GPU {gpu} stands twice.")
-    if isinstance(config.replicas, int) and config.replicas > len(gpus):
-        message = f"{config.replicas} replicas need a GPU each, and `gpus` lists {len(gpus)}."
+    each = config.gpus_per_replica
+    if isinstance(config.replicas, int) and config.replicas * each > len(gpus):
+        need = "a GPU" if each == 1 else f"{each} GPUs"
+        message = f"{config.replicas} replicas need {need} each, and `gpus` lists {len(gpus)}."
         yield Problem((*at, "replicas"), message)
+
+
+def _spread(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    """Several GPUs for one replica, and shares of them."""
+    ways = KINDS[config.engine].parallel
+    if config.gpus_per_replica > 1 and not ways:
+        message = f"the engine {config.engine} cannot be spread over several GPUs."
+        yield Problem((*at, "gpus_per_replica"), message)
+    if config.parallel != "auto" and config.parallel not in ways:
+        known = " or ".join(("auto", *ways))
+        message = f"the engine {config.engine} knows {known} only."
+        yield Problem((*at, "parallel"), message)
+    if config.device == "cpu":
+        for key in ("gpus_per_replica", "memory"):
+            if getattr(config, key) not in (None, 1):
+                yield Problem((*at, key), "`device: cpu` uses no GPUs.", at_key=True)
 
 
 def run_dir(config: Config, folder: Path) -> Iterator[Problem]:

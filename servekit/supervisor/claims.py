@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from servekit.config import memory
 from servekit.config.schema import ModelConfig
+from servekit.errors import ConfigError
 from servekit.supervisor.gpus import Gpu
+
+
+class Misplaced(ConfigError):
+    """The models do not fit this machine. `loc` leads to the value to blame in the file."""
+
+    def __init__(self, message: str, *loc: str | int) -> None:
+        super().__init__(message)
+        self.loc = loc
 
 
 def gib(size_bytes: int) -> str:
@@ -28,3 +37,8 @@ def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
 def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> tuple[int, ...]:
     """The same of each GPU of a slot."""
     return tuple(claim_bytes(model, gpu, reserve) for gpu in slot)
+
+
+def least(model: ModelConfig) -> int:
+    """Replicas that it must have."""
+    return 1 if model.replicas == "auto" else int(model.replicas)

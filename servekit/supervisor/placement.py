@@ -1,16 +1,19 @@
-"""Which worker runs on which GPU. A pure function of the file and the machine.
+"""Which worker runs on which GPUs. A pure function of the file and the machine.
 
     device   GPUs found   the model runs on
     cpu      any          the CPU
-    cuda     some         GPUs, one per replica
-    cuda     none         ConfigError
-    auto     some         GPUs, one per replica (engines that have no use for one: the CPU)
-    auto     none         the CPU (unless `gpus` names some: ConfigError)
+    cuda     some         GPUs, `gpus_per_replica` for each replica
+    cuda     none         Misplaced
+    auto     some         GPUs (engines that have no use for one: the CPU)
+    auto     none         the CPU (where `gpus` names some, or the engine must have one: Misplaced)
 
 First every model gets what it must have: its explicit number of replicas, or one. Then what is
-left is dealt to the models with `replicas: auto`, one at a time, always to the one with the
-fewest. Both steps look for augmenting paths (Kuhn's algorithm for bipartite matching), so a
-placement is found whenever there is one, whatever GPUs the models insist on.
+left is dealt to the models with `replicas: auto` that are loaded on start, one at a time, always
+to the one with the fewest.
+
+Where each replica has one whole GPU, both steps look for augmenting paths (`matching`), so that a
+placement is found whenever there is one, whatever GPUs the models insist on. Where models share
+GPUs by `memory`, come and go, or have several GPUs each, it is searched for (`packing`).
 """
 
 from __future__ import annotations
@@ -20,16 +23,11 @@ from dataclasses import dataclass
 
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
-from servekit.errors import ConfigError
+from servekit.supervisor.claims import Misplaced as Misplaced
+from servekit.supervisor.claims import claims_of, least
 from servekit.supervisor.gpus import Gpu, Slot, match
-
-
-class Misplaced(ConfigError):
-    """The models do not fit this machine. `loc` leads to the value to blame in the file."""
-
-    def __init__(self, message: str, *loc: str | int) -> None:
-        super().__init__(message)
-        self.loc = loc
+from servekit.supervisor.matching import match_whole
+from servekit.supervisor.sharing import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class Assignment:
     index: int
     gpus: Slot
     threads: int | None
+    claims: tuple[int, ...] = ()  # bytes, of each of its GPUs
 
     @property
     def name(self) -> str:
@@ -55,31 +54,30 @@ def place(
     gpus: Sequence[Gpu],
     cpus: int,
     held: Mapping[str, Sequence[Slot]] | None = None,
+    reserve: str | None = None,
 ) -> tuple[Assignment, ...]:
     """Give every worker a place, in the file's order. Raises Misplaced if they do not fit.
 
-    `held` are the GPUs that models have already: they keep them, unless another could not be
-    placed otherwise.
+    `held` is where models have workers already: they stay, unless another could not be placed
+    otherwise. `reserve` is what of each GPU no model gets.
     """
     wanted = {m.name: _allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
-    counts = {m.name: _least(m) for m in models}
-    matching = _Matching(
-        wanted,
-        {name: [gpu for slot in slots for gpu in slot] for name, slots in (held or {}).items()},
-    )
-    matching.keep({name: counts[name] for name in wanted})
-    _satisfy(matching, models, {name: counts[name] for name in wanted}, gpus)
-    _share(matching, [m.name for m in models if m.name in wanted and m.replicas == "auto"])
-    on_cpu = sum(counts[m.name] for m in models if m.name not in wanted)
-    threads = _threads(cpus, on_cpu)
+    if all(_has_whole_gpus(model) for model in models if model.name in wanted):
+        slots = match_whole(models, wanted, gpus, held or {})
+    else:
+        slots = share(models, wanted, gpus, held or {}, reserve)
+    threads = _threads(cpus, sum(least(m) for m in models if m.name not in wanted))
     placed: list[Assignment] = []
     for model in models:
-        if model.name in wanted:
-            own = sorted(matching.gpus_of(model.name), key=lambda gpu: gpu.index)
-            placed += [Assignment(model.name, i, (gpu,), None) for i, gpu in enumerate(own)]
-        else:
-            placed += [Assignment(model.name, i, (), threads) for i in range(counts[model.name])]
+        for index, slot in enumerate(slots.get(model.name) or [()] * least(model)):
+            claims = claims_of(model, slot, reserve)
+            placed.append(Assignment(model.name, index, slot, None if slot else threads, claims))
     return tuple(placed)
+
+
+def _has_whole_gpus(model: ModelConfig) -> bool:
+    alone = model.memory is None and model.load == "on_start"
+    return alone and model.gpus_per_replica == 1
 
 
 def device(gpus: Sequence[Gpu]) -> str:
@@ -91,6 +89,11 @@ def device(gpus: Sequence[Gpu]) -> str:
 
 
 def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
+    kind = KINDS[model.engine]
+    if kind.gpu == "must" and (model.device == "cpu" or not gpus):
+        reason = "it asks for device: cpu" if gpus else "no NVIDIA GPU was found here"
+        message = f"model {model.name!r}: the engine {model.engine} needs a GPU, and {reason}"
+        raise Misplaced(message, "models", index, "engine")
     if model.device == "cpu":
         if model.gpus is not None:
             message = f"model {model.name!r} names GPUs but asks for device: cpu"
@@ -102,11 +105,7 @@ def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
             "write device: auto to fall back to the CPU",
             *("models", index, "device"),
         )
-    return (
-        model.device == "cuda"
-        or model.gpus is not None
-        or (bool(gpus) and KINDS[model.engine].gpu != "never")
-    )
+    return model.device == "cuda" or model.gpus is not None or (bool(gpus) and kind.gpu != "never")
 
 
 def _allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -124,92 +123,7 @@ def _allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, 
     return tuple(allowed)
 
 
-def _least(model: ModelConfig) -> int:
-    return 1 if model.replicas == "auto" else int(model.replicas)
-
-
 def _threads(cpus: int, workers: int) -> int:
     # One core is left to the gateway and the rest: a CPU worker that fills every core makes
     # its own tokens wait for the process that sends them.
     return max(1, (cpus - 1) // max(1, workers))
-
-
-class _Matching:
-    """Who holds which GPU; grows one GPU at a time without ever taking a model's count down."""
-
-    def __init__(
-        self, allowed: Mapping[str, Sequence[Gpu]], held: Mapping[str, Sequence[Gpu]]
-    ) -> None:
-        self.allowed = allowed
-        self._held = held
-        self._holder: dict[Gpu, str] = {}
-
-    def gpus_of(self, name: str) -> list[Gpu]:
-        return [gpu for gpu, holder in self._holder.items() if holder == name]
-
-    def keep(self, counts: Mapping[str, int]) -> None:
-        """Begin with what models hold now, up to what each must have."""
-        for name, count in counts.items():
-            own = [gpu for gpu in self._held.get(name, ()) if gpu in self.allowed[name]]
-            for gpu in own[:count]:
-                self._holder.setdefault(gpu, name)
-
-    def grow(self, name: str) -> bool:
-        """Give `name` one more GPU, moving others if need be; False if that cannot be."""
-        return self._augment(name, set())
-
-    def _augment(self, name: str, seen: set[Gpu]) -> bool:
-        own = self._held.get(name, ())
-        for gpu in sorted(self.allowed[name], key=lambda g: (g in self._holder, g not in own)):
-            holder = self._holder.get(gpu)
-            if gpu in seen or holder == name:
-                continue
-            seen.add(gpu)
-            if holder is None or self._augment(holder, seen):
-                self._holder[gpu] = name
-                return True
-        return False
-
-
-def _satisfy(
-    matching: _Matching,
-    models: Sequence[ModelConfig],
-    counts: Mapping[str, int],
-    gpus: Sequence[Gpu],
-) -> None:
-    for index, model in enumerate(models):
-        lacking = counts.get(model.name, 0) - len(matching.gpus_of(model.name))
-        for _ in range(lacking):
-            if not matching.grow(model.name):
-                message = _shortage(model.name, counts, matching.allowed[model.name], gpus)
-                key = "gpus" if model.replicas == "auto" and model.gpus else "replicas"
-                raise Misplaced(message, "models", index, key)
-
-
-def _share(matching: _Matching, names: list[str]) -> None:
-    growing = list(names)
-    while growing:
-        name = min(growing, key=lambda n: len(matching.gpus_of(n)))
-        if not matching.grow(name):
-            growing.remove(name)
-
-
-def _shortage(
-    name: str, counts: Mapping[str, int], allowed: Sequence[Gpu], gpus: Sequence[Gpu]
-) -> str:
-    if counts[name] > len(allowed) and len(allowed) < len(gpus):
-        return (
-            f"model {name!r} asks for {counts[name]} replicas and its `gpus` names {len(allowed)}: "
-            "each replica takes a GPU of its own"
-        )
-    needs = ", ".join(f"{model} {count}" for model, count in counts.items())
-    total = sum(counts.values())
-    if total > len(gpus):
-        return (
-            f"the models need {total} GPUs ({needs}) and there are {len(gpus)}: "
-            f"{total - len(gpus)} too few; each replica takes a GPU of its own"
-        )
-    return (
-        f"model {name!r} needs {counts[name]} of the GPUs that its `gpus` names, and the other "
-        f"models' `gpus` leave it fewer (replicas: {needs}; {len(gpus)} GPUs in all)"
-    )

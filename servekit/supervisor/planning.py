@@ -47,7 +47,8 @@ class Source:
         except access.KeyMissing as error:
             raise complain(self.path, error.at, str(error)) from None
         try:
-            places = place(config.models, gpus, usable_cpus(), held or {})
+            reserve = config.gpus.reserve
+            places = place(config.models, gpus, usable_cpus(), held or {}, reserve)
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None
         return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules)

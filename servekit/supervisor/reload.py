@@ -68,6 +68,7 @@ class Change:
 def needs_restart(old: Config, new: Config) -> str:
     """A sentence that names the keys which only a restart can change; "" if there are none."""
     keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - _LIVE_SERVER)]
+    keys += [f"gpus.{key}" for key in sorted(_differ(old.gpus, new.gpus))]
     if old.run_dir != new.run_dir:
         keys.append("run_dir")
     if not keys:

@@ -32,6 +32,7 @@ def worker_spec(
         adapters=adapters,
         gpus=max(1, len(place.gpus)),
         parallel=parallel(model, place),
+        memory_bytes=_share(model, place),
     )
 
 
@@ -40,3 +41,12 @@ def parallel(model: ModelConfig, place: Assignment) -> Parallel:
     if len(place.gpus) < 2:
         return ""
     return KINDS[model.engine].parallel[0] if model.parallel == "auto" else model.parallel
+
+
+def _share(model: ModelConfig, place: Assignment) -> int:
+    """What it may take of each GPU; 0 where that is all that it finds free.
+
+    Of a GPU without a reserve, a claim on the whole is no less than there is: nothing to keep to.
+    """
+    whole = all(c >= gpu.total_bytes for c, gpu in zip(place.claims, place.gpus, strict=False))
+    return 0 if model.memory is None and whole else min(place.claims, default=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.schema import Config, ModelConfig, ServerConfig
+from servekit.config.schema import Config, GpusConfig, ModelConfig, ServerConfig
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import place
 from servekit.supervisor.reload import Change, Slots, diff, needs_restart, same_worker, tell
@@ -103,6 +103,11 @@ def test_what_only_a_restart_changes(server: dict[str, object], words: str) -> N
     new = Config(models=(model(),), server=ServerConfig.model_validate(server))
     assert words in needs_restart(old, new)
     assert bool(words) == bool(needs_restart(old, new))
+
+
+def test_another_reserve_needs_a_restart() -> None:
+    new = Config(models=(model(),), gpus=GpusConfig(reserve="2GiB"))
+    assert needs_restart(Config(models=(model(),)), new).startswith("gpus.reserve: a change")
 
 
 def test_another_run_directory_needs_a_restart() -> None:
