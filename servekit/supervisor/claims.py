@@ -27,10 +27,15 @@ def reserve_bytes(gpu: Gpu, reserve: str | None) -> int:
     return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))
 
 
+def room_bytes(gpu: Gpu, reserve: str | None) -> int:
+    """What models may claim of a GPU, all together."""
+    return gpu.total_bytes - reserve_bytes(gpu, reserve)
+
+
 def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
     """What one worker of `model` claims of `gpu`. Without `memory`, the whole of it."""
     if model.memory is None:
-        return gpu.total_bytes - reserve_bytes(gpu, reserve)
+        return room_bytes(gpu, reserve)
     return memory.of(model.memory, gpu.total_bytes)
 
 

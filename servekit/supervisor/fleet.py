@@ -1,7 +1,7 @@
 """All replicas of one model, and how they become those of another version of it.
 
-Where there is room (on the CPU, or a free GPU) a new replica is ready before an old one is
-drained; else an old one makes room first, and the new one waits until its memory is really gone.
+Where there is room (on the CPU, or on GPUs) a new replica is ready before an old one is drained;
+else an old one makes room first. Whether its memory is really gone is seen to by the gate.
 A new version of which nothing comes up is taken back: the old one serves on, or again.
 """
 
@@ -18,6 +18,7 @@ import structlog
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.gate import Gate
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.life import Host
 from servekit.supervisor.nursery import Nursery
@@ -44,8 +45,10 @@ class Yard(Protocol):
     @property
     def drain_timeout_s(self) -> float: ...
     def start(self, life: Replica | Standby) -> None: ...
-    def holders(self, slot: Slot) -> list[Replica]: ...
-    async def memory_gone(self, slot: Slot) -> None: ...
+    @property
+    def gate(self) -> Gate: ...
+    def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
+    def has_room(self, model: ModelConfig, slot: Slot) -> bool: ...
 
 
 class Fleet:
@@ -147,9 +150,12 @@ class Fleet:
         kept, old = self._sorted()
         missing, surplus = _fit(slots, kept)
         old = _serving(old) + surplus  # one that has to move serves until it is needed elsewhere
-        roomy = [slot for slot in missing if not slot or not self._yard.holders(slot)]
-        crowded = [slot for slot in missing if slot not in roomy]
-        fresh = [self._add(self.model, slot) for slot in roomy]
+        fresh, crowded = [], []
+        for slot in missing:
+            if self._yard.has_room(self.model, slot):
+                fresh.append(self._add(self.model, slot))
+            else:
+                crowded.append(slot)
         if fresh and old and not await self._replace(fresh, old):
             return
         for slot in crowded:
@@ -184,8 +190,7 @@ class Fleet:
         for victim in victims:
             old.remove(victim)
             self._drain(victim)
-        await self._until(lambda: not self._yard.holders(slot))
-        await self._yard.memory_gone(slot)
+        await self._until(lambda: self._yard.has_room(self.model, slot))
         replica = self._add(self.model, slot)
         if not victims or proven:
             return True
@@ -194,10 +199,9 @@ class Fleet:
             return True
         self._take_back([replica], old)
         self.model, self.adapters = victims[0].model, victims[0].adapters
-        await self._until(lambda: not self._yard.holders(slot))
-        await self._yard.memory_gone(slot)
         self.circuit = Circuit(self.model.name)
         for back in [victim.place.gpus for victim in here] or [slot]:
+            await self._until(functools.partial(self._yard.has_room, self.model, back))
             self._add(self.model, back).reason = replica.reason
         return False
 
@@ -221,11 +225,13 @@ class Fleet:
 
     def _add(self, model: ModelConfig, slot: Slot) -> Replica:
         threads = None if slot else self._threads
-        place = Assignment(model.name, self._next_index, slot, threads)
+        claims = self._yard.claims(model, slot)
+        place = Assignment(model.name, self._next_index, slot, threads, claims)
         self._next_index += 1
         fork = functools.partial(self.nursery.fork, model, place)
         host, gpus = self._yard.host, self._yard.gpus
-        replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork)
+        gate = self._yard.gate
+        replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork, gate)
         self.replicas.append(replica)
         self._yard.start(replica)
         return replica

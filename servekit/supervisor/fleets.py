@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
-from servekit.config.schema import names_of
+from servekit.config.schema import ModelConfig, names_of
 from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import reload
+from servekit.supervisor.claims import claim_bytes, claims_of, room_bytes
 from servekit.supervisor.fleet import Fleet
-from servekit.supervisor.gpus import Gpu, Slot, gpu_memory_by_pid
+from servekit.supervisor.gate import Gate
+from servekit.supervisor.gpus import Gpu, Slot
+from servekit.supervisor.ledger import Ledger
 from servekit.supervisor.life import Host
-from servekit.supervisor.placement import device
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.standby import Standby
 from servekit.wire.messages import Accepted, Refused
 
 log: Any = structlog.get_logger("servekit.supervisor")
-
-#: How long to wait for the memory of an ended worker to leave its GPU.
-_VRAM_S = 30.0
-_LOOK_EVERY_S = 0.1
 
 
 class Fleets:
@@ -34,12 +31,12 @@ class Fleets:
     def __init__(self, plan: Plan, host: Host, run: Callable[[Replica | Standby], None]) -> None:
         self.plan = plan
         self.host = host
+        self.gate = Gate(Ledger(plan.gpus, plan.config.gpus.reserve))
         self._run = run
         self.served: list[Fleet] = []
         self._leaving: list[Fleet] = []  # of models that the file does not have any more
         self._reloading = asyncio.Lock()
         self._halted = False
-        self._departed: set[int] = set()  # PIDs of workers that have ended
 
     def start(self, life: Replica | Standby) -> None:
         self._run(life)
@@ -64,23 +61,19 @@ class Fleets:
     def standbys(self) -> list[Standby]:
         return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
 
-    def holders(self, slot: Slot) -> list[Replica]:
-        """Who has a worker on one of these GPUs, or will have one again."""
-        return [one for one in self.replicas() if not set(slot).isdisjoint(one.place.gpus)]
+    def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
+        """What a worker of `model` would claim of each GPU there."""
+        return claims_of(model, slot, self.plan.config.gpus.reserve)
 
-    async def memory_gone(self, slot: Slot) -> None:
-        """Return when NVML shows no memory there of a worker of ours that has ended."""
-        deadline = time.monotonic() + _VRAM_S
-        while await asyncio.to_thread(self._is_held_by_the_dead, slot):
-            if time.monotonic() > deadline:
-                where = device(slot)
-                log.warning("the memory of an ended worker is not free yet", gpu=where)
-                return
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    def _is_held_by_the_dead(self, slot: Slot) -> bool:
-        holdings, own = gpu_memory_by_pid(), {gpu.uuid for gpu in slot}
-        return any(own & holdings.get(pid, {}).keys() for pid in tuple(self._departed))
+    def has_room(self, model: ModelConfig, slot: Slot) -> bool:
+        """Whether one more worker fits beside those that are there, or will be again."""
+        reserve = self.plan.config.gpus.reserve
+        for gpu in slot:
+            there = [one.place for one in self.replicas() if gpu in one.place.gpus]
+            taken = sum(place.claims[place.gpus.index(gpu)] for place in there)
+            if taken + claim_bytes(model, gpu, reserve) > room_bytes(gpu, reserve):
+                return False
+        return True
 
     # ---- what changes
 
@@ -156,7 +149,6 @@ class Fleets:
         self._leaving = [f for f in self._leaving if f.replicas or f.nursery.standbys]
 
     def _ended(self, replica: Replica) -> None:
-        self._departed |= replica.pids
         for fleet in self.everyone():
             if replica in fleet.replicas:
                 fleet.replicas.remove(replica)

@@ -10,7 +10,8 @@ from servekit.supervisor.driver import driver, is_present
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. Memory is in bytes, as it was when the GPU was read."""
+    """One GPU. Memory is in bytes, as it was when the GPU was read; what the driver keeps for
+    itself is in neither figure."""
 
     index: int
     uuid: str
@@ -42,6 +43,12 @@ def gpu_memory_by_pid() -> Holdings:
     """What each process holds on each GPU, as far as this PID namespace can see. Blocks."""
     found = driver.ask("memory") if is_present() else None
     return {int(pid): held for pid, held in (found or {}).items()}
+
+
+def free_bytes() -> Mapping[str, int]:
+    """What is free of each GPU now, by UUID; empty where the driver does not answer. Blocks."""
+    found = driver.ask("gpus") if is_present() else None
+    return {str(gpu["uuid"]): int(gpu["free_bytes"]) for gpu in found or ()}
 
 
 def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:

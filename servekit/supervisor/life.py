@@ -14,9 +14,9 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import structlog
@@ -25,42 +25,17 @@ from servekit.supervisor import procfs
 from servekit.supervisor.child import GOODBYE_S, Child, Command, Exit
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.history import History, Known
+from servekit.supervisor.host import Host as Host
 from servekit.supervisor.restart import RestartPolicy
-from servekit.supervisor.run_dir import RunDir
 from servekit.supervisor.shared_memory import Segment
-from servekit.wire.messages import BootFailed, Drain, Quarantined, ReplicaHistory, Stop, WorkerState
+from servekit.supervisor.tasks import unless
+from servekit.wire.messages import BootFailed, Drain, ReplicaHistory, Stop, WorkerState
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
 
 #: From "stop now" to SIGKILL.
 _NOW_S = 1.0
-
-
-class Host(Protocol):
-    """What a life needs of its supervisor."""
-
-    run_dir: RunDir
-    mark: str
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        """What a child's environment is made from."""
-
-    def changed(self) -> None:
-        """Something that others may see is different now."""
-
-    def children_changed(self) -> None:
-        """A process was started, or reaped."""
-
-    def line(self, name: str, text: str) -> None:
-        """A child wrote a line."""
-
-    def quarantine(self, request: Quarantined) -> None:
-        """A request takes workers down; all gateways are to know."""
-
-    def is_unused(self, adapter: str) -> bool:
-        """No gateway has a request for an adapter that serves no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +97,13 @@ class Life(ABC, Generic[Incoming]):
 
     def buried(self) -> None:
         """The child is reaped: forget what was known of it."""
+
+    async def enter(self) -> str:
+        """Before each start: wait for what it takes. Why it cannot be, "" if it can."""
+        return ""
+
+    def leave(self) -> None:
+        """After each life, and after an `enter` that was in vain: give back what it took."""
 
     # ---- its life
 
@@ -208,13 +190,20 @@ class Life(ABC, Generic[Incoming]):
     def gpu_bytes(self) -> int:
         return 0
 
+    @property
+    def alert(self) -> str:
+        """A sentence on what is amiss while it lives; "" if nothing."""
+        return ""
+
     def story(self) -> ReplicaHistory:
         """What became of it so far."""
         next_s = None
         if self._next_at is not None:
             next_s = max(0.0, self._next_at - time.monotonic())
         return ReplicaHistory(
-            self.name, self.state, self.reason, self.restarts, next_s, self.history.exits()
+            *(self.name, self.state, self.reason, self.restarts, next_s),
+            self.history.exits(),
+            self.alert,
         )
 
     # ---- one incarnation
@@ -224,6 +213,18 @@ class Life(ABC, Generic[Incoming]):
         self._boot_failed, self._ready_at, self._proved = None, None, False
         self._began_at = time.monotonic()
         self.set("starting", self._died_of)
+        try:
+            refusal = await unless(self._ending, self.enter())
+            if self.ending:
+                return None
+            if refusal:
+                return self._judge(Exit(None, None, (), cause=refusal))
+            return await self._incarnate()
+        finally:
+            self.leave()
+
+    async def _incarnate(self) -> float | None:
+        self._began_at = time.monotonic()
         try:
             self.child = child = await Child[Incoming].spawn(
                 self.command(), self.incoming, self.receive, self._on_line

@@ -125,14 +125,27 @@ def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _read(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    total_bytes, free_bytes = _memory_of(nvml, handle)
     return {
         "index": index,
         "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
         "name": _text(nvml.nvmlDeviceGetName(handle)),
-        "total_bytes": int(memory.total),
-        "free_bytes": int(memory.free),
+        "total_bytes": total_bytes,
+        "free_bytes": free_bytes,
     }
+
+
+def _memory_of(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Total and free bytes. What the driver keeps for itself (0.6 GB of an H200) nobody gets.
+
+    Source: NVML API reference, nvmlDeviceGetMemoryInfo_v2; older drivers know the first only.
+    """
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return int(memory.total - memory.reserved), int(memory.free)
+    except (AttributeError, TypeError, nvml.NVMLError):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.total), int(memory.free)
 
 
 def _processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:

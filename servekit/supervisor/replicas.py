@@ -19,6 +19,7 @@ from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.child import Child, Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
+from servekit.supervisor.gate import Gate
 from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
@@ -72,6 +73,7 @@ class Replica(Life[FromWorker]):
         circuit: Circuit | None,
         adapters: Adapters,
         fork: Fork | None = None,
+        gate: Gate | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
         self.adapters = adapters
@@ -79,6 +81,7 @@ class Replica(Life[FromWorker]):
         self.place = place
         self.info: ModelInfo | None = None
         self._fork = fork
+        self._gate = gate
         self._socket: Path | None = None
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
@@ -89,8 +92,31 @@ class Replica(Life[FromWorker]):
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self._vram = Vram(gpus, place.gpus)
-        self.pids: set[int] = set()  # of all its incarnations
+        self._vram = Vram(gpus, place)
+
+    # ---- its place
+
+    @property
+    def need_bytes(self) -> Mapping[str, int]:
+        """Its claims, if the file states them; one that has the whole GPU takes what is free."""
+        if self.model.memory is None:
+            return {}
+        return {
+            gpu.uuid: size for gpu, size in zip(self.place.gpus, self.place.claims, strict=True)
+        }
+
+    async def enter(self) -> str:
+        return "" if self._gate is None else await self._gate.enter(self)
+
+    def waits(self, what: str) -> None:
+        self._progress = Progress(what) if what else None
+        self.host.changed()
+
+    def leave(self) -> None:
+        if self._gate is not None:
+            self._gate.left(self.name, self._vram.pids)
+
+    # ---- its process
 
     def command(self) -> Command:
         self._pulse = Pulse(time.monotonic())
@@ -110,7 +136,7 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self.pids.add(self.child.pid)
+        self._vram.pids.add(self.child.pid)
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -170,6 +196,8 @@ class Replica(Life[FromWorker]):
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
         self._pulse = Pulse(time.monotonic())  # what was said of the load is over
+        if self._gate is not None:
+            self._gate.loaded(self.name)
         self.came_up()
         self._ping()
 
@@ -262,16 +290,25 @@ class Replica(Life[FromWorker]):
         """Take its share of what NVML tells, and look whether it is where it should be."""
         if self.child is None:
             return
-        known = bool(self._vram.stray)
-        self._vram.measure(self.pid, holdings)
-        if self._vram.stray and self.serves:
-            self._on_stray(self._vram.stray, known)
+        vram = self._vram
+        strayed, exceeded = bool(vram.stray), bool(vram.excess)
+        vram.measure(self.pid, holdings)
+        if self._gate is not None:
+            self._gate.ledger.measured(self.name, vram.by_gpu)
+        if vram.stray and self.serves:
+            self._on_stray(vram.stray, strayed)
+        if vram.excess and not exceeded:
+            log.error("more than its claim", child=self.name, pid=self.pid, reason=vram.excess)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
             log.error("stray memory", child=self.name, pid=self.pid, reason=stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
+
+    @property
+    def alert(self) -> str:
+        return "; ".join(filter(None, (self._vram.stray, self._vram.excess)))
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(
@@ -290,4 +327,6 @@ class Replica(Life[FromWorker]):
             gpu_bytes=self._vram.held_bytes,
             timings_s=self._timings_s,
             stray=self._vram.stray,
+            claim_bytes=sum(self.place.claims),
+            excess=self._vram.excess,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.claims import Misplaced, claim_bytes, gib, least, reserve_bytes
+from servekit.supervisor.claims import Misplaced, claim_bytes, gib, least, room_bytes
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.packing import Unplaceable, Want, pack
 
@@ -18,7 +18,7 @@ def share(
     reserve: str | None,
 ) -> dict[str, list[Slot]]:
     """By claims and by search. Raises Misplaced."""
-    rooms = {gpu: gpu.total_bytes - reserve_bytes(gpu, reserve) for gpu in gpus}
+    rooms = {gpu: room_bytes(gpu, reserve) for gpu in gpus}
     wants = []
     for index, model in enumerate(models):
         if model.name in wanted:

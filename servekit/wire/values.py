@@ -189,6 +189,8 @@ class ReplicaStatus(Value, frozen=True):
     gpu_bytes: int = 0
     timings_s: dict[str, float] = {}
     stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
+    claim_bytes: int = 0  # of its GPUs together, what it was promised
+    excess: str = ""  # a sentence on what it holds beyond that
 
 
 class ModelStatus(Value, frozen=True):
@@ -269,6 +271,7 @@ class ReplicaHistory(Value, frozen=True):
     restarts: int
     next_attempt_s: float | None  # seconds from now; None where none is planned
     exits: tuple[ExitRecord, ...]
+    alert: str = ""  # a sentence on what is amiss while it lives
 
 
 class GatewayStatus(Value, frozen=True):

@@ -1,0 +1,211 @@
+"""The gate before each GPU: workers that share one load one at a time, and find the memory free.
+
+A worker passes it before its process is started, with its claim in the ledger, and makes way for
+the next when it is ready, or dead. It is let through when NVML shows as much free memory as it
+needs, beside what others were promised and have not taken yet. Whoever waits says for what. For
+a load that goes on it is waited as long as that takes; for memory only so long, and then it is
+said who holds it: an operator can do something about that, and time cannot.
+
+A claim stands until the dead worker's memory is really gone: freeing it takes a driver seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from servekit.supervisor import vacancy
+from servekit.supervisor.attestation import group_of
+from servekit.supervisor.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
+from servekit.supervisor.ledger import Ledger, NoRoom
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.vacancy import Scene
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: How long it is waited for memory that somebody holds, and how often it is looked at.
+PATIENCE_S = 30.0
+_LOOK_EVERY_S = 0.1
+
+
+class Visitor(Protocol):
+    """A worker that wants to load."""
+
+    name: str
+    place: Assignment
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def need_bytes(self) -> Mapping[str, int]:
+        """What has to be free, by the GPU's UUID."""
+
+    def waits(self, what: str) -> None:
+        """It is told what it waits for; "" when it does not any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What NVML shows. `free` by UUID; empty where it does not answer."""
+
+    free: Mapping[str, int]
+    holdings: Holdings
+
+
+def read() -> Reading:
+    """Blocks."""
+    return Reading(free_bytes(), gpu_memory_by_pid())
+
+
+class Gate:
+    """One for all GPUs of an instance; on its event loop, and no other thread."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        read: Callable[[], Reading] = read,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.ledger = ledger
+        self._read = read
+        self._patience_s = patience_s
+        self._turns: dict[str, asyncio.Lock] = {}  # by UUID
+        self._loading: dict[str, str] = {}  # who has the turn there
+        self._guests: dict[str, Visitor] = {}  # who has a claim, by name
+        self._dead: dict[str, set[int]] = {}  # by name: PIDs whose memory may still be there
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    async def enter(self, visitor: Visitor) -> str:
+        """Wait until it may load: it has its claim then. Else the reason, and it has nothing."""
+        if not visitor.place.gpus:
+            return ""
+        if (leaving := self._leaving.pop(visitor.name, None)) is not None:
+            leaving.cancel()
+        passed = False
+        try:
+            self._claim(visitor)
+            await self._take_turns(visitor)
+            reason = await self._until_free(visitor)
+            passed = not reason
+        finally:
+            visitor.waits("")
+            if not passed:
+                self.left(visitor.name, ())
+        return reason
+
+    def loaded(self, name: str) -> None:
+        """It is up, or has died: the next one may load."""
+        for uuid, who in list(self._loading.items()):
+            if who == name:
+                del self._loading[uuid]
+                self._turns[uuid].release()
+
+    def left(self, name: str, pids: Collection[int]) -> None:
+        """Its processes are reaped; its claim goes when their memory has."""
+        self.loaded(name)
+        if name not in self._guests or name in self._leaving:
+            return
+        self._dead.setdefault(name, set()).update(pids)
+        if self._dead[name]:
+            seeing_off = asyncio.get_running_loop().create_task(self._see_off(name))
+            self._leaving[name] = seeing_off
+        else:
+            self._forget(name)
+
+    # ---- turns
+
+    async def _take_turns(self, visitor: Visitor) -> None:
+        # All in one order: two that want the same GPUs never wait for each other.
+        for gpu in sorted(visitor.place.gpus, key=lambda gpu: gpu.index):
+            turn = self._turns.setdefault(gpu.uuid, asyncio.Lock())
+            if turn.locked():
+                visitor.waits(f"waits for {self._loading.get(gpu.uuid, 'another')} on {gpu}")
+            await turn.acquire()
+            self._loading[gpu.uuid] = visitor.name
+
+    # ---- memory
+
+    def _claim(self, visitor: Visitor) -> str:
+        place = visitor.place
+        claims = {gpu.uuid: size for gpu, size in zip(place.gpus, place.claims, strict=True)}
+        self._guests[visitor.name] = visitor
+        try:
+            self.ledger.claim(visitor.name, claims)
+        except NoRoom as error:
+            return error.message
+        return ""
+
+    async def _until_free(self, visitor: Visitor) -> str:
+        """Return "" when all is there; or after a time, what is in the way."""
+        deadline = time.monotonic() + self._patience_s
+        while reason := self._claim(visitor) or await self._obstacle(visitor):
+            if time.monotonic() > deadline:
+                return reason
+            visitor.waits(f"waits for memory: {reason}")
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return ""
+
+    async def _obstacle(self, visitor: Visitor) -> str:
+        reading, groups = await asyncio.to_thread(self._look, self._pids())
+        for gpu in visitor.place.gpus:
+            if gpu.uuid in reading.free and (
+                reason := vacancy.obstacle(self._scene(visitor, gpu, reading, groups))
+            ):
+                return reason
+        return ""
+
+    def _pids(self) -> dict[str, int]:
+        return {name: guest.pid for name, guest in self._guests.items() if guest.pid}
+
+    def _look(self, pids: Mapping[str, int]) -> tuple[Reading, dict[str, frozenset[int]]]:
+        """NVML's figures, and all processes of each guest. In a thread: it takes milliseconds."""
+        return self._read(), {name: group_of(pid) for name, pid in pids.items()}
+
+    def _scene(
+        self,
+        visitor: Visitor,
+        gpu: Gpu,
+        reading: Reading,
+        groups: Mapping[str, Collection[int]],
+    ) -> Scene:
+        on_gpu = {pid: held[gpu.uuid] for pid, held in reading.holdings.items() if gpu.uuid in held}
+        held = {name: sum(on_gpu.get(pid, 0) for pid in group) for name, group in groups.items()}
+        dead = {pid for pids in self._dead.values() for pid in pids}
+        ours = dead.union(*groups.values())
+        others = {
+            name: (claim, held.get(name, 0))
+            for name, claim in self.ledger.holders(gpu.uuid).items()
+            if name != visitor.name
+        }
+        return Scene(
+            gpu=gpu,
+            free_bytes=reading.free[gpu.uuid],
+            need_bytes=visitor.need_bytes.get(gpu.uuid, 0),
+            others=others,
+            dead_bytes=sum(on_gpu.get(pid, 0) for pid in dead),
+            strangers={pid: size for pid, size in on_gpu.items() if pid not in ours},
+        )
+
+    async def _see_off(self, name: str) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while await asyncio.to_thread(self._holds, tuple(self._dead.get(name, ()))):
+            if time.monotonic() > deadline:
+                log.warning("the memory of an ended worker is not free yet", child=name)
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self._leaving.pop(name, None)
+        self._forget(name)
+
+    def _holds(self, pids: Collection[int]) -> bool:
+        holdings = self._read().holdings
+        return any(any(holdings.get(pid, {}).values()) for pid in pids)
+
+    def _forget(self, name: str) -> None:
+        self._dead.pop(name, None)
+        self._guests.pop(name, None)
+        self.ledger.release(name)

@@ -1,0 +1,35 @@
+"""What a supervised life needs of who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from servekit.supervisor.run_dir import RunDir
+from servekit.wire.messages import Quarantined
+
+
+class Host(Protocol):
+    """What a life needs of its supervisor."""
+
+    run_dir: RunDir
+    mark: str
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """What a child's environment is made from."""
+
+    def changed(self) -> None:
+        """Something that others may see is different now."""
+
+    def children_changed(self) -> None:
+        """A process was started, or reaped."""
+
+    def line(self, name: str, text: str) -> None:
+        """A child wrote a line."""
+
+    def quarantine(self, request: Quarantined) -> None:
+        """A request takes workers down; all gateways are to know."""
+
+    def is_unused(self, adapter: str) -> bool:
+        """No gateway has a request for an adapter that serves no more."""

@@ -1,0 +1,61 @@
+"""Whether a GPU has the memory that a worker is about to take. Pure: a scene in, a sentence out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from servekit.supervisor import procfs
+from servekit.supervisor.claims import gib
+from servekit.supervisor.gpus import Gpu
+
+#: What a driver keeps here and there, and CUDA rounds up, is no reason to wait.
+SLACK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One GPU as it is, and what is needed of it."""
+
+    gpu: Gpu
+    free_bytes: int
+    need_bytes: int
+    others: Mapping[str, tuple[int, int]]  # who else is there: claim, and what it holds
+    dead_bytes: int  # held by workers that have ended
+    strangers: Mapping[int, int]  # by PID, what processes hold that are not ours
+
+
+def obstacle(scene: Scene, about: Callable[[int], str] = procfs.command) -> str:
+    """What stands in the way; "" if nothing. `about` tells what a PID runs.
+
+    Others may yet take what they were promised, so it is not free. One that seems to hold nothing
+    is one whose processes cannot be seen from here: what it has is missing from the free memory
+    already.
+    """
+    if scene.dead_bytes:
+        held = gib(scene.dead_bytes)
+        return f"{held} of {scene.gpu} are still held by a worker of ours that has ended"
+    promised = sum(max(0, claim - held) for claim, held in scene.others.values() if held)
+    short = scene.need_bytes - (scene.free_bytes - promised)
+    if short <= SLACK_BYTES:
+        return ""
+    less = f", less {gib(promised)} that others were promised and have not taken" * bool(promised)
+    return (
+        f"{scene.gpu} has {gib(scene.free_bytes)} free{less}, where {gib(scene.need_bytes)} are "
+        f"needed: {gib(short)} too few; {_to_blame(scene, about)}"
+    )
+
+
+def _to_blame(scene: Scene, about: Callable[[int], str]) -> str:
+    over = [
+        f"{name} holds {gib(held)} where it claims {gib(claim)}"
+        for name, (claim, held) in scene.others.items()
+        if held > claim
+    ]
+    largest = sorted(scene.strangers.items(), key=lambda one: -one[1])
+    seen = [
+        f"pid {pid} ({about(pid) or 'of another user or container'}) holds {gib(held)}"
+        for pid, held in largest
+        if held
+    ]
+    return "; ".join(over + seen) or "held by nobody who can be seen from here"
