@@ -102,6 +102,8 @@ def _head(replica: ReplicaHistory) -> Text:
         line.append(f", next attempt in {replica.next_attempt_s:.1f} s")
     if replica.reason:
         line.append(f": {plain(replica.reason)}")
+    if replica.alert:
+        line.append(f"\n  {plain(replica.alert)}", style="red")
     return line
 
 

@@ -107,7 +107,7 @@ def _workers(status: Status, *, timings: bool) -> Table:
                 str(replica.pid or "-"),
                 replica.device,
                 size(replica.rss_bytes),
-                size(replica.gpu_bytes),
+                gpu_use(replica),
                 str(replica.restarts),
                 str(replica.running),
                 str(replica.waiting),
@@ -144,8 +144,8 @@ def state(name: str) -> Text:
 
 def note(model: ModelStatus, replica: ReplicaStatus) -> str:
     """What there is to say of a replica: its progress, why it is down, else what it runs."""
-    if replica.stray:
-        return replica.stray
+    if replica.stray or replica.excess:
+        return "; ".join(filter(None, (replica.stray, replica.excess)))
     if replica.progress is not None:
         return progress_text(replica.progress)
     if replica.state in ("failed", "backoff"):
@@ -155,6 +155,12 @@ def note(model: ModelStatus, replica: ReplicaStatus) -> str:
     if replica in model.standbys:
         return "forks the next worker" if replica.state == "ready" else ""
     return f"{model.info.architecture} {model.info.dtype}" if model.info else ""
+
+
+def gpu_use(replica: ReplicaStatus) -> str:
+    """What it holds on GPUs, and of how much that it was promised."""
+    held = size(replica.gpu_bytes)
+    return f"{held} of {size(replica.claim_bytes)}" if replica.claim_bytes else held
 
 
 def timings_of(replica: ReplicaStatus) -> str:

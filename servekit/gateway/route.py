@@ -190,7 +190,7 @@ class Route:
 def describe(replica: ReplicaStatus) -> str:
     """A replica's state in a few words, with its progress or its reason."""
     progress = replica.progress
-    if replica.state == "loading" and progress is not None:
+    if replica.state in ("starting", "loading") and progress is not None:
         if progress.total:
             return f"{progress.phase} {100 * progress.done // progress.total} %"
         return progress.phase

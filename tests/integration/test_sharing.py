@@ -1,0 +1,141 @@
+"""Models that share a GPU: real processes, and an NVML that is made up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.instance import PROGRAM, Instance, write_config
+from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
+from tests.integration.test_faults_supervisor import cli, complete
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> MadeUpGpus:
+    return MadeUpGpus(tmp_path)
+
+
+def check(file: Path, gpus: MadeUpGpus) -> subprocess.CompletedProcess[str]:
+    command = [*PROGRAM, "check", str(file)]
+    env = {**os.environ, **gpus.env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
+def progress(instance: Instance, name: str) -> str:
+    told = instance.replica(name).progress
+    return "" if told is None else told.phase
+
+
+def test_they_load_one_after_the_other_and_the_second_says_whom_it_waits_for(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    models = [on_gpu("a", "60%", 55, load_s=1.5), on_gpu("b", "40GiB", 35, load_s=1.5)]
+    loading: set[tuple[str, ...]] = set()
+    waits: set[str] = set()
+
+    def settled() -> bool:
+        states = {replica: instance.replica(replica) for replica in ("a/0", "b/0")}
+        loading.add(tuple(name for name, one in states.items() if one.state == "loading"))
+        waits.update(one.progress.phase for one in states.values() if one.progress)
+        health = httpx.get(f"{url}/readyz").json()["models"]
+        told = [one["replicas"][0]["progress"] for one in health.values()]
+        waits.update(f"readyz: {one['phase']}" for one in told if one)
+        return all(one.state == "ready" for one in states.values())
+
+    with Instance.up(tmp_path, models, env=gpus.env) as instance:
+        url = instance.url
+        instance.until("both are up", settled, 30)
+        assert ("a/0", "b/0") not in loading
+        assert {("a/0",), ("b/0",)} <= loading
+        said = [f"waits for {name} on GPU 0 (made up)" for name in ("a/0", "b/0")]
+        assert waits & set(said)
+        assert waits & {f"readyz: {one}" for one in said}
+        assert all(complete(url, name).status_code == 200 for name in "ab")
+        assert instance.replica("a/0").claim_bytes == 60 * GIB
+        assert instance.replica("a/0").gpu_bytes == 55 * GIB
+        assert "55.0 GB of 60.0 GB" in cli(instance, "ps").stdout
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    models = [on_gpu("a", "60%", 0), on_gpu("b", "39GiB", 0)]
+    reserve = {"gpus": {"reserve": "2GiB"}}
+    done = check(write_config(tmp_path, models, sections=reserve), gpus)
+    assert done.returncode == 2
+    assert "servekit.yaml:" in done.stderr
+    assert "models[1].memory" in done.stderr
+    assert (
+        "b/0, which needs beside the others: it claims 39.0 GiB of GPU 0 (made up), which has "
+        "100.0 GiB, less 2.0 GiB reserved, less 60.0 GiB of a: 1.0 GiB too much"
+    ) in done.stderr
+    models[1]["memory"] = "38GiB"
+    done = check(write_config(tmp_path, models, sections=reserve), gpus)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_that_died_comes_back_when_its_memory_is_gone(tmp_path: Path, gpus: MadeUpGpus) -> None:
+    models = [on_gpu("a", "60%", 50), on_gpu("b", "40%", 30)]
+    with Instance.up(tmp_path, models, env=gpus.env) as instance:
+        instance.until_settled()
+        pid = instance.replica("a/0").pid
+        gpus.hold({pid: 50})  # as long as the driver takes to free it
+        os.kill(pid, signal.SIGKILL)
+        instance.until(
+            "it waits",
+            lambda: "held by a worker of ours that has ended" in progress(instance, "a/0"),
+        )
+        assert complete(instance.url, "b").status_code == 200
+        gpus.hold({})
+        instance.until("it is back", lambda: instance.replica("a/0").state == "ready", 20)
+
+
+def test_a_strangers_memory_is_waited_for_and_named(tmp_path: Path, gpus: MadeUpGpus) -> None:
+    gpus.hold({os.getpid(): 50})
+    with Instance.up(tmp_path, [on_gpu("a", "60%", 50)], env=gpus.env) as instance:
+        told = instance.until("it says so", lambda: progress(instance, "a/0"))
+        assert "GPU 0 (made up) has 50.0 GiB free, where 60.0 GiB are needed: 10.0 GiB" in told
+        assert f"pid {os.getpid()} (" in told
+        assert instance.replica("a/0").pid == 0
+        gpus.hold({os.getpid(): 40})
+        instance.until("it is up", lambda: instance.replica("a/0").state == "ready", 20)
+
+
+def test_one_that_takes_more_than_its_claim_is_told_of(tmp_path: Path, gpus: MadeUpGpus) -> None:
+    with Instance.up(tmp_path, [on_gpu("a", "60%", 70)], env=gpus.env) as instance:
+        instance.until("it is seen", lambda: instance.replica("a/0").excess, 20)
+        words = "holds 70.0 GiB of GPU 0 (made up), where it claims 60.0 GiB"
+        assert instance.replica("a/0").excess == words
+        assert words in cli(instance, "ps").stdout
+        assert words in " ".join(cli(instance, "why", "a").stdout.split())
+        for _ in range(3):
+            instance.status()  # reads NVML each time
+        assert instance.log.count("more than its claim") == 1
+
+
+def test_a_reload_makes_room_first_where_old_and_new_do_not_fit(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    def file(step_s: float) -> list[dict[str, Any]]:
+        return [on_gpu("a", "60%", 50, step_s=step_s), on_gpu("b", "30%", 20)]
+
+    with Instance.up(tmp_path, file(0), env=gpus.env) as instance:
+        instance.until_settled()
+        before = {name: instance.replica(f"{name}/0").pid for name in "ab"}
+        write_config(tmp_path, file(0.001))
+        assert cli(instance, "reload").returncode == 0
+        instance.until(
+            "the new one serves",
+            lambda: [r.state for r in instance.model("a").replicas if r.name == "a/1"] == ["ready"],
+            30,
+        )
+        assert before["a"] not in [one.pid for one in instance.model("a").replicas]
+        assert instance.replica("b/0").pid == before["b"]
