@@ -18,7 +18,7 @@ import structlog
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
-from servekit.supervisor.gate import Gate
+from servekit.supervisor.gate import Entry, Gate
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.life import Host
 from servekit.supervisor.nursery import Nursery
@@ -48,6 +48,7 @@ class Yard(Protocol):
     @property
     def gate(self) -> Gate: ...
     def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
+    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
     def has_room(self, model: ModelConfig, slot: Slot) -> bool: ...
 
 
@@ -230,8 +231,8 @@ class Fleet:
         self._next_index += 1
         fork = functools.partial(self.nursery.fork, model, place)
         host, gpus = self._yard.host, self._yard.gpus
-        gate = self._yard.gate
-        replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork, gate)
+        entry = Entry(self._yard.gate, self._yard.needs(model, slot))
+        replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
         self.replicas.append(replica)
         self._yard.start(replica)
         return replica

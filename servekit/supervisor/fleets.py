@@ -65,6 +65,13 @@ class Fleets:
         """What a worker of `model` would claim of each GPU there."""
         return claims_of(model, slot, self.plan.config.gpus.reserve)
 
+    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
+        """What must be free there: what is claimed by `memory`, or else what its weights take."""
+        if model.memory is not None:
+            return self.claims(model, slot)
+        known = self.plan.estimates.get(model.name)
+        return (known.on_each_floor_bytes if known else 0,) * len(slot)
+
     def has_room(self, model: ModelConfig, slot: Slot) -> bool:
         """Whether one more worker fits beside those that are there, or will be again."""
         reserve = self.plan.config.gpus.reserve

@@ -11,8 +11,9 @@ from pathlib import Path
 from servekit.config.load import complain, load
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
-from servekit.supervisor import access
+from servekit.supervisor import access, estimates
 from servekit.supervisor.environment import usable_cpus
+from servekit.supervisor.estimates import Estimate
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.placement import Assignment, Misplaced, place
 from servekit.wire.messages import AccessRules
@@ -49,9 +50,22 @@ class Source:
         try:
             reserve = config.gpus.reserve
             places = place(config.models, gpus, usable_cpus(), held or {}, reserve)
+            found = self._estimates(config, places)
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None
-        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules)
+        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules, found)
+
+    def _estimates(self, config: Config, places: Sequence[Assignment]) -> dict[str, Estimate]:
+        """What each model takes at its first place. Raises Misplaced."""
+        found: dict[str, Estimate] = {}
+        for index, model in enumerate(config.models):
+            own = [place for place in places if place.model == model.name]
+            one = estimates.estimate(model, own[0], self.environ)
+            if one is not None:
+                found[model.name] = one
+                for place in own:
+                    estimates.refuse(index, model, place, one, config.gpus.reserve)
+        return found
 
     def await_rest(self) -> None:
         """Return once nobody has written to the file for a moment; blocks, for a thread.
@@ -82,3 +96,4 @@ class Plan:
     gpus: tuple[Gpu, ...]
     source: Source
     access: AccessRules
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)  # of models with files

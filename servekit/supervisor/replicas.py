@@ -19,7 +19,7 @@ from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.child import Child, Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
-from servekit.supervisor.gate import Gate
+from servekit.supervisor.gate import Entry
 from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
@@ -73,7 +73,7 @@ class Replica(Life[FromWorker]):
         circuit: Circuit | None,
         adapters: Adapters,
         fork: Fork | None = None,
-        gate: Gate | None = None,
+        entry: Entry | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
         self.adapters = adapters
@@ -81,7 +81,7 @@ class Replica(Life[FromWorker]):
         self.place = place
         self.info: ModelInfo | None = None
         self._fork = fork
-        self._gate = gate
+        self._entry = entry
         self._socket: Path | None = None
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
@@ -98,23 +98,20 @@ class Replica(Life[FromWorker]):
 
     @property
     def need_bytes(self) -> Mapping[str, int]:
-        """Its claims, if the file states them; one that has the whole GPU takes what is free."""
-        if self.model.memory is None:
-            return {}
-        return {
-            gpu.uuid: size for gpu, size in zip(self.place.gpus, self.place.claims, strict=True)
-        }
+        """What has to be free before it is started, by GPU."""
+        needs = self._entry.needs if self._entry is not None else (0,) * len(self.place.gpus)
+        return {gpu.uuid: size for gpu, size in zip(self.place.gpus, needs, strict=True)}
 
     async def enter(self) -> str:
-        return "" if self._gate is None else await self._gate.enter(self)
+        return "" if self._entry is None else await self._entry.gate.enter(self)
 
     def waits(self, what: str) -> None:
         self._progress = Progress(what) if what else None
         self.host.changed()
 
     def leave(self) -> None:
-        if self._gate is not None:
-            self._gate.left(self.name, self._vram.pids)
+        if self._entry is not None:
+            self._entry.gate.left(self.name, self._vram.pids)
 
     # ---- its process
 
@@ -196,8 +193,8 @@ class Replica(Life[FromWorker]):
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
         self._pulse = Pulse(time.monotonic())  # what was said of the load is over
-        if self._gate is not None:
-            self._gate.loaded(self.name)
+        if self._entry is not None:
+            self._entry.gate.loaded(self.name)
         self.came_up()
         self._ping()
 
@@ -293,8 +290,8 @@ class Replica(Life[FromWorker]):
         vram = self._vram
         strayed, exceeded = bool(vram.stray), bool(vram.excess)
         vram.measure(self.pid, holdings)
-        if self._gate is not None:
-            self._gate.ledger.measured(self.name, vram.by_gpu)
+        if self._entry is not None:
+            self._entry.gate.ledger.measured(self.name, vram.by_gpu)
         if vram.stray and self.serves:
             self._on_stray(vram.stray, strayed)
         if vram.excess and not exceeded:

@@ -39,12 +39,13 @@ MAY_IMPORT = {
     "logs": set(),
     "wire": {"errors"},
     "config": {"errors"},
-    "engines": {"errors", "wire"},
+    "engines": {"errors", "wire", "headers"},
     "worker": {"errors", "wire", "config", "logs", "engines"},
     # chain and guard; the recorder runs in other people's programs
     "tracing": {"errors"},
     "gateway": {"errors", "wire", "config", "logs", "tracing"},
-    "supervisor": {"errors", "wire", "config", "logs"},
+    "headers": {"errors"},
+    "supervisor": {"errors", "wire", "config", "logs", "headers"},
     # like tables, on the operator's side: it asks the control socket and reads the process table
     "chaos": {"errors", "wire", "config", "supervisor"},
     "tables": {"errors", "wire", "config", "supervisor"},

@@ -1,0 +1,116 @@
+"""A GGUF file, or one in parts: its metadata, and how large its weights are.
+
+Source: the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
+`engines.gguf_header` checks that a file is whole; this reads only what an estimate takes.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+#: Longer arrays are vocabularies; per-layer numbers are shorter.
+_MOST_KEPT = 1024
+_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
+_MALFORMED = (struct.error, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """`metadata` has scalars, texts, and short lists of numbers; None for any other array."""
+
+    metadata: dict[str, Any]
+    elements: int
+    weights_bytes: int
+
+    def of_architecture(self, key: str) -> Any:
+        """A value that is kept under the architecture's name; None where it is not."""
+        return self.metadata.get(f"{self.metadata.get('general.architecture', '')}.{key}")
+
+
+def read(path: Path) -> Gguf:
+    """Raises ValueError, OSError."""
+    first, *others = (_read(part) for part in _parts(path))
+    return Gguf(
+        first.metadata,
+        first.elements + sum(other.elements for other in others),
+        first.weights_bytes + sum(other.weights_bytes for other in others),
+    )
+
+
+def _parts(path: Path) -> list[Path]:
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found[2])
+    return [path.with_name(f"{found[1]}-{n:05d}-of-{found[2]}.gguf") for n in range(1, count + 1)]
+
+
+def _read(path: Path) -> Gguf:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).read()
+    except _MALFORMED as error:
+        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from error
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def read(self) -> Gguf:
+        magic, version, tensors, fields = self._unpack("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("it does not start as one")
+        metadata = dict(self._field() for _ in range(fields))
+        elements = sum(self._tensor() for _ in range(tensors))
+        alignment = int(metadata.get("general.alignment") or 32)
+        start = -(-self._at // alignment) * alignment
+        return Gguf(metadata, elements, max(0, len(self._data) - start))
+
+    def _tensor(self) -> int:
+        self._string()
+        (dimensions,) = self._unpack("I")
+        shape = self._unpack(f"{dimensions}Q")
+        self._unpack("IQ")
+        return math.prod(shape)
+
+    def _field(self) -> tuple[str, Any]:
+        name = self._string()
+        (kind,) = self._unpack("I")
+        return name, self._value(kind)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        return self._unpack(_SCALARS[kind])[0]
+
+    def _array(self) -> list[Any] | None:
+        kind, count = self._unpack("IQ")
+        if kind in _SCALARS and count <= _MOST_KEPT:
+            return list(self._unpack(f"{count}{_SCALARS[kind]}"))
+        if kind in _SCALARS:
+            self._at += struct.calcsize("<" + _SCALARS[kind]) * count
+        else:
+            for _ in range(count):
+                self._value(kind)
+        return None
+
+    def _string(self) -> str:
+        (length,) = self._unpack("Q")
+        return bytes(self._unpack(f"{length}s")[0]).decode(errors="replace")
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self._data, self._at)
+        self._at += struct.calcsize("<" + layout)
+        return values

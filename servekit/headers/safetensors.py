@@ -1,0 +1,72 @@
+"""The weights in a folder of safetensors files, by the files' headers.
+
+Source: the format's description (github.com/huggingface/safetensors): eight bytes of length, then
+JSON with each tensor's type, shape and place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+#: The format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+#: Bits of one number.
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
+    **dict.fromkeys(("U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+#: Types that `dtype` converts; what is quantised stays as it is.
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+def elements(folder: Path) -> dict[str, int]:
+    """How many numbers of each type the model has. Raises ValueError, OSError.
+
+    With an index only the files that it names: beside them some folders keep the same again.
+    """
+    found: dict[str, int] = {}
+    for path in _files(folder):
+        for kind, count in _elements(path).items():
+            found[kind] = found.get(kind, 0) + count
+    if not found:
+        raise ValueError(f"{folder} has no weights as safetensors")
+    return found
+
+
+def size_bytes(elements: Mapping[str, int], float_bytes: int | None = None) -> int:
+    """What they take in memory; `float_bytes`: each number that is a float is converted to that."""
+    bits = 0
+    for kind, count in elements.items():
+        own = _BITS.get(kind, 16)
+        bits += count * (8 * float_bytes if float_bytes and kind in FLOATS else own)
+    return bits // 8
+
+
+def _files(folder: Path) -> list[Path]:
+    for index in folder.glob("*.safetensors.index.json"):
+        shards = json.loads(index.read_bytes())["weight_map"].values()
+        return [folder / name for name in sorted(set(shards))]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _elements(path: Path) -> dict[str, int]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError("no safetensors header")
+            tensors = json.loads(file.read(length))
+        found: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            if name != "__metadata__":
+                kind = str(tensor["dtype"])
+                found[kind] = found.get(kind, 0) + math.prod(tensor["shape"])
+    except (struct.error, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: its header cannot be read") from error
+    return found

@@ -1,0 +1,100 @@
+"""Where a model's files are on this machine, if they are: nothing is fetched, no network asked.
+
+`engines.source` gets them here; what it leaves in caches is looked up by the marks it leaves there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from servekit.config import paths
+
+_PYPI = re.compile(r"pypi:(?P<package>[^=]+)==(?P<version>[^/]+)(?:/(?P<member>.*))?")
+
+
+def find(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The folder or .gguf file that `path` names; None where it is not here yet.
+
+    `environ` is that of the workers: it says where caches are.
+    """
+    try:
+        known = paths.check(path, Path("/"))
+    except ValueError:
+        return None
+    if known.kind == "local":
+        return Path(known.text)
+    if known.kind == "pypi":
+        return _of_wheel(path, environ)
+    return _of_hub(path, revision or "main", environ)
+
+
+def _of_hub(path: str, revision: str, environ: Mapping[str, str]) -> Path | None:
+    repo, file = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
+    snapshots = _hub(environ) / f"models--{repo.replace('/', '--')}" / "snapshots"
+    commit = _pinned(repo, file, revision, environ) or _text(snapshots.parent / "refs" / revision)
+    found = snapshots / (commit or revision) / file
+    return found if found.exists() else None
+
+
+def _hub(environ: Mapping[str, str]) -> Path:
+    """Source: huggingface_hub's constants.py."""
+    if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    home = environ.get("HF_HOME")
+    base = Path(home).expanduser() if home else _cache(environ) / "huggingface"
+    return base / "hub"
+
+
+def _pinned(repo: str, file: str, revision: str, environ: Mapping[str, str]) -> str:
+    """The commit that workers have agreed upon."""
+    for pin in (_cache(environ) / "servekit/models/.pins").glob("*.json"):
+        told = _json(pin)
+        names = told.get("files") or ()
+        alike = told.get("repo") == repo and told.get("revision") == revision
+        if alike and (file in names if file else "config.json" in names):
+            return str(told.get("commit", ""))
+    return ""
+
+
+def _of_wheel(path: str, environ: Mapping[str, str]) -> Path | None:
+    found = _PYPI.fullmatch(path)
+    if found is None:
+        return None
+    package = re.sub(r"[-_.]+", "-", found["package"]).lower()
+    wanted = ["pypi", package, found["version"], (found["member"] or "").strip("/")]
+    fetched = [entry for entry, identity in _entries(environ) if identity[-4:] == wanted]
+    for entry in fetched:
+        ggufs = sorted(entry.glob("*.gguf"))
+        if ggufs:
+            return ggufs[0]
+    return fetched[0] if fetched else None
+
+
+def _entries(environ: Mapping[str, str]) -> Iterator[tuple[Path, list[str]]]:
+    """What the cache of models holds, and what each entry was made from."""
+    for mark in (_cache(environ) / "servekit/models").glob("*/.servekit.json"):
+        yield mark.parent, [str(part) for part in _json(mark).get("identity", ())]
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    return base if base.is_absolute() else Path(environ.get("HOME", "~")).expanduser() / ".cache"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
