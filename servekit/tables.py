@@ -44,7 +44,8 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     """What would run where, and what there is to run it on."""
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
-    return [_places(plan), Text("; ".join(gpus) or "no NVIDIA GPU found")]
+    needs = [_needs(plan)] if plan.estimates else []
+    return [_places(plan), *needs, Text("; ".join(gpus) or "no NVIDIA GPU found")]
 
 
 def _places(plan: Plan) -> Table:
@@ -54,6 +55,27 @@ def _places(plan: Plan) -> Table:
         model = models[place.model]
         threads = "" if place.threads is None else str(place.threads)
         table.add_row(place.name, model.engine, place.device, threads, model.dtype, model.path)
+    return table
+
+
+def _needs(plan: Plan) -> Table:
+    """What each model is estimated to take, and what it claims, of each of its GPUs."""
+    table = _table(
+        "MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", "LEAST PER GPU", "CLAIM PER GPU"
+    )
+    table.add_column("NOTE")
+    for name, found in plan.estimates.items():
+        place = next(place for place in plan.places if place.model == name)
+        claim = min(place.claims, default=0)
+        table.add_row(
+            Text(name),
+            size(found.weights_bytes),
+            size(found.kv_1k_bytes),
+            str(found.context or "-"),
+            size(found.on_each_least_bytes),
+            size(claim),
+            Text(found.note(claim)),
+        )
     return table
 
 

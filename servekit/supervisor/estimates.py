@@ -67,6 +67,17 @@ class Estimate:
             return 0
         return self.on_each_weights_bytes + min(CONTEXT_BYTES, self.on_each_workspace_bytes)
 
+    def note(self, claim_bytes: int) -> str:
+        """What there is to say beside the figures, where so much is claimed of each GPU."""
+        if self.unknown:
+            return self.unknown
+        weights, least = self.on_each_weights_bytes, self.on_each_least_bytes
+        if not claim_bytes or least <= claim_bytes:
+            return ""
+        if self.partly and weights > claim_bytes:
+            return f"{gib(weights - claim_bytes)} of the weights stay in the host's memory"
+        return f"{gib(least - claim_bytes)} too few for a request that fills the context"
+
 
 def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) -> Estimate | None:
     """What a replica of `model` takes at a place like this; None where it has no files."""

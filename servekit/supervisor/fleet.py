@@ -18,7 +18,7 @@ import structlog
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
-from servekit.supervisor.gate import Entry, Gate
+from servekit.supervisor.gate import Gate
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.life import Host
 from servekit.supervisor.nursery import Nursery
@@ -26,6 +26,7 @@ from servekit.supervisor.placement import Assignment
 from servekit.supervisor.reload import Slots, same_worker
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.standby import Standby
+from servekit.supervisor.vram import Entry
 from servekit.wire.adapters import AdapterSpec, AdapterStatus
 from servekit.wire.messages import Drain, ReplicaHistory, Stop
 

@@ -57,14 +57,6 @@ class Reading:
     holdings: Holdings
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """How a worker gets in: by which gate, and what has to be free of each of its GPUs."""
-
-    gate: Gate
-    needs: tuple[int, ...]
-
-
 def read() -> Reading:
     """Blocks."""
     return Reading(free_bytes(), gpu_memory_by_pid())

@@ -19,14 +19,13 @@ from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.child import Child, Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
-from servekit.supervisor.gate import Entry
 from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.specs import worker_spec
 from servekit.supervisor.stall import Pulse, Timeouts
-from servekit.supervisor.vram import Vram
+from servekit.supervisor.vram import Entry, Vram
 from servekit.wire.adapters import (
     AdapterInfo,
     AdapterLoaded,
@@ -81,7 +80,6 @@ class Replica(Life[FromWorker]):
         self.place = place
         self.info: ModelInfo | None = None
         self._fork = fork
-        self._entry = entry
         self._socket: Path | None = None
         self._progress: Progress | None = None
         self._timings_s: dict[str, float] = {}
@@ -92,28 +90,18 @@ class Replica(Life[FromWorker]):
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self._vram = Vram(gpus, place)
-
-    # ---- its place
-
-    @property
-    def need_bytes(self) -> Mapping[str, int]:
-        """What has to be free before it is started, by GPU."""
-        needs = self._entry.needs if self._entry is not None else (0,) * len(self.place.gpus)
-        return {gpu.uuid: size for gpu, size in zip(self.place.gpus, needs, strict=True)}
+        self._vram = Vram(place, gpus, entry, self._told_to_wait)
 
     async def enter(self) -> str:
-        return "" if self._entry is None else await self._entry.gate.enter(self)
-
-    def waits(self, what: str) -> None:
-        self._progress = Progress(what) if what else None
-        self.host.changed()
+        return await self._vram.enter()
 
     def leave(self) -> None:
-        if self._entry is not None:
-            self._entry.gate.left(self.name, self._vram.pids)
+        self._vram.leave()
 
-    # ---- its process
+    def _told_to_wait(self, what: str) -> None:
+        """It is not let in yet, because of what it is told."""
+        self._progress = Progress(what) if what else None
+        self.host.changed()
 
     def command(self) -> Command:
         self._pulse = Pulse(time.monotonic())
@@ -133,7 +121,7 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self._vram.pids.add(self.child.pid)
+        self._vram.begin(self.child.pid)
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -174,7 +162,7 @@ class Replica(Life[FromWorker]):
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only if it holds memory where it may, and the adapters that it should."""
         child = self.child
-        strays = await self._vram.strays(self.pid)
+        strays = await self._vram.strays()
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -193,8 +181,7 @@ class Replica(Life[FromWorker]):
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
         self._pulse = Pulse(time.monotonic())  # what was said of the load is over
-        if self._entry is not None:
-            self._entry.gate.loaded(self.name)
+        self._vram.loaded()
         self.came_up()
         self._ping()
 
@@ -287,15 +274,10 @@ class Replica(Life[FromWorker]):
         """Take its share of what NVML tells, and look whether it is where it should be."""
         if self.child is None:
             return
-        vram = self._vram
-        strayed, exceeded = bool(vram.stray), bool(vram.excess)
-        vram.measure(self.pid, holdings)
-        if self._entry is not None:
-            self._entry.gate.ledger.measured(self.name, vram.by_gpu)
-        if vram.stray and self.serves:
-            self._on_stray(vram.stray, strayed)
-        if vram.excess and not exceeded:
-            log.error("more than its claim", child=self.name, pid=self.pid, reason=vram.excess)
+        known = bool(self._vram.stray)
+        self._vram.measure(holdings)
+        if self._vram.stray and self.serves:
+            self._on_stray(self._vram.stray, known)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
@@ -305,7 +287,7 @@ class Replica(Life[FromWorker]):
 
     @property
     def alert(self) -> str:
-        return "; ".join(filter(None, (self._vram.stray, self._vram.excess)))
+        return self._vram.alert
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(

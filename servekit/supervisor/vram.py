@@ -1,53 +1,119 @@
-"""What one worker holds on GPUs, by NVML's word."""
+"""What one worker has to do with GPU memory: its claim, its turn to load, what it really holds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
 
 from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
 from servekit.supervisor.claims import gib
+from servekit.supervisor.gate import Gate
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.supervisor.placement import Assignment
+
+log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Drivers hand memory out in pages of 2 MiB; some of them more is no news.
 _TOLERANCE_BYTES = 32 * 2**20
 
 
-class Vram:
-    """The figures of one incarnation. `gpus` are those of the machine."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a worker gets in: by which gate, and what has to be free of each of its GPUs."""
 
-    def __init__(self, gpus: Sequence[Gpu], place: Assignment) -> None:
+    gate: Gate
+    needs: tuple[int, ...]
+
+
+class Vram:
+    """Of one worker, through all its incarnations. `gpus` are those of the machine.
+
+    `waits` is told what it waits for before it may load, "" when it does not any more.
+    """
+
+    def __init__(
+        self,
+        place: Assignment,
+        gpus: Sequence[Gpu],
+        entry: Entry | None,
+        waits: Callable[[str], None],
+    ) -> None:
+        self.name = place.name
+        self.place = place
         self.gpus = gpus
-        claims = place.claims or (0,) * len(place.gpus)
-        self._claims = {gpu.uuid: size for gpu, size in zip(place.gpus, claims, strict=True)}
+        self.waits = waits
+        self.pid = 0
         self.held_bytes = 0
         self.by_gpu: dict[str, int] = {}
         self.stray = ""  # a sentence on what it holds on GPUs not its own
         self.excess = ""  # a sentence on what it holds beyond its claim
-        self.pids: set[int] = set()  # of all incarnations, with what they have started
+        self._entry = entry
+        self._pids: set[int] = set()  # of all incarnations, with what they have started
+        claims = place.claims or (0,) * len(place.gpus)
+        self._claims = {gpu.uuid: size for gpu, size in zip(place.gpus, claims, strict=True)}
+
+    # ---- its claim
+
+    @property
+    def need_bytes(self) -> Mapping[str, int]:
+        """What has to be free before it is started, by GPU."""
+        needs = self._entry.needs if self._entry is not None else (0,) * len(self.place.gpus)
+        return {gpu.uuid: size for gpu, size in zip(self.place.gpus, needs, strict=True)}
+
+    async def enter(self) -> str:
+        """Wait until it may load; the reason if it may not."""
+        return "" if self._entry is None else await self._entry.gate.enter(self)
+
+    def loaded(self) -> None:
+        """The next one may load."""
+        if self._entry is not None:
+            self._entry.gate.loaded(self.name)
+
+    def leave(self) -> None:
+        """Its process is reaped, or was never started."""
+        if self._entry is not None:
+            self._entry.gate.left(self.name, self._pids)
+
+    # ---- its figures
+
+    def begin(self, pid: int) -> None:
+        """It has a process."""
+        self.pid = pid
+        self._pids.add(pid)
 
     def forget(self) -> None:
         """The process is gone."""
-        self.held_bytes, self.by_gpu, self.stray, self.excess = 0, {}, "", ""
+        self.pid, self.held_bytes, self.by_gpu, self.stray, self.excess = 0, 0, {}, "", ""
 
-    async def strays(self, pid: int) -> str:
+    async def strays(self) -> str:
         """Ask now; a sentence on what it holds on GPUs that are not its own, "" if nothing."""
         if not self.gpus:
             return ""
         holdings = await asyncio.to_thread(gpu_memory_by_pid)
-        return stray_memory(group_of(pid), self._claims.keys(), holdings, self.gpus)
+        return stray_memory(group_of(self.pid), self._claims.keys(), holdings, self.gpus)
 
-    def measure(self, pid: int, holdings: Holdings) -> None:
+    def measure(self, holdings: Holdings) -> None:
         """Take its share of what NVML has told."""
-        group = group_of(pid)
-        self.pids |= group
+        group = group_of(self.pid)
+        self._pids |= group
         self.held_bytes = held_bytes(group, holdings)
         self.by_gpu = {
             uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self._claims
         }
         self.stray = stray_memory(group, self._claims.keys(), holdings, self.gpus)
-        self.excess = self._excess()
+        known, self.excess = bool(self.excess), self._excess()
+        if self.excess and not known:
+            log.error("more than its claim", child=self.name, pid=self.pid, reason=self.excess)
+        if self._entry is not None:
+            self._entry.gate.ledger.measured(self.name, self.by_gpu)
+
+    @property
+    def alert(self) -> str:
+        return "; ".join(filter(None, (self.stray, self.excess)))
 
     def _excess(self) -> str:
         over = [
