@@ -76,11 +76,18 @@ class Fleets:
         """Whether one more worker fits beside those that are there, or will be again."""
         reserve = self.plan.config.gpus.reserve
         for gpu in slot:
-            there = [one.place for one in self.replicas() if gpu in one.place.gpus]
-            taken = sum(place.claims[place.gpus.index(gpu)] for place in there)
+            taken = sum(self._taken(one, gpu) for one in self.replicas())
             if taken + claim_bytes(model, gpu, reserve) > room_bytes(gpu, reserve):
                 return False
         return True
+
+    def _taken(self, replica: Replica, gpu: Gpu) -> int:
+        """What a worker has been promised of a GPU, or will be again; asleep, what it has kept."""
+        if gpu not in replica.place.gpus:
+            return 0
+        if replica.state == "asleep":
+            return self.gate.ledger.claim_of(replica.name).get(gpu.uuid, 0)
+        return replica.place.claims[replica.place.gpus.index(gpu)]
 
     # ---- what changes
 

@@ -81,12 +81,15 @@ class Gate:
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
     async def enter(self, visitor: Visitor) -> str:
-        """Wait until it may load: it has its claim then. Else the reason, and it has nothing."""
+        """Wait until it may load: it has its claim then. Else the reason, and it has what it had.
+
+        One that wakes enters as one that is started does.
+        """
         if not visitor.place.gpus:
             return ""
         if (leaving := self._leaving.pop(visitor.name, None)) is not None:
             leaving.cancel()
-        passed = False
+        passed, before = False, dict(self.ledger.claim_of(visitor.name))
         try:
             self._claim(visitor)
             await self._take_turns(visitor)
@@ -95,8 +98,15 @@ class Gate:
         finally:
             visitor.waits("")
             if not passed:
-                self.left(visitor.name, ())
+                self._turn_back(visitor, before)
         return reason
+
+    def _turn_back(self, visitor: Visitor, before: Mapping[str, int]) -> None:
+        if visitor.pid:  # it sleeps on
+            self.loaded(visitor.name)
+            self.ledger.claim(visitor.name, before)
+        else:
+            self.left(visitor.name, ())
 
     def loaded(self, name: str) -> None:
         """It is up, or has died: the next one may load."""
@@ -104,6 +114,23 @@ class Gate:
             if who == name:
                 del self._loading[uuid]
                 self._turns[uuid].release()
+
+    async def fell_asleep(self, visitor: Visitor) -> None:
+        """It has given memory back: from now on it claims what it still holds. `enter` wakes it."""
+        if not visitor.place.gpus or visitor.name not in self._guests:
+            return
+        reading, groups = await asyncio.to_thread(self._look, {visitor.name: visitor.pid})
+        group = groups[visitor.name]
+        held = {
+            gpu.uuid: sum(reading.holdings.get(pid, {}).get(gpu.uuid, 0) for pid in group)
+            for gpu in visitor.place.gpus
+        }
+        if visitor.name in self._guests:
+            self.ledger.claim(visitor.name, self._at_most(visitor, held))
+
+    def _at_most(self, visitor: Visitor, held: Mapping[str, int]) -> dict[str, int]:
+        claims = zip(visitor.place.gpus, visitor.place.claims, strict=True)
+        return {gpu.uuid: min(claim, held[gpu.uuid]) for gpu, claim in claims}
 
     def left(self, name: str, pids: Collection[int]) -> None:
         """Its processes are reaped; its claim goes when their memory has."""
@@ -185,7 +212,7 @@ class Gate:
         return Scene(
             gpu=gpu,
             free_bytes=reading.free[gpu.uuid],
-            need_bytes=visitor.need_bytes.get(gpu.uuid, 0),
+            need_bytes=visitor.need_bytes.get(gpu.uuid, 0) - held.get(visitor.name, 0),
             others=others,
             dead_bytes=sum(on_gpu.get(pid, 0) for pid in dead),
             strangers={pid: size for pid, size in on_gpu.items() if pid not in ours},

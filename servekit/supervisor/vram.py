@@ -73,6 +73,11 @@ class Vram:
         if self._entry is not None:
             self._entry.gate.loaded(self.name)
 
+    async def fell_asleep(self) -> None:
+        """What it has given back may be claimed by others, until it enters again."""
+        if self._entry is not None:
+            await self._entry.gate.fell_asleep(self)
+
     def leave(self) -> None:
         """Its process is reaped, or was never started."""
         if self._entry is not None:

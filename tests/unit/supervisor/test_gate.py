@@ -169,6 +169,20 @@ async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: Gate)
     assert await gate.enter(worker("c", GPUS[:1], 100)) == ""
 
 
+async def test_asleep_it_claims_what_it_still_holds(gate: Gate, nvml: Nvml, process: int) -> None:
+    one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
+    assert await gate.enter(one) == ""
+    gate.loaded("a/0")
+    one.pid, nvml.held[process] = process, {"GPU-0": 2}
+    await gate.fell_asleep(one)
+    assert gate.ledger.holders("GPU-0") == {"a/0": 2 * GIB}
+    assert await gate.enter(other) == ""
+    gate.loaded("b/0")
+    assert (await gate.enter(one)).endswith(
+        "60.0 GiB b/0's, and it claims 60.0 GiB, 20.0 GiB too much"
+    )
+
+
 async def test_a_driver_that_does_not_answer_holds_nobody_up(gate: Gate, nvml: Nvml) -> None:
     nvml.answers = False
     assert await gate.enter(worker("a", GPUS[:1], 40)) == ""
