@@ -33,7 +33,7 @@ from typing import Any
 
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.transforms import TRANSFORMS, Transform, transform_of, transformed
-from servekit.errors import LoadError, RequestError
+from servekit.errors import EngineFailed, LoadError, RequestError
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import MARKERS, THOUGHTS
 from servekit.wire.messages import (
@@ -149,6 +149,7 @@ class EchoEngine(Engine):
         self._grandchildren: list[subprocess.Popen[bytes]] = []
         self._segment: mmap.mmap | None = None
         self._adapters: dict[str, Transform] = {}
+        self._asleep = False
 
     def load(self, report: Report) -> ModelInfo:
         options = self._options
@@ -178,6 +179,7 @@ class EchoEngine(Engine):
             embedding_size=self._size,
             adapters=tuple(adapters),
             refused_adapters=refused,
+            sleeps=True,
         )
 
     def start(self, emit: Emit) -> None:
@@ -214,6 +216,18 @@ class EchoEngine(Engine):
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
 
+    def sleep(self) -> None:
+        time.sleep(self._options.get("sleep_s", 0.0))
+        if message := self._options.get("sleep_error"):
+            raise LoadError(message, permanent=False)
+        self._asleep = True
+
+    def wake(self) -> None:
+        time.sleep(self._options.get("wake_s", 0.0))
+        if message := self._options.get("wake_error"):
+            raise LoadError(message, permanent=False)
+        self._asleep = False
+
     def _is_meant(self, option: str, adapter: AdapterSpec) -> bool:
         """An option names an adapter, or an adapter and the index of one worker."""
         index = self.spec.name.rpartition("/")[2]
@@ -226,6 +240,8 @@ class EchoEngine(Engine):
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
 
     def submit(self, job: Job) -> None:
+        if self._asleep:
+            raise EngineFailed("a job was submitted while the engine slept")
         self._misbehave(job.prompt_ids)
         run = Run(job, self._adapters[job.adapter] if job.adapter else None)
         if not self._step_s and not self._hung and run.limit - run.done <= BURST:

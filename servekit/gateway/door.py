@@ -10,7 +10,7 @@ from servekit.errors import ClientClosed, RequestError, ServekitError
 from servekit.gateway.http import ClientGone, Receive, Scope, Send, api_key, read_body, send_json
 from servekit.gateway.respond import Form, Watch, respond
 from servekit.gateway.router import Router
-from servekit.gateway.turn import Ask, Turn
+from servekit.gateway.turn import Ask, open_turn
 from servekit.wire.messages import Delta
 
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
@@ -44,7 +44,9 @@ class Door:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
                 parsed = parse(body, api_key(scope))
-                turn = None if isinstance(parsed, bytes) else Turn(self._router, parsed[0])
+                turn = (
+                    None if isinstance(parsed, bytes) else await open_turn(self._router, parsed[0])
+                )
             except ClientGone:
                 return
             except ServekitError as error:

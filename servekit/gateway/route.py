@@ -15,8 +15,9 @@ and when:
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from servekit.errors import ModelUnavailable
 from servekit.gateway.call import Call
@@ -27,6 +28,8 @@ from servekit.wire.messages import ModelStatus, ReplicaStatus
 
 #: States of a worker that will, in all likelihood, serve soon, itself or its successor.
 COMING = ("starting", "loading", "backoff", "stalled")
+#: Between announcements of places in the queue, to those who asked for them.
+ANNOUNCE_EVERY_S = 1.0
 
 
 class Route:
@@ -44,6 +47,9 @@ class Route:
         self.in_flight = 0
         self.was_ready = False
         self.removed = False  # from the configuration
+        self.base: Route = self  # whose queue and workers these are
+        self.expected = 0  # requests that come once the model is known
+        self.on_wait: Callable[[Route], None] | None = None  # of a model that comes and goes
 
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
@@ -67,15 +73,37 @@ class Route:
     @property
     def hopeless(self) -> bool:
         """No worker serves, and none will."""
+        residence = self.status.residence
+        if residence is not None and residence.tier != "resident":
+            manual = residence.tier == "stopped" and residence.load == "manual"
+            return manual or residence.tier == "failed"
         return not self._states & {*COMING, "ready"}
+
+    @property
+    def available(self) -> bool:
+        """A request can complete, if need be after the model has been loaded for it.
+
+        One that only an operator loads is not expected to until he has.
+        """
+        residence = self.status.residence
+        if self.ready or residence is None:
+            return self.ready
+        at_start = residence.load == "on_start" and residence.tier == "coming"
+        return residence.tier in ("stopped", "asleep", "leaving", "coming") and not at_start
 
     @property
     def _states(self) -> set[str]:
         return {replica.state for replica in self.status.replicas}
 
     def check_available(self) -> None:
-        """Raise ModelUnavailable unless the model serves, or did and will soon again."""
+        """Raise ModelUnavailable unless the model serves, or did and will soon again.
+
+        One that comes and goes is waited for: it is loaded because somebody waits.
+        """
         if self.ready:
+            return
+        residence = self.status.residence
+        if residence is not None and residence.tier != "resident" and not self.hopeless:
             return
         states = self._states
         if "ready" in states or (self.was_ready and states & {*COMING}):
@@ -92,6 +120,13 @@ class Route:
             progress = "; ".join(sorted({describe(replica) for replica in self.status.replicas}))
             return f"the model {name!r} is not ready yet: {progress}"
         reasons = [replica.reason for replica in self.status.replicas if replica.reason]
+        residence = self.status.residence
+        if residence is not None and residence.tier == "stopped":
+            return (
+                f"the model {name!r} is not loaded; the operator's `servekit load {name}` does it"
+            )
+        if residence is not None and residence.reason:
+            reasons.append(residence.reason)
         return f"the model {name!r} cannot serve: {reasons[0] if reasons else 'it is stopped'}"
 
     # ---- who runs next
@@ -176,6 +211,19 @@ class Route:
     def position(self, call: Call) -> int | None:
         """How many calls are before this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
+
+    def follow(self, call: Call) -> None:
+        """Have a call told its place now and, on change, once a second; see `place_after`."""
+        if (place := self.position(call)) is None:
+            return
+        call.place = place
+        if not self.followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
+        self.followers.add(call)
+
+    def _announce_again(self) -> None:
+        if self.announce():
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
 
     def announce(self) -> bool:
         """Tell the followers their places where they changed; whether any are left."""

@@ -23,6 +23,7 @@ from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.slumber import Slumber
 from servekit.supervisor.specs import worker_spec
 from servekit.supervisor.stall import Pulse, Timeouts
 from servekit.supervisor.vram import Entry, Vram
@@ -47,6 +48,7 @@ from servekit.wire.messages import (
     Ready,
     ReplicaStatus,
 )
+from servekit.wire.residency import Asleep, Awake, NotDone, Sleep, Wake
 
 #: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
 Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
@@ -89,6 +91,7 @@ class Replica(Life[FromWorker]):
         self._coming_up: asyncio.Task[None] | None = None
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
+        self._slumber = Slumber()
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
         self._vram = Vram(place, gpus, entry, self._told_to_wait)
 
@@ -141,6 +144,8 @@ class Replica(Life[FromWorker]):
                 self.host.changed()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self._errands.answered(message)
+            case Asleep() | Awake() | NotDone():
+                self._slumber.answered(message)
 
     def buried(self) -> None:
         if self._socket is not None:
@@ -154,6 +159,7 @@ class Replica(Life[FromWorker]):
             self._coming_up.cancel()  # else it is told what has become of its errand
         self._errands.died(self.name, "" if self.ending else self._died_of)
         self._errands = Errands()
+        self._slumber.died()
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
@@ -262,6 +268,47 @@ class Replica(Life[FromWorker]):
             return Refusal(f"worker {self.name} died before it {what}", died=True, left=True)
         late = functools.partial(self._give_up, f"stalled: it had not {what} after {limit_s:g} s")
         return await self._errands.send(make, child.send, what, late, limit_s)
+
+    # ---- sleep
+
+    async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
+        """Put it to sleep, once what runs is done; why not, "" where it sleeps.
+
+        `told` returns when the gateways know that it takes no more requests.
+        """
+        self.set("asleep")
+        await told()
+        limit_s = self.model.timeout_s + self.model.load_timeout_s
+        answer = await self._send_slumber(Sleep(), limit_s)
+        if not isinstance(answer, NotDone):
+            log.info("asleep", child=self.name, after_s=answer.took_s)
+            return ""
+        if self.state == "asleep" and self.child is not None and not self.ending:
+            self.set("ready", f"it could not be put to sleep: {answer.message}")
+        return answer.message
+
+    async def wake(self) -> str:
+        """Wake it, and have it serve; why not, "" where it does."""
+        child = self.child
+        answer = await self._send_slumber(Wake(), self.model.load_timeout_s)
+        if isinstance(answer, NotDone):
+            return answer.message
+        log.info("awake", child=self.name, after_s=answer.took_s)
+        admit = functools.partial(self._is_awake, child)
+        return await self.adapters.join(self, {}, admit)
+
+    def _is_awake(self, child: Child[FromWorker] | None) -> None:
+        if self.child is child and self.state == "asleep" and not self.ending:
+            self._pulse.pardon(time.monotonic())
+            self.set("ready")
+
+    async def _send_slumber(self, order: Sleep | Wake, limit_s: float) -> Asleep | Awake | NotDone:
+        child = self.child
+        if child is None or self.state != "asleep" or self.ending:
+            return NotDone(f"worker {self.name} is {self.state}")
+        what = "sleep" if isinstance(order, Sleep) else "wake"
+        late = functools.partial(self._give_up, f"stalled: it did not {what} in {limit_s:g} s")
+        return await self._slumber.send(order, child.send, late, limit_s)
 
     def load(self) -> tuple[int, int]:
         return self._pulse.last.served, self._pulse.last.running

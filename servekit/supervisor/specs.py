@@ -33,6 +33,7 @@ def worker_spec(
         gpus=max(1, len(place.gpus)),
         parallel=parallel(model, place),
         memory_bytes=_share(model, place),
+        sleeps=model.idle_sleep_s is not None,
     )
 
 

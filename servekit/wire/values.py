@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.wire.adapters import AdapterInfo, AdapterSpec, AdapterStatus
+from servekit.wire.residency import Residence
 from servekit.wire.value import Value
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -208,6 +209,7 @@ class ModelStatus(Value, frozen=True):
     quarantine_s: float = 600.0
     adapters: tuple[AdapterStatus, ...] = ()
     standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
+    residence: Residence | None = None  # None: it is loaded at the start, and stays
 
 
 class TokenLogprob(Value, frozen=True):
