@@ -11,10 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from servekit.errors import ConfigError, DeadlineExceeded, ModelUnavailable, ServekitError
+from servekit.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ModelUnavailable,
+    RequestError,
+    ServekitError,
+)
 from servekit.gateway.access import Access
 from servekit.wire.messages import (
     Accepted,
@@ -191,9 +197,22 @@ def _add_reside(app: FastAPI, supervisor: Supervisor, want: Want, summary: str) 
         tags=["administration"],
         response_model=dict[str, Any],
         responses=_refusals(401, 403, 404, 409, 429, 503, 504),
+        openapi_extra={"parameters": [_NAME, _WAIT]},
     )
-    async def reside(name: str, wait: bool = True) -> Response:
-        return await supervisor.reside(want, name, wait)
+    async def reside(request: Request) -> Response:
+        wait = request.query_params.get("wait", "true")
+        if wait not in ("true", "false"):
+            raise RequestError("wait: expected true or false", param="wait")
+        return await supervisor.reside(want, request.path_params["name"], wait == "true")
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_WAIT = {
+    "name": "wait",
+    "in": "query",
+    "description": "false: answer when it is begun, not when it is done",
+    "schema": {"type": "boolean", "default": True},
+}
 
 
 _WANTS: dict[Want, str] = {

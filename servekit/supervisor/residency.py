@@ -27,7 +27,7 @@ and the host has the memory for it, else it is stopped.
 Who waits longest is served first, and what is free or becomes free is kept for it: no stream of
 small models can starve a large one. A model that has just come has a turn, in proportion to what
 the swap costs: requests that alternate between two models which do not fit together are served in
-groups, and at most about a fifth of the time goes into swapping.
+groups, and while both are busy about a fifth of the time at most goes into swapping.
 """
 
 from __future__ import annotations
@@ -185,11 +185,17 @@ class _Room:
         return _lacking(need, self.soon)
 
     def take(self, need: Mapping[str, int]) -> None:
-        """Nobody else gets that."""
+        """That is given away."""
+        self.keep(need)
         for at, size in need.items():
-            for room in (self.now, self.soon):
-                if at in room:
-                    room[at] -= size
+            if at in self.now:
+                self.now[at] -= size
+
+    def keep(self, need: Mapping[str, int]) -> None:
+        """Of what will be free, nobody else gets that."""
+        for at, size in need.items():
+            if at in self.soon:
+                self.soon[at] -= size
 
     def leave(self, one: Facts, kept: Mapping[str, int]) -> None:
         """It gives back what it holds, but for what it keeps."""
@@ -207,7 +213,7 @@ def _leave(one: Facts, room: _Room, now: float) -> Step | None:
         return None
     if one.wish:
         return _go(one, room, "by an operator", sleeps=one.wish == "sleep")
-    if one.waiting_since is not None:
+    if one.waiting_since is not None or one.busy:
         return None
     quiet_s = one.quiet_s(now)
     due = [(limit, sleeps) for limit, sleeps in _limits(one) if quiet_s >= limit]
@@ -263,7 +269,7 @@ def _make_room(
     sleepers = _sleepers(victims, lacking, room)
     reason = f"evicted for {one.name}, {short}"
     steps = [_gone(each, room, reason, sleeps=each in sleepers) for each in victims]
-    room.take(one.need)
+    room.keep(one.need)
     names = ", ".join(sorted(other.name for other in victims or able)) or "what is leaving"
     return steps, f"{short}; it waits for {names}"
 

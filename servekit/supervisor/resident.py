@@ -105,7 +105,7 @@ class Resident:
 
     def begin(self, now: float) -> None:
         """It is loaded or woken from now on."""
-        self._began = self.tier, now
+        self._began, self.reason = (self.tier, now), ""
 
     def run(self, doing: Literal["sleep", "wake"], work: Coroutine[Any, Any, None]) -> None:
         """Have its workers do something, one thing at a time."""

@@ -16,7 +16,7 @@ import structlog
 
 from servekit.errors import LoadError, ServekitError
 from servekit.wire.residency import Asleep, Awake, NotDone, Sleep, Wake
-from servekit.worker.runner import STEP_S, Runner
+from servekit.worker.runner import Runner
 
 log: Any = structlog.get_logger("servekit.worker")
 
@@ -68,9 +68,9 @@ class Slumber:
         runner = self._runner
         runner.asleep = True
         try:
-            while runner.busy:  # noqa: ASYNC110 - requests end in many ways
+            # one that was cancelled may be in the step that runs
+            while runner.busy or not runner.settled:  # noqa: ASYNC110 - requests end in many ways
                 await asyncio.sleep(_LOOK_EVERY_S)
-            await asyncio.sleep(STEP_S)  # one that was cancelled may be in the step that runs
             await asyncio.to_thread(runner.engine.sleep)
         except BaseException:
             runner.asleep = False  # it goes on awake
