@@ -48,7 +48,7 @@ from servekit.wire.messages import (
     Ready,
     ReplicaStatus,
 )
-from servekit.wire.residency import Asleep, Awake, NotDone, Sleep, Wake
+from servekit.wire.residency import Asleep, Awake, NotDone
 
 #: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
 Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
@@ -91,15 +91,15 @@ class Replica(Life[FromWorker]):
         self._coming_up: asyncio.Task[None] | None = None
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
-        self._slumber = Slumber()
+        self.slumber = Slumber(self)
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self._vram = Vram(place, gpus, entry, self._told_to_wait)
+        self.vram = Vram(place, gpus, entry, self._told_to_wait)
 
     async def enter(self) -> str:
-        return await self._vram.enter()
+        return await self.vram.enter()
 
     def leave(self) -> None:
-        self._vram.leave()
+        self.vram.leave()
 
     def _told_to_wait(self, what: str) -> None:
         """It is not let in yet, because of what it is told."""
@@ -124,7 +124,7 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self._vram.begin(self.child.pid)
+        self.vram.begin(self.child.pid)
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -145,21 +145,21 @@ class Replica(Life[FromWorker]):
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self._errands.answered(message)
             case Asleep() | Awake() | NotDone():
-                self._slumber.answered(message)
+                self.slumber.answered(message)
 
     def buried(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
         self._socket, self._progress = None, None
         self._pulse = Pulse(time.monotonic())
-        self._vram.forget()
+        self.vram.forget()
         self._wary = self._ready_at is None
         self._held = {}
         if self._coming_up is not None and not self._errands.open:
             self._coming_up.cancel()  # else it is told what has become of its errand
         self._errands.died(self.name, "" if self.ending else self._died_of)
         self._errands = Errands()
-        self._slumber.died()
+        self.slumber.died()
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
@@ -168,7 +168,7 @@ class Replica(Life[FromWorker]):
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only if it holds memory where it may, and the adapters that it should."""
         child = self.child
-        strays = await self._vram.strays()
+        strays = await self.vram.strays()
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -187,7 +187,7 @@ class Replica(Life[FromWorker]):
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
         self._pulse = Pulse(time.monotonic())  # what was said of the load is over
-        self._vram.loaded()
+        self.vram.loaded()
         self.came_up()
         self._ping()
 
@@ -201,9 +201,10 @@ class Replica(Life[FromWorker]):
             self._ping()
         cause = "" if self.ending else self._pulse.verdict(self.state, timeouts, now)
         if cause:
-            self._give_up(cause)
+            self.give_up(cause)
 
-    def _give_up(self, cause: str) -> None:
+    def give_up(self, cause: str) -> None:
+        """End it: it does not what it should."""
         if self.child is None or self.ending:
             return
         log.error("stalled", child=self.name, pid=self.pid, reason=cause)
@@ -214,6 +215,10 @@ class Replica(Life[FromWorker]):
     def slept(self) -> None:
         """The supervisor has not run for a while: nobody could answer it."""
         self._pulse.slept(time.monotonic())
+
+    def pardon(self) -> None:
+        """It was busy with what it was told to do."""
+        self._pulse.pardon(time.monotonic())
 
     def _ping(self) -> None:
         assert self.child is not None
@@ -242,7 +247,7 @@ class Replica(Life[FromWorker]):
         name, limit_s = adapter.name, self.model.load_timeout_s
         make = functools.partial(LoadAdapter, adapter=adapter)
         answer = await self._order(make, f"loaded the adapter {name!r}", limit_s)
-        self._pulse.pardon(time.monotonic())
+        self.pardon()
         if isinstance(answer, AdapterLoaded):
             self._held[name] = answer.info
             return answer.info
@@ -266,65 +271,24 @@ class Replica(Life[FromWorker]):
         child = self.child
         if child is None or self.state == "stalled":
             return Refusal(f"worker {self.name} died before it {what}", died=True, left=True)
-        late = functools.partial(self._give_up, f"stalled: it had not {what} after {limit_s:g} s")
+        late = functools.partial(self.give_up, f"stalled: it had not {what} after {limit_s:g} s")
         return await self._errands.send(make, child.send, what, late, limit_s)
-
-    # ---- sleep
-
-    async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
-        """Put it to sleep, once what runs is done; why not, "" where it sleeps.
-
-        `told` returns when the gateways know that it takes no more requests.
-        """
-        self.set("asleep")
-        await told()
-        limit_s = self.model.timeout_s + self.model.load_timeout_s
-        answer = await self._send_slumber(Sleep(), limit_s)
-        if not isinstance(answer, NotDone):
-            log.info("asleep", child=self.name, after_s=answer.took_s)
-            return ""
-        if self.state == "asleep" and self.child is not None and not self.ending:
-            self.set("ready", f"it could not be put to sleep: {answer.message}")
-        return answer.message
-
-    async def wake(self) -> str:
-        """Wake it, and have it serve; why not, "" where it does."""
-        child = self.child
-        answer = await self._send_slumber(Wake(), self.model.load_timeout_s)
-        if isinstance(answer, NotDone):
-            return answer.message
-        log.info("awake", child=self.name, after_s=answer.took_s)
-        admit = functools.partial(self._is_awake, child)
-        return await self.adapters.join(self, {}, admit)
-
-    def _is_awake(self, child: Child[FromWorker] | None) -> None:
-        if self.child is child and self.state == "asleep" and not self.ending:
-            self._pulse.pardon(time.monotonic())
-            self.set("ready")
-
-    async def _send_slumber(self, order: Sleep | Wake, limit_s: float) -> Asleep | Awake | NotDone:
-        child = self.child
-        if child is None or self.state != "asleep" or self.ending:
-            return NotDone(f"worker {self.name} is {self.state}")
-        what = "sleep" if isinstance(order, Sleep) else "wake"
-        late = functools.partial(self._give_up, f"stalled: it did not {what} in {limit_s:g} s")
-        return await self._slumber.send(order, child.send, late, limit_s)
 
     def load(self) -> tuple[int, int]:
         return self._pulse.last.served, self._pulse.last.running
 
     @property
     def gpu_bytes(self) -> int:
-        return self._vram.held_bytes
+        return self.vram.held_bytes
 
     def measure_gpus(self, holdings: Holdings) -> None:
         """Take its share of what NVML tells, and look whether it is where it should be."""
         if self.child is None:
             return
-        known = bool(self._vram.stray)
-        self._vram.measure(holdings)
-        if self._vram.stray and self.serves:
-            self._on_stray(self._vram.stray, known)
+        known = bool(self.vram.stray)
+        self.vram.measure(holdings)
+        if self.vram.stray and self.serves:
+            self._on_stray(self.vram.stray, known)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
@@ -334,7 +298,7 @@ class Replica(Life[FromWorker]):
 
     @property
     def alert(self) -> str:
-        return self._vram.alert
+        return self.vram.alert
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(
@@ -350,9 +314,9 @@ class Replica(Life[FromWorker]):
             running=self._pulse.last.running,
             waiting=self._pulse.last.waiting,
             rss_bytes=self.rss_bytes,
-            gpu_bytes=self._vram.held_bytes,
+            gpu_bytes=self.vram.held_bytes,
             timings_s=self._timings_s,
-            stray=self._vram.stray,
+            stray=self.vram.stray,
             claim_bytes=sum(self.place.claims),
-            excess=self._vram.excess,
+            excess=self.vram.excess,
         )

@@ -37,6 +37,7 @@ class Resident:
         self.waiting_since: float | None = None
         self.wish: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's
         self.slept = False  # its workers are asleep, and were put to sleep by us
+        self.kept: Mapping[str, int] = {}  # of its GPUs while it last slept, in bytes
         self.restless = ""  # why it could not be put to sleep
         self.task: asyncio.Task[None] | None = None
         self._doing: Literal["sleep", "wake"] = "sleep"

@@ -77,7 +77,7 @@ class Residents:
         reserve = self._fleets.plan.config.gpus.reserve
         for row in self._rows.values():
             claim = rooms.claims(row.fleet.model, row.fleet.slots(), reserve)
-            yield row.facts(claim, rooms.asleep(row.fleet, claim))
+            yield row.facts(claim, rooms.asleep(row.fleet, claim, row.kept))
         for fleet in self._fleets.everyone():
             if fleet not in self._rows:  # the file does not have it any more
                 slots = tuple(replica.place.gpus for replica in fleet.replicas)
@@ -86,7 +86,9 @@ class Residents:
 
     def _free(self) -> dict[str, int]:
         held = [facts.held for facts in self._facts()]
-        return rooms.free(self._fleets.gpus, self._fleets.plan.config.gpus.reserve, held)
+        fleets = self._fleets
+        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.gate.ledger
+        return rooms.free(fleets.gpus, reserve, held, ledger)
 
     def _mend(self, row: Resident) -> None:
         """A worker that died in its sleep comes back awake; all of its model is to be alike."""
@@ -124,9 +126,10 @@ class Residents:
     async def _sleep(self, row: Resident, *, must: bool) -> None:
         """Put all its workers to sleep. Where one cannot, it is stopped if it has to go."""
         workers = [replica for replica in row.fleet.living if replica.serves]
-        refusals = await asyncio.gather(*(one.sleep(self._told) for one in workers))
+        refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
+        row.kept = rooms.kept(row.fleet, self._fleets.gate.ledger)
         if why:
             log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
             row.sleepless(time.monotonic(), why)
@@ -137,7 +140,7 @@ class Residents:
         """Wake all its workers. Where one cannot be woken, it is stopped, and loaded anew."""
         workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
         row.slept = False
-        refusals = await asyncio.gather(*(one.wake() for one in workers))
+        refusals = await asyncio.gather(*(one.slumber.wake() for one in workers))
         if why := next(filter(None, refusals), ""):
             log.warning("could not be woken", model=row.fleet.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")
@@ -210,7 +213,9 @@ class Residents:
         if not for_operators:
             return shown
         claim = rooms.claims(fleet.model, fleet.slots(), self._fleets.plan.config.gpus.reserve)
-        return row.detailed(shown, row.facts(claim, rooms.asleep(fleet, claim)), time.monotonic())
+        return row.detailed(
+            shown, row.facts(claim, rooms.asleep(fleet, claim, row.kept)), time.monotonic()
+        )
 
 
 _DONE = {"load": "loaded", "unload": "stopped", "sleep": "asleep", "wake": "awake"}

@@ -3,18 +3,20 @@
 A GPU's room is its memory without the reserve. A model's claim on it is what the file says, else
 all of it. On the CPU it is the same with this machine's memory (`CPU`), for models that say; the
 others claim nothing. Asleep a model on GPUs holds its weights in the host's memory (`RAM`), and of
-the GPU nothing that counts; one on the CPU holds what its workers have resident then.
+its GPUs what it was seen to keep; one on the CPU holds what its workers have resident then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from servekit.config import memory
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
+from servekit.supervisor.claims import claims_of, room_bytes
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.ledger import Ledger
 from servekit.supervisor.reload import Slots
 
 CPU = "cpu"
@@ -28,44 +30,48 @@ def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, i
     """What all replicas of a model claim, by place."""
     found: dict[str, int] = {}
     for slot in slots:
-        for gpu in slot:
-            found[gpu.uuid] = found.get(gpu.uuid, 0) + _of_gpu(model, gpu, reserve)
+        for gpu, size in zip(slot, claims_of(model, slot, reserve), strict=True):
+            found[gpu.uuid] = found.get(gpu.uuid, 0) + size
         if not slot and model.memory is not None:
             size = memory.of(model.memory, procfs.memory_bytes())
             found[CPU] = found.get(CPU, 0) + size
     return found
 
 
-def _of_gpu(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
-    if model.memory is None:
-        return gpu.total_bytes - _reserved(gpu, reserve)
-    return memory.of(model.memory, gpu.total_bytes)
-
-
-def _reserved(gpu: Gpu, reserve: str | None) -> int:
-    return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))
-
-
-def asleep(fleet: Fleet, claim: Mapping[str, int]) -> dict[str, int]:
-    """What a model would hold asleep, or does."""
+def asleep(fleet: Fleet, claim: Mapping[str, int], kept: Mapping[str, int]) -> dict[str, int]:
+    """What a model would hold asleep, or does. `kept`: what was seen of it on its GPUs."""
     if CPU in claim:
         return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in fleet.living))}
     if not claim:
         return {}
     info = fleet.info
     weights = 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
-    return {RAM: weights * len(fleet.slots()) or sum(claim.values())}
+    return {**kept, RAM: weights * len(fleet.slots()) or sum(claim.values())}
+
+
+def kept(fleet: Fleet, ledger: Ledger) -> dict[str, int]:
+    """What its workers claim of their GPUs now, asleep."""
+    found: dict[str, int] = {}
+    for replica in fleet.living:
+        for uuid, size in ledger.claim_of(replica.name).items():
+            found[uuid] = found.get(uuid, 0) + size
+    return found
 
 
 def free(
-    gpus: Iterable[Gpu], reserve: str | None, held: Iterable[Mapping[str, int]]
+    gpus: Sequence[Gpu],
+    reserve: str | None,
+    held: Iterable[Mapping[str, int]],
+    ledger: Ledger,
 ) -> dict[str, int]:
-    """What nobody holds at each place."""
-    found = {gpu.uuid: gpu.total_bytes - _reserved(gpu, reserve) for gpu in gpus}
+    """What nobody holds at each place. Who has ended holds memory until NVML shows it gone."""
+    found = {gpu.uuid: room_bytes(gpu, reserve) for gpu in gpus}
     found[CPU] = procfs.memory_bytes()
     for one in held:
         for at, size in one.items():
             if at in found:
                 found[at] -= size
+    for gpu in gpus:
+        found[gpu.uuid] = min(found[gpu.uuid], ledger.room(gpu.uuid))
     found[RAM] = procfs.available_bytes() - _RAM_KEPT_BYTES
     return found

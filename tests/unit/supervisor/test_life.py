@@ -226,7 +226,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
 ) -> None:
     stage = play(settings={"stray_memory": said})
     replica = stage.replica
-    replica._vram.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
+    replica.vram.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
     await stage.until("ready")
     pid = replica.pid
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,13 +21,14 @@ from servekit.supervisor.residency import (
     linger_s,
     turn_s,
 )
+from servekit.wire.residency import Residency
 from tests.unit.supervisor.world import PLACE, Model, Request, World
 
 GIB = 2**30
 FREE = {PLACE: 0}
 
 
-def model(name: str, size: int = 10, tier: str = "stopped", **more: object) -> Facts:
+def model(name: str, size: int = 10, tier: Residency = "stopped", **more: Any) -> Facts:
     facts = Facts(name, "on_demand", "stopped", {PLACE: size * GIB})
     return replace(facts, tier=tier, **more)
 
@@ -74,7 +76,7 @@ def test_one_that_is_quiet_makes_room_and_the_reason_is_told() -> None:
         {"tier": "resident", "claim": {"elsewhere": 50 * GIB}},
     ],
 )
-def test_who_does_not_make_room(other: dict[str, object]) -> None:
+def test_who_does_not_make_room(other: dict[str, Any]) -> None:
     facts = [replace(model("old"), **other), model("new", waiting_since=90.0)]
     assert decide(facts, FREE, 100.0).steps == ()
 
@@ -193,7 +195,7 @@ def alternating(count: int, every_s: float, takes_s: float = 0.5) -> list[Reques
     return [Request(n * every_s, "ab"[n % 2], takes_s) for n in range(count)]
 
 
-def pair(**more: object) -> list[Model]:
+def pair(**more: Any) -> list[Model]:
     return [Model(name, 10, **more) for name in "ab"]
 
 
