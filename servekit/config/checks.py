@@ -57,10 +57,21 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
     yield from _spread(config, at)
+    yield from _residency(config, at)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
         yield Problem((*at, "sampling", "max_tokens"), message)
+
+
+def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    sleeps_s, unloads_s = config.idle_sleep_s, config.idle_unload_s
+    if sleeps_s is not None and not KINDS[config.engine].sleeps:
+        message = f"the engine {config.engine} cannot sleep; `idle_unload_s` stops it."
+        yield Problem((*at, "idle_sleep_s"), message, at_key=True)
+    elif sleeps_s is not None and unloads_s is not None and unloads_s <= sleeps_s:
+        message = f"it is unloaded before it sleeps, which it does after {sleeps_s:g} s."
+        yield Problem((*at, "idle_unload_s"), message)
 
 
 def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
