@@ -125,10 +125,8 @@ def _spread(config: ModelConfig, at: Place) -> Iterator[Problem]:
         known = " or ".join(("auto", *ways))
         message = f"the engine {config.engine} knows {known} only."
         yield Problem((*at, "parallel"), message)
-    if config.device == "cpu":
-        for key in ("gpus_per_replica", "memory"):
-            if getattr(config, key) not in (None, 1):
-                yield Problem((*at, key), "`device: cpu` uses no GPUs.", at_key=True)
+    if config.device == "cpu" and config.gpus_per_replica != 1:
+        yield Problem((*at, "gpus_per_replica"), "`device: cpu` uses no GPUs.", at_key=True)
 
 
 def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
