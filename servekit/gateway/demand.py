@@ -24,14 +24,27 @@ class Demand:
         self._loop = asyncio.get_running_loop()
         self._watched: list[Route] = []
         self._told: dict[str, tuple[int, int, float]] = {}  # waiting, running, last used
+        self._tiers: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
     def apply(self, routes: Iterable[Route]) -> None:
-        """These are the models from now on, and how they stand."""
-        self._watched = [route for route in routes if route.status.residence is not None]
-        for route in self._watched:
-            route.on_wait = self._on_wait
+        """These are the models from now on, and how they stand.
+
+        Of one that has come or gone it is told anew what waits for it: what was told before may be
+        of requests that it has answered in between.
+        """
+        self._watched = []
+        for route in routes:
+            residence = route.status.residence
+            route.on_wait = None if residence is None else self._on_wait
+            if residence is None:
+                continue
+            self._watched.append(route)
+            if self._tiers.get(route.status.name) != residence.tier:
+                self._tiers[route.status.name] = residence.tier
+                self._told.pop(route.status.name, None)
+                self._report(route)
         if self._watched and self._timer is None:
             self._look()
         self._news.set()

@@ -64,7 +64,7 @@ class Fleet:
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
         self.nursery = Nursery(yard.host, yard.start)
-        self._planned: Slots = ()
+        self.planned: Slots = ()  # where its replicas are to be, or would be if it were loaded
         self._known: ModelInfo | None = None
         self._threads: int | None = None
         self._next_index = 0
@@ -81,8 +81,8 @@ class Fleet:
         """
         self._give_up_change()
         stays = model.load == "on_start"
-        self.wanted |= stays and (not self._planned or self.model.load != "on_start")
-        self._planned = slots
+        self.wanted |= stays and (not self.planned or self.model.load != "on_start")
+        self.planned = slots
         if same_worker(self.model, model):
             self.adapters.follow(adapters_of(model), claimed)
         else:
@@ -107,7 +107,7 @@ class Fleet:
             self.retry()
             return
         self.wanted = True
-        self._begin(self._planned)
+        self._begin(self.planned)
 
     def unload(self) -> None:
         """Have no replicas: each ends when it has finished what it runs."""
@@ -155,7 +155,7 @@ class Fleet:
     def slots(self) -> Slots:
         """Where its replicas are; where they would be while it is stopped."""
         if not self.wanted:
-            return self._planned
+            return self.planned
         return tuple(replica.place.gpus for replica in self._living())
 
     @property

@@ -174,6 +174,10 @@ class Resident:
     # ---- what it knows
 
     @property
+    def is_away(self) -> bool:
+        return self.tier in ("stopped", "asleep")
+
+    @property
     def comes_and_goes(self) -> bool:
         model = self.fleet.model
         idles = model.idle_sleep_s is not None or model.idle_unload_s is not None

@@ -56,7 +56,7 @@ class Residents:
         served = self._fleets.served
         self._rows = {fleet: self._rows.get(fleet) or Resident(fleet, now) for fleet in served}
         for row in self._rows.values():
-            row.observe(self._used(row.fleet.model.name), now)
+            row.observe(self._used(row), now)
             self._mend(row)
         if not any(row.comes_and_goes for row in self._rows.values()):
             return
@@ -66,17 +66,21 @@ class Residents:
         for step in decision.steps:
             self._take(rows[step.model], step, now)
 
-    def _used(self, model: str) -> Iterator[tuple[int, int, float]]:
-        """At each gateway: requests that wait and that run, and when there last was one."""
+    def _used(self, row: Resident) -> Iterator[tuple[int, int, float]]:
+        """At each gateway: requests that wait and that run, and when there last was one.
+
+        Of what has gone gateways tell anew: what they told before may have been answered since.
+        """
         for gateway in self._gateways:
-            if (use := gateway.uses.get(model)) is not None:
+            if (use := gateway.uses.get(row.fleet.model.name)) is not None:
                 wanted, at = use
-                yield wanted.waiting, wanted.running, at - wanted.idle_s
+                waiting = 0 if row.is_away and at < row.since else wanted.waiting
+                yield waiting, wanted.running, at - wanted.idle_s
 
     def _facts(self) -> Iterator[Facts]:
         reserve = self._fleets.plan.config.gpus.reserve
         for row in self._rows.values():
-            claim = rooms.claims(row.fleet.model, row.fleet.slots(), reserve)
+            claim = rooms.claims(row.fleet.model, row.fleet.planned, reserve)
             yield row.facts(claim, rooms.asleep(row.fleet, claim, row.kept))
         for fleet in self._fleets.everyone():
             if fleet not in self._rows:  # the file does not have it any more
@@ -212,7 +216,7 @@ class Residents:
         shown = row.residence(waits, halted=self._halted)
         if not for_operators:
             return shown
-        claim = rooms.claims(fleet.model, fleet.slots(), self._fleets.plan.config.gpus.reserve)
+        claim = rooms.claims(fleet.model, fleet.planned, self._fleets.plan.config.gpus.reserve)
         return row.detailed(
             shown, row.facts(claim, rooms.asleep(fleet, claim, row.kept)), time.monotonic()
         )

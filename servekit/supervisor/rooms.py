@@ -46,7 +46,7 @@ def asleep(fleet: Fleet, claim: Mapping[str, int], kept: Mapping[str, int]) -> d
         return {}
     info = fleet.info
     weights = 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
-    return {**kept, RAM: weights * len(fleet.slots()) or sum(claim.values())}
+    return {**kept, RAM: weights * len(fleet.planned) or sum(claim.values())}
 
 
 def kept(fleet: Fleet, ledger: Ledger) -> dict[str, int]:
