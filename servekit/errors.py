@@ -20,6 +20,7 @@ ServekitError                     500 internal_error
    ├─ RateLimited                 429 rate_limit_exceeded    (Retry-After)
    ├─ EngineFailed                500 engine_error           the engine gave up on this request
    ├─ RequestQuarantined          500 request_quarantined    it has taken workers down with it
+   ├─ EndpointFailed              502 endpoint_error         a remote endpoint did
    ├─ WorkerLost                  503 worker_lost            died; the request can't be run again
    ├─ ModelUnavailable            503 model_unavailable      (Retry-After)
    └─ DeadlineExceeded            504 timeout
@@ -150,6 +151,11 @@ class RateLimited(RequestError):
 class EngineFailed(RequestError):
     status = 500
     code = "engine_error"
+
+
+class EndpointFailed(RequestError):
+    status = 502
+    code = "endpoint_error"
 
 
 class RequestQuarantined(RequestError):

@@ -29,12 +29,12 @@ ANSWER_TOKENS = 512
 PORT = 8888
 
 _WHY_NOT = {
-    "remote_type": "servekit serves models of its own and passes nothing on to others",
-    "remote_api_key": "it is a remote service's; keys for servekit come from `servekit key new`",
-    "remote_llm_max_text_length": "it is a remote service's",
-    "remote_llm_model": "it is a remote service's",
-    "rpm": "it is a remote service's; for one's own see `keys[].requests_per_minute`",
-    "tpm": "it is a remote service's; for one's own see `keys[].tokens_per_minute`",
+    "remote_type": "add the remote service as a model with `engine: openai`; see its options",
+    "remote_api_key": "it belongs into a variable, which `options.key_environment` names",
+    "remote_llm_max_text_length": "of a remote model it is `max_context`, in tokens",
+    "remote_llm_model": "of a remote model it is `path`",
+    "rpm": "of a remote model it is `options.requests_per_minute`",
+    "tpm": "of a remote model it is `options.tokens_per_minute`",
 }
 
 

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from servekit.tables import size, state
 from servekit.wire.adapters import AdapterStatus
-from servekit.wire.messages import ExitRecord, ReplicaHistory, Why
+from servekit.wire.messages import ReplicaHistory, Why
 from servekit.wire.residency import Residence
+from servekit.wire.values import ExitRecord
 
 #: Last lines shown of each death but the newest, of which all are.
 _FEW_LINES = 3

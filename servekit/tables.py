@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from servekit.config import installed
 from servekit.supervisor.planning import Plan
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
@@ -49,8 +50,28 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     """What would run where, and what there is to run it on."""
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
-    needs = [_needs(plan)] if plan.estimates else []
-    return [_places(plan), *needs, Text("; ".join(gpus) or "no NVIDIA GPU found")]
+    shown: list[RenderableType] = [_places(plan)]
+    if any(model.adapters for model in plan.config.models):
+        shown.append(_named_adapters(plan))
+    if plan.estimates:
+        shown.append(_needs(plan))
+    shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
+    shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
+    return [*shown, *_engines()]
+
+
+def _named_adapters(plan: Plan) -> Table:
+    table = _table("ADAPTER", "MODEL", "PATH")
+    for model in plan.config.models:
+        for adapter in model.adapters:
+            table.add_row(Text(adapter.name), Text(model.name), Text(adapter.path))
+    return table
+
+
+def _engines() -> Iterator[Text]:
+    """What there is to run models with, and what packages bring in vain."""
+    yield Text("engines: " + "; ".join(f"{name} ({what})" for name, what in installed.engines()))
+    yield from (Text(sentence, style="yellow") for sentence in installed.refused())
 
 
 def _places(plan: Plan) -> Table:
@@ -195,6 +216,8 @@ def note(model: ModelStatus, replica: ReplicaStatus) -> str:
     """What there is to say of a replica: its progress, why it is down, else what it runs."""
     if replica.stray or replica.excess:
         return "; ".join(filter(None, (replica.stray, replica.excess)))
+    if replica.trouble:
+        return replica.trouble
     if replica.progress is not None:
         return progress_text(replica.progress)
     if replica.state in ("failed", "backoff"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from servekit.config import fitting, paths
 from servekit.config import keys as api_keys
-from servekit.config import paths
 from servekit.config.access import KeyConfig
-from servekit.config.engines import KINDS
+from servekit.config.engines import KINDS, EngineKind
+from servekit.config.installed import Machine, lacking
 from servekit.config.nodes import Node, find
 from servekit.config.problems import Problem, dotted, short
 from servekit.config.schema import Config, ModelConfig, names_of
@@ -49,10 +50,17 @@ def _items(node: Node | None) -> list[Node]:
 
 
 def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    """What is wrong with a model whose keys are each right. The echo engine reads no file."""
-    if KINDS[config.engine].formats & {"folder", "gguf"}:
+    """What is wrong with a model whose keys are each right. Not every engine reads a file."""
+    kind = kind_of(config)
+    if kind.needs_files:
         yield from _path(config, at, folder)
-    if config.adapters:
+    if "remote" in kind.formats:
+        yield from _remote(config, at)
+    if config.engine != "auto":
+        for lack in fitting.lacks(kind, fitting.asked(config, folder)):
+            message = f"the engine {config.engine} {lack.what}."
+            yield Problem((*at, *lack.at), message, at_key=lack.at_key)
+    if kind.adapters:
         yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
@@ -74,6 +82,45 @@ def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
         yield Problem((*at, "idle_unload_s"), message)
 
 
+def kind_of(config: ModelConfig) -> EngineKind:
+    """The kind of a model's engine; where `auto` is not resolved, of one that it may become."""
+    if config.engine == "auto":
+        return KINDS["openai" if "url" in config.options else "transformers"]
+    return KINDS[config.engine]
+
+
+def here(config: ModelConfig, at: Place, machine: Machine) -> Iterator[Problem]:
+    """What a model's engine lacks on this machine."""
+    kind = KINDS[config.engine]
+    if remedy := lacking(kind, machine.has):
+        message = f"the engine {config.engine} is not installed; {remedy}."
+        yield Problem((*at, "engine"), message)
+    elif kind.gpu == "must" and not machine.has_gpu and config.device == "auto":
+        message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here."
+        yield Problem((*at, "engine"), message)
+
+
+#: What says how a model is loaded, and means nothing where somebody else has loaded it.
+_OF_LOADING = [
+    *("revision", "gpus", "memory", "dtype", "trust_remote_code", "tool_parser"),
+    *("reasoning_parser", "stray_memory"),
+]
+
+
+def _remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    """Keys that a remote model has no use for are mistakes, of what one expects of it."""
+    for key in _OF_LOADING:
+        if key in config.model_fields_set:
+            message = "the model is loaded elsewhere: this is its endpoint's to say."
+            yield Problem((*at, key), message, at_key=True)
+    if config.device == "cuda":
+        yield Problem((*at, "device"), "the model runs elsewhere: its worker uses no GPU.")
+    limits = ("requests_per_minute", "tokens_per_minute")
+    if config.replicas not in ("auto", 1) and any(config.options.get(key) for key in limits):
+        message = "each replica would keep to the endpoint's limits by itself; use one."
+        yield Problem((*at, "replicas"), message)
+
+
 def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     try:
         path = paths.check(config.path, folder)
@@ -86,10 +133,6 @@ def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
 
 
 def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    if not KINDS[config.engine].adapters:
-        message = f"the engine {config.engine} has no adapters."
-        yield Problem((*at, "adapters"), message, at_key=True)
-        return
     for i, adapter in enumerate(config.adapters):
         here = (*at, "adapters", i)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from servekit.config.section import Section
 
@@ -21,7 +21,8 @@ class TransformersOptions(Section):
     block_size: Annotated[int, Field(ge=8, le=1024)] = 32
     """Tokens in one block of the paged KV cache."""
     kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
-    """KV cache size; by default from the memory that is available, cgroup limit included."""
+    """KV cache size, over all GPUs of a replica; by default from the memory that is available,
+    cgroup limit included."""
     slots: Annotated[int | None, Field(ge=1, le=4096)] = None
     """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
     threads: Annotated[int | None, Field(ge=1)] = None
@@ -48,6 +49,10 @@ class EchoOptions(Section):
     """Requests it runs at once."""
     max_context: Annotated[int, Field(ge=2)] = 8192
     """Prompt and completion together, in characters."""
+    prefix_cache_tokens: Annotated[int, Field(ge=0)] = 0
+    """Keep the beginnings of prompts, so many tokens of them, as a prefix cache does."""
+    prompt_token_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time to read a token of a prompt that is not among them."""
     embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
     """Numbers in its embeddings, which are hashes."""
     load_error: str | None = None
@@ -119,46 +124,69 @@ class VllmOptions(Section):
 class LlamaCppOptions(Section):
     """Options of `engine: llamacpp`."""
 
-    slots: Annotated[int, Field(ge=1, le=256)] = 8
-    """Sequences at once; they share the context's KV cache."""
+    slots: Annotated[int | None, Field(ge=1, le=256)] = None
+    """Sequences at once, that share one KV cache; by default 8, or 32 texts to embed."""
     gpu_layers: Annotated[int | None, Field(ge=0)] = None
     """Layers on the GPU; by default all that fit. Without a GPU, none."""
     threads: Annotated[int | None, Field(ge=1)] = None
     """Threads on a CPU; by default the cores divided among the CPU workers."""
-    batch_tokens: Annotated[int, Field(ge=16)] = 2048
-    """Tokens in one forward pass."""
+    batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one forward pass; by default 256 on a CPU, 2048 on a GPU."""
     flash_attention: Literal["auto", "on", "off"] = "auto"
     """llama.cpp's flash attention."""
     cache_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
     """Type of the KV cache's numbers."""
     split: Literal["layer", "row"] = "layer"
     """How a model is spread over several GPUs."""
+    pooling: Literal["auto", "none", "mean", "cls", "last"] = "auto"
+    """Make embeddings in this way instead of text. auto: if the file names one."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
+
+
+def _header(name: str) -> str:
+    if name.lower() == "authorization":
+        raise ValueError("the key goes by `key_environment`, so that it stands in no file")
+    if name.lower() in _OWN_HEADERS:
+        raise ValueError(f"{name} is servekit's to set")
+    return name
+
+
+#: What belongs to the connection, or to the body.
+_OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
+    *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
+}
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$"), AfterValidator(_header)]
+HeaderValue = Annotated[str, Field(pattern=r"^[\x20-\x7e]*$")]
 
 
 class OpenAIOptions(Section):
     """Options of `engine: openai`: a remote endpoint. The model's `path` is its name there."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")]
     """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
-    key_environment: str | None = None
-    """The variable of `servekit up` that holds the key to it; by default none is sent."""
+    key_environment: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = None
+    """The variable of `servekit up` that holds the key to it, for this model's worker alone; by
+    default none is sent."""
+    task: Literal["generate", "embed"] = "generate"
+    """What the model there is for."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
     """Requests that are sent to it at once."""
-    requests_per_minute: Annotated[int | None, Field(ge=1)] = None
-    """As many it is sent at most; more wait."""
+    requests_per_minute: Annotated[int | None, Field(ge=1, le=10**6)] = None
+    """As many it is sent at most in any minute; more wait."""
     tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
     """The same, of prompt and completion, as the endpoint counts them."""
-    max_context: Annotated[int, Field(ge=16)] = 131072
-    """Prompt and completion together, in its tokens; the endpoint has the last word."""
     connect_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """How long a connection may take."""
     first_byte_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the first byte of an answer may take, before it is asked again."""
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long it may be silent in the middle of an answer, before that is given up."""
     retries: Annotated[int, Field(ge=0, le=20)] = 4
     """How often it is asked again, before the first byte: after 429, 5xx, or a lost connection."""
-    headers: dict[str, str] = Field(default_factory=dict)
+    chat_template_kwargs: bool = False
+    """It takes arguments of a chat template, as vLLM, SGLang and servekit do."""
+    headers: dict[HeaderName, HeaderValue] = Field(default_factory=dict)
     """Further headers, for what is not OpenAI's own."""
 
 
@@ -168,7 +196,7 @@ class EngineKind:
 
     options: type[Section]
     formats: frozenset[Literal["folder", "gguf", "nothing", "remote"]]
-    #: Importing one of these is enough to have it; with `extra` pip installs the first.
+    #: Being able to import one of these is to have it; with `extra` pip installs the first.
     modules: tuple[str, ...] = ()
     extra: str = ""
     gpu: Literal["never", "may", "must"] = "may"
@@ -183,12 +211,36 @@ class EngineKind:
     pin: Literal["uuid", "index"] = "uuid"
     #: It can give the GPU's memory back and keep the weights in the host's.
     sleeps: bool = False
+    #: PEFT's types of the adapters it has, such as LORA; none named: all.
+    adapter_types: frozenset[str] = frozenset()
+    #: It has them for a replica on several GPUs, too.
+    adapters_spread: bool = False
+
+    @property
+    def reads_files(self) -> bool:
+        """Its `path` may be a folder, a file, or where they can be fetched."""
+        return bool(self.formats & {"folder", "gguf"})
+
+    @property
+    def needs_files(self) -> bool:
+        """Its `path` has to be one of these."""
+        return self.formats <= {"folder", "gguf"}
 
 
-KINDS: dict[str, EngineKind] = {
+class Kinds(dict[str, EngineKind]):
+    """Ours, by name; `KINDS[name]` finds those that other packages bring, too."""
+
+    def __missing__(self, name: str) -> EngineKind:
+        from servekit.config import plugins  # it needs what stands here
+
+        return plugins.kind_of(name)
+
+
+_OURS = {
     "transformers": EngineKind(
         TransformersOptions,
         frozenset({"folder", "gguf"}),
+        modules=("transformers",),
         adapters=True,
         standby=True,
         parallel=("tensor", "device_map"),
@@ -201,6 +253,8 @@ KINDS: dict[str, EngineKind] = {
         extra="vllm",
         gpu="must",
         adapters=True,
+        adapter_types=frozenset({"LORA"}),
+        adapters_spread=True,
         parallel=("tensor",),
         env={
             "DO_NOT_TRACK": "1",
@@ -223,4 +277,5 @@ KINDS: dict[str, EngineKind] = {
         EchoOptions, frozenset({"nothing"}), gpu="never", adapters=True, sleeps=True
     ),
 }
+KINDS: dict[str, EngineKind] = Kinds(_OURS)
 ENGINE_OPTIONS: dict[str, type[Section]] = {name: kind.options for name, kind in KINDS.items()}

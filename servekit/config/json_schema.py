@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from servekit.config.engines import ENGINE_OPTIONS
+from servekit.config import plugins
+from servekit.config.engines import KINDS
 from servekit.config.schema import Config, ModelConfig
 
 Schema = dict[str, Any]
 
 
 def json_schema() -> Schema:
-    """Return the schema (draft 2020-12). `options` depends on `engine`, so editors complete it."""
+    """Return the schema (draft 2020-12). `options` depends on `engine`, so editors complete it.
+
+    Engines that other packages bring are in it where they are installed.
+    """
     schema = Config.model_json_schema()
+    engines = plugins.names()
     definitions = schema["$defs"]
-    for options in ENGINE_OPTIONS.values():
-        definitions[options.__name__] = options.model_json_schema()
-    definitions["ModelConfig"]["allOf"] = [_options_of(engine) for engine in ENGINE_OPTIONS]
-    definitions["ModelConfig"]["properties"]["options"].pop("additionalProperties", None)
+    definitions |= {_title(engine): KINDS[engine].options.model_json_schema() for engine in engines}
+    model = definitions["ModelConfig"]
+    model["allOf"] = [_options_of(engine) for engine in engines]
+    model["properties"]["engine"]["enum"] = ["auto", *engines]
+    model["properties"]["options"].pop("additionalProperties", None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **_tidy(schema),
@@ -30,8 +36,14 @@ def _options_of(engine: str) -> Schema:
     says: Schema = {"properties": {"engine": {"const": engine}}}
     if engine != ModelConfig.model_fields["engine"].default:
         says["required"] = ["engine"]
-    target = {"$ref": f"#/$defs/{ENGINE_OPTIONS[engine].__name__}"}
+    target = {"$ref": f"#/$defs/{_title(engine)}"}
     return {"if": says, "then": {"properties": {"options": target}}}
+
+
+def _title(engine: str) -> str:
+    """Of its options: ours by their own name, others by the engine's, which is one of its kind."""
+    name = KINDS[engine].options.__name__
+    return name if plugins.plugin(engine) is None else f"{name}.{engine}"
 
 
 def _tidy(schema: Any) -> Any:

@@ -6,42 +6,84 @@ Each problem is one line, all of them at once, in the order of the file:
 
 A key left empty counts as not written. Text is never taken for a number nor a number for text.
 Local paths are relative to the file's own folder, and `~` is the user's home.
+
+`load` reads the file alone; `load_here` also looks at what this machine has to run it with, and in
+its answer no engine is `auto`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from servekit.config import checks, paths
+from servekit.config import checks, fitting, paths, plugins
 from servekit.config.access import KeyConfig, TlsConfig
+from servekit.config.choosing import Choice, choose
 from servekit.config.document import read
-from servekit.config.engines import ENGINE_OPTIONS, KINDS
+from servekit.config.engines import KINDS
+from servekit.config.installed import Machine
 from servekit.config.json_schema import json_schema
-from servekit.config.nodes import Loc, Node, plain
+from servekit.config.nodes import Loc, Node, find, plain
 from servekit.config.problems import Problem, config_error, explain
 from servekit.config.schema import Config, ModelConfig, Section
 from servekit.errors import ConfigError
 
-__all__ = ["complain", "json_schema", "load"]
+__all__ = ["complain", "json_schema", "load", "load_here"]
 
 S = TypeVar("S", bound=Section)
+#: By the model's name, of those whose engine was left open.
+Choices = dict[str, Choice]
 
 
 def load(path: Path) -> Config:
     """Return the configuration in `path`, local paths made absolute; raises ConfigError."""
+    return _load(path, None)[0]
+
+
+def load_here(path: Path, machine: Machine) -> tuple[Config, Choices]:
+    """As `load`, and each engine can run here; with what was chosen for `engine: auto`."""
+    plugins.look_again()
+    return _load(path, machine)
+
+
+def _load(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
     root = read(path)
-    config, problems = _validate(Config, plain(root), root, ())
-    problems += [*_engine_options(root), *checks.names(root)]
     folder = path.absolute().parent
+    config, problems = _validate(Config, plain(root), root, ())
+    choices: Choices = {}
+    if config is not None and machine is not None:
+        choices = dict(_choices(config, folder, machine))
+        config = _settle(config, root, choices)
+    problems += [*_engine_options(root), *checks.names(root)]
     if config is not None and not problems:
-        problems += _meaning(config, folder)
+        problems += _meaning(config, folder, machine)
     if config is None or problems:
         raise config_error(path, root, problems)
-    return _absolute(config, folder)
+    return _absolute(config, folder), choices
+
+
+def _choices(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
+    for model in config.models:
+        if model.engine == "auto":
+            yield model.name, choose(fitting.asked(model, folder), machine)
+
+
+def _settle(config: Config, root: Node, choices: Choices) -> Config:
+    """Have nothing left to choose: in `config`, and in the nodes, which know where things stand."""
+    models = list(config.models)
+    for index, model in enumerate(models):
+        if (choice := choices.get(model.name)) is not None:
+            models[index] = model.model_copy(update={"engine": choice.engine})
+            keys = find(root, ("models", index)).node.value
+            assert isinstance(keys, dict)  # it was valid
+            keys["engine"] = replace(keys["engine"], value=choice.engine)
+    return config.model_copy(update={"models": tuple(models)})
 
 
 def complain(path: Path, loc: Loc, message: str) -> ConfigError:
@@ -69,24 +111,35 @@ def _validate(
 
 
 def _engine_options(root: Node) -> list[Problem]:
-    """What is wrong with the options of each model whose engine is known."""
+    """What is wrong with the options of each model whose engine is known by now."""
     problems: list[Problem] = []
     data = plain(root)
     models = data.get("models") if isinstance(data, dict) else None
     for i, model in enumerate(models if isinstance(models, list) else []):
         options = model.get("options") if isinstance(model, dict) else None
         engine = model.get("engine", "transformers") if isinstance(model, dict) else None
-        if isinstance(options, dict) and isinstance(engine, str) and engine in ENGINE_OPTIONS:
-            at = ("models", i, "options")
-            problems += _validate(ENGINE_OPTIONS[engine], options, root, at)[1]
+        if isinstance(options, dict) and isinstance(engine, str):
+            problems += _own_options(engine, options, root, ("models", i, "options"))
     return problems
 
 
-def _meaning(config: Config, folder: Path) -> list[Problem]:
+def _own_options(
+    engine: str, options: object, root: Node, at: tuple[str | int, ...]
+) -> list[Problem]:
+    try:
+        schema = KINDS[engine].options
+    except (KeyError, ValueError):  # it is not settled, or wrong itself
+        return []
+    return _validate(schema, options, root, at)[1]
+
+
+def _meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:
     problems = [*checks.run_dir(config, folder), *checks.keys(config)]
     problems += [*checks.tls(config, folder), *checks.legacy(config)]
     for i, model in enumerate(config.models):
         problems += checks.model(model, ("models", i), folder)
+        if machine is not None:
+            problems += checks.here(model, ("models", i), machine)
     return problems
 
 
@@ -119,6 +172,7 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
             for adapter in model.adapters
         )
     }
-    if KINDS[model.engine].formats & {"folder", "gguf"}:
-        update["path"] = paths.check(model.path, folder).text
+    if checks.kind_of(model).reads_files:
+        with contextlib.suppress(ValueError):  # of an engine that needs no files
+            update["path"] = paths.check(model.path, folder).text
     return model.model_copy(update=update)

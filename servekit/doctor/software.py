@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import servekit
+from servekit.config import installed as known
 from servekit.doctor.finding import Finding
 from servekit.supervisor import interpreter
 
@@ -28,6 +29,7 @@ EXTENSIONS = (
     "triton",
     "vllm",
     "llama_cpp",
+    "xllamacpp",
     "llguidance",
     "tokenizers",
     "safetensors",
@@ -82,10 +84,19 @@ def versions() -> Finding:
 
 def software(probed: Probed) -> Iterator[Finding]:
     yield versions()
+    yield from engines()
     for name, said in probed.items():
         if name != "torch":
             yield extension(name, said)
     yield torch(probed["torch"])
+
+
+def engines() -> Iterator[Finding]:
+    """What models can be run with here, and what packages bring in vain."""
+    for name, what in known.engines():
+        yield Finding("engines", "ok", f"{name}: {what}")
+    for sentence in known.refused():
+        yield Finding("engines", "warning", sentence)
 
 
 def extension(name: str, said: Mapping[str, Any]) -> Finding:

@@ -1,4 +1,7 @@
-"""Engines by registry name. Importing this package imports no engine and no torch."""
+"""Engines by registry name. Importing this package imports no engine and no torch.
+
+Those that other packages bring are entry points of the group `servekit.engines`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 from servekit.errors import LoadError
@@ -23,6 +26,9 @@ ENGINES = {
     "transformers": "servekit.engines.transformers:TransformersEngine",
     "vllm": "servekit.engines.vllm.engine:VllmEngine",
 }
+
+#: The entry points of other packages' engines, "module:class" as here.
+GROUP = "servekit.engines"
 
 
 def create(spec: WorkerSpec) -> Engine:
@@ -53,10 +59,30 @@ def reborn() -> None:
 def _kind(name: str) -> type[Engine]:
     target = ENGINES.get(name)
     if target is None:
-        raise LoadError(f"there is no engine {name!r}; known: {', '.join(sorted(ENGINES))}")
+        return _brought(name)
     module, _, attribute = target.partition(":")
     with _no_collections():
         kind: type[Engine] = getattr(import_module(module), attribute)
+    return kind
+
+
+def _brought(name: str) -> type[Engine]:
+    """The engine of another package; the supervisor has seen that there is one of that name."""
+    from servekit.engines.base import Engine
+
+    entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
+    if entry is None:
+        raise LoadError(f"there is no engine {name!r}; known: {', '.join(sorted(ENGINES))}")
+    try:
+        with _no_collections():
+            kind = entry.load()
+    except Exception as error:  # it is not our code
+        what = f"{type(error).__name__}: {error}"
+        raise LoadError(
+            f"the engine {name!r} ({entry.value}) cannot be imported: {what}"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Engine)):
+        raise LoadError(f"the engine {name!r} ({entry.value}) is no subclass of Engine")
     return kind
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines import kv_cache, paged_attention, probe
+from servekit.engines import device_memory, kv_cache, paged_attention, probe
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.base import StepOutput
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.rows import Row
+from servekit.engines.spread import plan
+from servekit.engines.spread.leader import Ranks
 from servekit.engines.static import StaticRunner
 from servekit.errors import LoadError
 from servekit.wire.messages import ModelInfo, WorkerSpec
@@ -46,6 +50,9 @@ class Runner(Protocol[R]):
     def add(self, row: R) -> None: ...
     def cancel(self, row: R) -> None: ...
     def step(self) -> list[tuple[R, StepOutput]]: ...
+    def make_pages(self) -> None: ...
+    def drop_pages(self) -> None: ...
+    def tensors(self) -> Iterable[Tensor]: ...
     def close(self) -> None: ...
 
 
@@ -58,16 +65,16 @@ class CausalRunner(Runner[Row], Protocol):
 
 
 def assemble(
-    model: PreTrainedModel, spec: WorkerSpec, chat: bool
+    model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
 ) -> tuple[CausalRunner, ModelInfo]:
     """The runner for this model, and what it can do. Raises LoadError."""
     wish = spec.options.get("batching", "auto")
-    reason = "the configuration says static" if wish == "static" else _obstacle(model)
+    reason = "the configuration says static" if wish == "static" else _obstacle(model, spec)
     if not reason:
         attention = str(model.config._attn_implementation)
         for by_request in _attentions(model, spec):
             try:
-                return _continuous(model, spec, chat, by_request, attention)
+                return _continuous(model, spec, chat, by_request, attention, ranks)
             except _NOT_PAGEABLE as error:
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
@@ -75,7 +82,7 @@ def assemble(
     if wish == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("%s runs one request at a time: %s", spec.model, reason)
-    return _static(model, spec, chat)
+    return _static(model, spec, chat, "" if wish == "static" else f": {reason}")
 
 
 def _attentions(model: PreTrainedModel, spec: WorkerSpec) -> tuple[bool, ...]:
@@ -86,8 +93,10 @@ def _attentions(model: PreTrainedModel, spec: WorkerSpec) -> tuple[bool, ...]:
     return (False,)
 
 
-def _obstacle(model: PreTrainedModel) -> str:
+def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
     """Why this model cannot share a batch, or "". Silence here would mean wrong text."""
+    if plan.over_layers(spec):
+        return "its layers are on several GPUs, and the library's paged cache on one"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     if getattr(model, "_is_stateful", False):
@@ -98,29 +107,42 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _continuous(
-    model: PreTrainedModel, spec: WorkerSpec, chat: bool, by_request: bool, attention: str
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    chat: bool,
+    by_request: bool,
+    attention: str,
+    ranks: Ranks | None,
 ) -> tuple[CausalRunner, ModelInfo]:
     context = _context(model, spec)
-    plan = _plan(model, spec, context)
+    size = _plan(model, spec, context, ranks)
     runner = _with_less_on_failure(
-        lambda halvings: ContinuousRunner(model, plan.halved(halvings), by_request=by_request)
+        lambda halvings: ContinuousRunner(
+            model, size.halved(halvings), by_request=by_request, ranks=ranks
+        )
     )
     try:
         probe.check(model, runner, attention)
     except BaseException:
         runner.close()
         raise
-    plan = runner.plan
-    detail = f"continuous batching, {runner.attention}, {plan.blocks} × {plan.block_size} tokens"
-    return runner, _info(model, spec, chat, runner, plan.slots, plan.bytes, detail, context)
+    size = runner.plan
+    detail = f"continuous batching, {runner.attention}, {size.blocks} × {size.block_size} tokens"
+    total = size.bytes * (1 if ranks is None else ranks.size)
+    info = _info(model, spec, chat, runner, size.slots, total, detail, context)
+    if runner.shares_prefixes:
+        info = replace(info, prefix_block=size.block_size, prefix_tokens=size.tokens)
+    return runner, info
 
 
-def _static(model: PreTrainedModel, spec: WorkerSpec, chat: bool) -> tuple[CausalRunner, ModelInfo]:
+def _static(
+    model: PreTrainedModel, spec: WorkerSpec, chat: bool, why: str
+) -> tuple[CausalRunner, ModelInfo]:
     context = _context(model, spec)
     default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
     chunk = spec.options.get("max_batch_tokens") or default
     runner = StaticRunner(model, context, chunk)
-    detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}"
+    detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}{why}"
     return runner, _info(model, spec, chat, runner, 1, 0, detail, context)
 
 
@@ -148,8 +170,16 @@ def _info(
         device=str(model.device),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         kv_cache_bytes=kv_bytes,
-        detail=detail,
+        detail=f"{detail}{spread_how(spec)}",
+        sleeps=True,
     )
+
+
+def spread_how(spec: WorkerSpec) -> str:
+    """How the model is spread, for people; "" where it is not."""
+    if plan.over_ranks(spec):
+        return f"; tensor parallel, {spec.gpus} ranks"
+    return f"; layers over {spec.gpus} GPUs" if plan.over_layers(spec) else ""
 
 
 def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
@@ -163,25 +193,32 @@ def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
 # ---------------------------------------------------------------- the cache's size
 
 
-def _plan(model: PreTrainedModel, spec: WorkerSpec, context: int) -> kv_cache.Plan:
-    options = spec.options
+def _plan(
+    model: PreTrainedModel, spec: WorkerSpec, context: int, ranks: Ranks | None
+) -> kv_cache.Plan:
+    """Of one rank's part, where there are several: sizes that are stated are for all of them."""
+    options, count = spec.options, 1 if ranks is None else ranks.size
+    shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
+    stated = options.get("kv_cache_bytes")
     return kv_cache.plan(
-        kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize),
+        shape.part(count),
         cuda=spec.device == "cuda",
-        available_bytes=_available_bytes(spec),
+        available_bytes=_available_bytes(model, spec, ranks),
         max_context=context,
         block_size=options.get("block_size") or 32,
         slots=options.get("slots"),
         batch_tokens=options.get("max_batch_tokens"),
-        cache_bytes=options.get("kv_cache_bytes"),
+        cache_bytes=stated and stated // count,
     )
 
 
-def _available_bytes(spec: WorkerSpec) -> int:
-    if spec.device == "cpu":
-        return kv_cache.available_host_bytes()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(0)[0])
+def _available_bytes(model: PreTrainedModel, spec: WorkerSpec, ranks: Ranks | None) -> int:
+    own = device_memory.available_bytes(spec, model.device)
+    if ranks is None:
+        return own
+    if model.device.type == "cpu":
+        return own // ranks.size
+    return min(own, ranks.free_bytes or own)
 
 
 def _with_less_on_failure(make: Callable[[int], ContinuousRunner]) -> ContinuousRunner:

@@ -79,6 +79,7 @@ class StepOutput:
     param: str | None = None
     logprobs: list[TokenLogprob] | None = None  # of `token_ids`, where asked for
     vectors: list[bytes] | None = None  # of all inputs, float32 [embedding_size], little-endian
+    cached_tokens: int = 0  # of the prompt, those taken from a prefix cache; any output may say
 
 
 Emit = Callable[[Sequence[StepOutput]], None]

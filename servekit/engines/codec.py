@@ -9,6 +9,7 @@ rules are. Both cost the same for the thousandth token as for the first.
 from __future__ import annotations
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -31,15 +32,15 @@ _MOST_FIRST_CHARS = 2**20
 _CUT_TOKENS = 128
 
 
-class TokenizerCodec:
-    """Codec over a `transformers` tokenizer; see `base.Codec`."""
+class Prompts(ABC):
+    """The half of a codec that makes token ids, whatever the tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer)
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._special = _special_tokens(tokenizer, self._backend)
-        self._kept: dict[frozenset[int], _BytePieces] = {}
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+
+    @abstractmethod
+    def _ids(self, text: str, special: bool) -> list[int]:
+        """Token ids; with `special` those that belong at a text's ends are added."""
 
     @property
     def chat(self) -> bool:
@@ -77,6 +78,17 @@ class TokenizerCodec:
                 raise TooManyTokens(certain)
             reach *= 4
         return self._ids(text, special)
+
+
+class TokenizerCodec(Prompts):
+    """Codec over a `transformers` tokenizer; see `base.Codec`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(ChatTemplate(tokenizer))
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._special = _special_tokens(tokenizer, self._backend)
+        self._kept: dict[frozenset[int], _BytePieces] = {}
 
     def _ids(self, text: str, special: bool) -> list[int]:
         tokenized = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False)

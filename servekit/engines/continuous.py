@@ -13,36 +13,34 @@ scheduler, prefix sharing, model runner) and call the three steps of its loop ou
 
 Batches are synchronous and without CUDA graphs: penalties need the last token on the host before
 the next is drawn, and our sampler's work depends on who is in the batch.
-
-Written against transformers 5.17 and 5.23, whose differences are all in this module.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from servekit.engines import groups, paged_attention
+from servekit.engines import groups, paged_attention, processor
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.adapters.mixing import Mixing, Part
 from servekit.engines.base import StepOutput
 from servekit.engines.kv_cache import Plan
 from servekit.engines.rows import Row
 from servekit.engines.sampling import Sampler
+from servekit.engines.spread.leader import Ranks
 
 log = logging.getLogger(__name__)
 # The library's own logger tells of every cache it makes, in a format of its own.
@@ -54,7 +52,6 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 ADMISSION_TOKENS = 128
 #: Steps in a row that may schedule nothing although there is work.
 PATIENCE = 3
-_FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
 class SchedulerStuck(RuntimeError):
@@ -64,27 +61,39 @@ class SchedulerStuck(RuntimeError):
 class ContinuousRunner:
     """Runs many rows at once; not thread-safe, all calls come from the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, *, by_request: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        *,
+        by_request: bool,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._model = model
         self.plan = plan
+        self._ranks = ranks
         self._mixing = Mixing(model)
         self.plain_attention = str(model.config._attn_implementation)
-        self._manager = _manager(model, plan)
+        self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
         self._sampling = _SamplingHook()
         self._manager.logit_processor = self._sampling
         self._manager.output_router = _Discard()
         if by_request:
             model.set_attn_implementation(paged_attention.NAME)
         self.by_request = by_request
-        self._processor: Any = self._manager._create_batch_processor()
-        self.capacity = _capacity(self._processor.cache, plan)
         self.attention = str(model.config._attn_implementation)
         self._waiting: deque[Row] = deque()
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
-        self._processor.scheduler.rows = self._rows
-        groups.keep_prefixes_apart(self._processor.cache, self._rows)
         self._idle_steps = 0
+        self._processor: Any = None
+        self.make_pages()
+        self.capacity = processor.capacity(self._pages, plan)
+
+    @property
+    def _pages(self) -> Any:
+        """The library's cache."""
+        return self._processor.cache
 
     # ---- what the engine sees
 
@@ -100,6 +109,11 @@ class ContinuousRunner:
     def kv_used(self) -> float:
         rows = list(self._rows.values())
         return min(1.0, sum(row.length for row in rows) / self.capacity)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """It keeps what it has read of prompts; the library does so only where all layers can."""
+        return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
 
     def add(self, row: Row) -> None:
         self._waiting.append(row)
@@ -153,6 +167,29 @@ class ContinuousRunner:
             self.step()
         return {key: torch.stack(logits) for key, logits in seen.items()}
 
+    def make_pages(self) -> None:
+        """Make the cache, empty. Raises MemoryError, torch.OutOfMemoryError: there is none then."""
+        ranks = self._ranks
+        with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
+            made = processor.create(self._manager)
+        made.scheduler.rows = self._rows
+        groups.keep_prefixes_apart(made.cache, self._rows)
+        self._processor = made
+
+    def drop_pages(self) -> None:
+        """Free the cache, and all else that is left of the last step."""
+        self._mixing.step = None
+        self._sampling.forget()
+        self._processor = None
+        self._manager.batch_processor = None
+        gc.collect()
+        if self._ranks is not None:
+            self._ranks.drop_pages()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What adapters have put into the model."""
+        return self._mixing.tensors()
+
     def close(self) -> None:
         """Free the cache."""
         self._rows.clear()
@@ -187,7 +224,7 @@ class ContinuousRunner:
         pasts = [future.state.position_offset - future.query_length for future in batch]
         if self.by_request:
             layout = paged_attention.Layout.of(pasts, queries, self._model.device)
-            self._processor.cache.layout = layout
+            self._pages.layout = layout
         adapters = [self._rows[future.state.request_id].adapter for future in batch]
         parts = zip(adapters, pasts, queries, strict=True)
         self._mixing.lay_out([Part(*part) for part in parts])
@@ -206,6 +243,7 @@ class ContinuousRunner:
             if future.has_new_token:
                 row = self._rows[future.state.request_id]
                 output = row.push(future.state.generated_tokens[-1])
+                output.cached_tokens = row.cached_tokens or 0
                 if output.finish or output.error:
                     self._finish(row, future.state)
                 outputs.append((row, output))
@@ -277,41 +315,3 @@ class _SamplingHook(ContinuousBatchingLogitsProcessorList):
                 row.noted.append(logits.clone())
         self._sampler.apply(self._batch, scores[: len(self._batch)])
         return scores
-
-
-# ---------------------------------------------------------------- the library's two shapes
-
-
-def _manager(model: PreTrainedModel, plan: Plan) -> Any:
-    options: dict[str, Any] = {
-        "num_blocks": plan.blocks + 2,  # 5.17 allots a request up to two blocks more than it fills
-        "max_batch_tokens": plan.batch_tokens,
-        "max_requests_per_batch": plan.slots,
-        "max_memory_percent": 1.0,  # sized by us
-        "max_blocks_per_request": 0,
-        "allow_block_sharing": True,
-        "use_async_batching": False,
-        "use_cuda_graph": False,
-        "auto_switch_to_flash": False,
-        "page_size": plan.block_size,
-        "scheduler_type": groups.NAME,
-    }
-    if "page_size" not in _FIELDS:
-        options["block_size"] = plan.block_size
-    config = ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in _FIELDS})
-    attention = model.config._attn_implementation
-    if "auto_switch_to_flash" not in _FIELDS and attention in ("sdpa", "eager"):
-        # 5.17 would otherwise ask the hub for a flash kernel where `kernels` is installed.
-        model.set_attn_implementation(f"paged|{attention}")
-    library: Any = model
-    greedy: Any = GenerationConfig
-    return library.init_continuous_batching(
-        generation_config=greedy(do_sample=False, eos_token_id=-1),
-        continuous_batching_config=config,
-    )
-
-
-def _capacity(cache: Any, plan: Plan) -> int:
-    """Tokens that one request alone can have in the cache."""
-    groups = getattr(cache, "num_groups", 1)
-    return int(plan.tokens // groups)

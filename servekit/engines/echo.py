@@ -20,7 +20,6 @@ import hashlib
 import math
 import mmap
 import os
-import re
 import secrets
 import signal
 import struct
@@ -28,28 +27,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
-from servekit.engines.transforms import TRANSFORMS, Transform, transform_of, transformed
+from servekit.engines.echo_cache import BLOCK, EchoCache
+from servekit.engines.echo_run import EchoCodec, Run
+from servekit.engines.transforms import TRANSFORMS, Transform, transform_of
 from servekit.errors import EngineFailed, LoadError, RequestError
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import MARKERS, THOUGHTS
 from servekit.wire.messages import (
     Capability,
-    ChatMessage,
     Dialect,
     ModelInfo,
     Progress,
-    TokenLogprob,
     WorkerSpec,
 )
 
 #: Tokens handed over per job and step when no step time is set: a stream, but in few messages.
 BURST = 16
-#: Halves of UTF-16 characters are code points, but no characters, and UTF-8 cannot say them.
-_HALVES = re.compile("[\ud800-\udfff]")
 #: It knows no tools, and what it says is settled: there is nothing to bias, to penalise or to
 #: bind. What picks out of the best tokens and is in every client's defaults (top_p, top_k) it
 #: takes: it has one candidate, which they keep. It never ends by itself, as min_tokens and
@@ -58,69 +55,6 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "embed", "tokenize", "detokenize", "logprobs"),
     "adapters",
 )
-
-
-class EchoDecoder:
-    def push(self, token_ids: Sequence[int]) -> str:
-        text = "".join(map(chr, token_ids))
-        return text if text.isascii() else _HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
-
-    def flush(self) -> str:
-        return ""
-
-
-class EchoCodec:
-    """One character is one token; a chat is its last message."""
-
-    def encode(self, text: str, limit: int | None = None) -> list[int]:
-        return list(map(ord, text))
-
-    def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: Mapping[str, Any] | None = None,
-        continues: bool = False,
-        limit: int | None = None,
-    ) -> list[int]:
-        return list(map(ord, messages[-1].content))
-
-    def decoder(self, markers: Collection[str] = ()) -> EchoDecoder:
-        return EchoDecoder()
-
-
-class Run:
-    """One job under way: what it will say, and how far it is."""
-
-    __slots__ = ("best", "done", "id", "limit", "prompt", "seed")
-
-    def __init__(self, job: Job, transform: Transform | None = None) -> None:
-        params = job.params
-        sampled = params.seed is not None or bool(params.temperature)
-        self.id = job.id
-        self.prompt = job.prompt_ids
-        if transform is not None:
-            self.prompt = [transformed(token, transform) for token in job.prompt_ids]
-        self.limit = params.max_tokens or len(job.prompt_ids)
-        self.done = len(job.emitted)
-        self.best = params.logprobs
-        self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
-
-    def take(self, count: int) -> StepOutput:
-        """The next tokens, at most `count`; the token at a position depends on nothing else."""
-        prompt, size, first = self.prompt, len(self.prompt), self.done + self.seed
-        stop = min(self.done + count, self.limit) + self.seed
-        tokens = [prompt[i % size] for i in range(first, stop)]
-        self.done += len(tokens)
-        output = StepOutput(self.id, tokens, "length" if self.done >= self.limit else None)
-        if self.best is not None:
-            output.logprobs = [_certain(token, self.best) for token in tokens]
-        return output
-
-
-def _certain(token: int, best: int) -> TokenLogprob:
-    text = EchoDecoder().push([token]).encode()
-    return TokenLogprob(text, 0.0, ((text, 0.0),) if best else ())
 
 
 def _vector(ids: Sequence[int], size: int) -> bytes:
@@ -150,6 +84,8 @@ class EchoEngine(Engine):
         self._segment: mmap.mmap | None = None
         self._adapters: dict[str, Transform] = {}
         self._asleep = False
+        size, token_s = map(spec.options.get, ("prefix_cache_tokens", "prompt_token_s"))
+        self._cache = EchoCache(size or 0, token_s or 0.0) if size or token_s else None
 
     def load(self, report: Report) -> ModelInfo:
         options = self._options
@@ -180,6 +116,8 @@ class EchoEngine(Engine):
             adapters=tuple(adapters),
             refused_adapters=refused,
             sleeps=True,
+            prefix_block=BLOCK if self._cache is not None and self._cache.tokens else 0,
+            prefix_tokens=0 if self._cache is None else self._cache.tokens,
         )
 
     def start(self, emit: Emit) -> None:
@@ -242,9 +180,16 @@ class EchoEngine(Engine):
     def submit(self, job: Job) -> None:
         if self._asleep:
             raise EngineFailed("a job was submitted while the engine slept")
+        if not job.prompt_ids:
+            raise RequestError("the prompt is empty, and there is nothing to echo", param="prompt")
+        if job.adapter and job.adapter not in self._adapters:
+            raise RequestError(f"the adapter {job.adapter!r} is not loaded", param="model")
         self._misbehave(job.prompt_ids)
         run = Run(job, self._adapters[job.adapter] if job.adapter else None)
-        if not self._step_s and not self._hung and run.limit - run.done <= BURST:
+        if self._cache is not None:
+            run.cached, run.unread_s = self._cache.read(job)
+        short = run.limit - run.done <= BURST and not run.unread_s
+        if not self._step_s and not self._hung and short:
             self._emit([self._count(run.take(BURST))])  # a short answer needs no thread
             return
         with self._changed:
@@ -284,14 +229,25 @@ class EchoEngine(Engine):
                 self._changed.wait_for(lambda: self._closed or (self._runs and not self._hung))
                 if self._closed:
                     return
-            if self._step_s:
-                time.sleep(self._step_s)
+            if pause_s := self._step_s + self._read():
+                time.sleep(pause_s)
             self._step()
+
+    def _read(self) -> float:
+        """How long it takes to read the prompts that are new."""
+        if self._cache is None:
+            return 0.0
+        with self._changed:
+            runs = list(self._runs.values())[: self._slots]
+            unread_s = sum(run.unread_s for run in runs)
+            for run in runs:
+                run.unread_s = 0.0
+        return unread_s
 
     def _step(self) -> None:
         count = 1 if self._step_s else BURST
         with self._changed:
-            batch = list(self._runs.values())[: self._slots]
+            batch = [run for run in self._runs.values() if not run.unread_s][: self._slots]
             outputs = [run.take(count) for run in batch]
             for output in outputs:
                 if output.finish:

@@ -12,16 +12,17 @@ the text's own beginning: a text has the same vector alone and in any company.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from servekit.engines.assembly import UNSTATED_CONTEXT
-from servekit.engines.base import EmbedJob, StepOutput
+from servekit.engines.assembly import UNSTATED_CONTEXT, spread_how
+from servekit.engines.base import StepOutput
 from servekit.engines.pooling import Pooling
+from servekit.engines.underway import EmbedRow as EmbedRow  # for those who import it from here
 from servekit.wire.messages import ModelInfo, WorkerSpec
 
 #: Tokens in one forward pass. More of them only make a step longer, on a CPU very soon.
@@ -29,23 +30,6 @@ CPU_BATCH_TOKENS = 1024
 CUDA_BATCH_TOKENS = 16_384
 CPU_SLOTS = 32
 CUDA_SLOTS = 256
-
-
-@dataclass(slots=True, eq=False)
-class EmbedRow:
-    """A job, and what is left to do of it."""
-
-    key: str
-    job: EmbedJob
-    cancelled: bool = False
-    vectors: list[bytes] = field(default_factory=list)
-    left: deque[int] = field(default_factory=deque)  # texts without a vector, the longest first
-    ended: StepOutput | None = None  # nothing is ever done before it is begun
-
-    def __post_init__(self) -> None:
-        self.vectors = [b""] * len(self.job.inputs)
-        lengths = [len(ids) for ids in self.job.inputs]
-        self.left = deque(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))
 
 
 class EmbeddingRunner:
@@ -105,6 +89,16 @@ class EmbeddingRunner:
         vectors = self._pooling(hidden, mask).cpu().numpy()
         return [vector.astype("<f4").tobytes() for vector in vectors]
 
+    def make_pages(self) -> None:
+        """There are none."""
+
+    def drop_pages(self) -> None:
+        """There are none."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Weights that are not the transformer's."""
+        return self._pooling.tensors()
+
     def close(self) -> None:
         self._rows.clear()
 
@@ -144,7 +138,8 @@ def assemble(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        detail=f"embeddings of {size}, {attention}, {budget} tokens a batch",
+        detail=f"embeddings of {size}, {attention}, {budget} tokens a batch{spread_how(spec)}",
+        sleeps=True,
         serves=("embed", "tokenize", "detokenize"),
         embedding_size=size,
     )

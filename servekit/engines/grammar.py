@@ -123,11 +123,22 @@ class Grammars:
         """Raises ValueError for a tokenizer that is not of the library's fast kind."""
         from llguidance.hf import from_tokenizer
 
-        self._vocab_size = max(vocab_size, len(tokenizer))
-        self._eos = eos
-        self._tokenizer: LLTokenizer = from_tokenizer(
-            tokenizer, n_vocab=self._vocab_size, eos_token=sorted(eos) or None
+        size = max(vocab_size, len(tokenizer))
+        self._begin(
+            from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(eos) or None), size, eos
         )
+
+    @classmethod
+    def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:
+        """The same for a vocabulary that llguidance has already read."""
+        made = cls.__new__(cls)
+        made._begin(tokenizer, vocab_size, eos)
+        return made
+
+    def _begin(self, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = eos
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 

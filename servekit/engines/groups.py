@@ -99,12 +99,14 @@ SCHEDULER_MAPPING[NAME] = GroupScheduler
 
 
 def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row]) -> None:
-    """Have the library's cache share blocks between requests of one adapter only."""
+    """Have the library's cache share blocks between requests of one adapter only, and tell them."""
     search = cache.search_prefix_match
 
     def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-        uid = rows[request_id].adapter_uid
+        row = rows[request_id]
+        uid = row.adapter_uid
         found: int = search(request_id, _salted(prompt_ids, uid) if uid else prompt_ids)
+        row.note_cached(found)
         return found
 
     cache.search_prefix_match = search_prefix_match

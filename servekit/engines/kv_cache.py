@@ -48,6 +48,11 @@ class Shape:
         """What reading one cached token takes beside it, in the one layer that is at work."""
         return (2 * self.kv_heads + 2 * self.heads) * self.head_dim * self.itemsize
 
+    def part(self, ranks: int) -> Shape:
+        """What one of several ranks has of it: its share of the heads."""
+        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
+        return replace(self, heads=heads, kv_heads=kv_heads)
+
     def fixed_bytes(self, batch_tokens: int, slots: int) -> int:
         """Activations and logits of one forward pass, whatever the cache's size."""
         activations = (

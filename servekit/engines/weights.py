@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as library_logging
 
+from servekit.engines import device_memory
 from servekit.engines.base import Report
+from servekit.engines.spread import layers, plan
 from servekit.errors import LoadError
 from servekit.wire.messages import Progress, WorkerSpec
 
@@ -40,12 +43,16 @@ def load_model(
     report: Report,
     *,
     for_embeddings: bool = False,
+    device: torch.device | None = None,
 ) -> transformers.PreTrainedModel:
     """The model in evaluation mode on `spec.device`, every tensor loaded straight there.
 
-    A causal language model, or `for_embeddings` the bare transformer.
+    A causal language model, or `for_embeddings` the bare transformer. `device` is this rank's,
+    where there are several; by default the first.
     """
-    device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+    device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
+    for each in _devices(spec, device):
+        device_memory.bound(spec, each)
     if not for_embeddings:
         _require_a_head(folder)
     kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
@@ -53,17 +60,44 @@ def load_model(
         model: transformers.PreTrainedModel = kind.from_pretrained(
             folder,
             dtype=_dtype(spec),
-            device_map={"": device},
+            **_placing(spec, device),
             attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
         )
-    strays = {str(tensor.device) for tensor in model.parameters()} - {str(device)}
+    wanted = {str(each) for each in _devices(spec, device)}
+    strays = {str(tensor.device) for tensor in model.parameters()} - wanted
     if strays:
-        raise LoadError(f"Parameters of {spec.model} landed on {', '.join(strays)}, not {device}.")
+        raise LoadError(
+            f"Parameters of {spec.model} landed on {', '.join(strays)}, not {', '.join(wanted)}."
+        )
+    if plan.over_ranks(spec):
+        model._device_mesh = None  # the library's batching would have all ranks schedule
     model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
     return model
+
+
+def _placing(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
+    """What tells the library where the weights belong."""
+    if plan.over_ranks(spec):
+        return {"distributed_config": DistributedConfig(tp_size=spec.gpus)}
+    return layers.placing(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
+
+
+def _devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:
+    if plan.over_layers(spec):
+        return [torch.device("cuda", index) for index in range(spec.gpus)]
+    return [device]
+
+
+def outline(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> Any:
+    """The model without weights: its class is imported, and its parameters have shapes."""
+    trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(folder, **trust)
+    kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=spec.trust_remote_code)
 
 
 def _require_a_head(folder: Path) -> None:

@@ -42,8 +42,8 @@ class AdapterRoute(Route):
     def hopeless(self) -> bool:
         return self.adapter.state == "failed" or self.base.hopeless
 
-    def check_available(self) -> None:
-        """Raise ModelUnavailable unless the adapter serves, and its base does or will soon."""
+    def check_loaded(self) -> None:
+        """Raise ModelUnavailable unless the adapter serves wherever its base does."""
         name, state = self.adapter.name, self.adapter.state
         if state == "failed":
             message = f"the adapter {name!r} cannot serve: {self.adapter.reason}"
@@ -53,6 +53,10 @@ class AdapterRoute(Route):
         if state != "serving" and not (away and state == "loading"):
             message = f"the adapter {name!r} is being loaded"
             raise ModelUnavailable(message, retry_after_s=5.0, param="model")
+
+    def check_available(self) -> None:
+        """Raise ModelUnavailable unless the adapter serves, and its base does or will soon."""
+        self.check_loaded()
         self.base.check_available()
 
     def adapt(self, call: Call) -> None:

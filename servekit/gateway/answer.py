@@ -113,8 +113,11 @@ def _reason(last: Delta) -> bytes:
 
 def _usage(last: Delta) -> bytes:
     prompt, completion = last.prompt_tokens, last.completion_tokens
-    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (
+    usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (
         prompt,
         completion,
         prompt + completion,
     )
+    if not last.cached_tokens:
+        return usage
+    return b'%b,"prompt_tokens_details":{"cached_tokens":%d}}' % (usage[:-1], last.cached_tokens)

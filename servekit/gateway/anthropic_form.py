@@ -183,9 +183,9 @@ def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> dict[str, int]:
-    return {
-        "input_tokens": turn.prompt_tokens,
+    return {  # there the prompt is the sum of what is new and what was cached
+        "input_tokens": turn.prompt_tokens - turn.cached_tokens,
         "output_tokens": turn.completion_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": turn.cached_tokens,
     }

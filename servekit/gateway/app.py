@@ -176,12 +176,12 @@ def model_health(route: Route) -> dict[str, Any]:
             "device": replica.device,
             "restarts": replica.restarts,
             "progress": replica.progress and msgspec.structs.asdict(replica.progress),
-            "reason": replica.reason or None,
+            "reason": replica.trouble or replica.reason or None,
         }
         for replica in route.status.replicas
     ]
     return {
-        "ready": route.ready,
+        "ready": route.ready and not route.in_trouble,
         "state": model_state(route),
         "running": route.running,
         "waiting": route.waiting,

@@ -59,6 +59,7 @@ class Call:
         "prompt",
         "replica",
         "route",
+        "session",
         "sink",
         "stream",
         "wire_id",
@@ -75,6 +76,7 @@ class Call:
         key: str = "",
         priority: int = 0,
         more: dict[str, Any] | None = None,
+        session: str = "",
     ) -> None:
         self.model = model
         self.more = more or {}  # further fields of Generate: its task, tools, …
@@ -84,6 +86,7 @@ class Call:
         self.stream = stream  # False: the consumer is woken once, when all is there
         self.key = key
         self.priority = priority
+        self.session = session  # calls of one go to one replica, as far as that is good
         self.caller: Caller | None = None  # whose key it came with, where keys are needed
         self.created_s = time.monotonic()
         self.deaths = 0  # in a row, see `gateway.fate`

@@ -33,13 +33,17 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def usage(turn: Turn) -> dict[str, int]:
+def usage(turn: Turn) -> dict[str, Any]:
+    """Tokens; those from the prefix cache only where there are some, as on the short way."""
     prompt, completion = turn.prompt_tokens, turn.completion_tokens
-    return {
+    counts = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
+    if not turn.cached_tokens:
+        return counts
+    return {**counts, "prompt_tokens_details": {"cached_tokens": turn.cached_tokens}}
 
 
 class ChatForm(Form):

@@ -7,7 +7,16 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.http import ClientGone, Receive, Scope, Send, api_key, read_body, send_json
+from servekit.gateway.http import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    api_key,
+    read_body,
+    send_json,
+    session_of,
+)
 from servekit.gateway.respond import Form, Watch, respond
 from servekit.gateway.router import Router
 from servekit.gateway.turn import Ask, open_turn
@@ -44,9 +53,11 @@ class Door:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
                 parsed = parse(body, api_key(scope))
-                turn = (
-                    None if isinstance(parsed, bytes) else await open_turn(self._router, parsed[0])
-                )
+                if isinstance(parsed, bytes):
+                    turn = None
+                else:
+                    parsed[0].session = session_of(scope) or parsed[0].session
+                    turn = await open_turn(self._router, parsed[0])
             except ClientGone:
                 return
             except ServekitError as error:

@@ -15,6 +15,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
+#: The header that names a session: its requests go to one replica, as far as that is good.
+SESSION = b"x-session-id"
 #: no-transform and no buffering: a proxy in between must pass every event on as it comes.
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,6 +65,14 @@ async def send_json(
 async def send_error(send: Send, error: ServekitError) -> None:
     """Answer with OpenAI's error envelope."""
     await send_json(send, envelope(error), error.status, error_headers(error))
+
+
+def session_of(scope: Scope) -> str:
+    """The session that a client names, "" if none."""
+    for name, value in scope["headers"]:
+        if name == SESSION:
+            return str(value, "latin-1")
+    return ""
 
 
 def api_key(scope: Scope) -> str:

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from servekit import __version__
 from servekit.errors import Unsupported
 from servekit.gateway import ollama_models as models
-from servekit.gateway.adapted import base_of
+from servekit.gateway.adapted import AdapterRoute, base_of
 from servekit.gateway.door import Door, Endpoint, Refuse
 from servekit.gateway.keep_alive import stay_s
 from servekit.gateway.ollama_asking import (
@@ -151,8 +151,10 @@ class Ollama:
         return _encode(models.show(self._named(body)))
 
     def _pull(self, body: bytes) -> bytes:
-        """Of what is served there is nothing to fetch."""
-        self._named(body)
+        """Of what is served there is nothing to fetch; an adapter that failed to load is not."""
+        route = self._named(body)
+        if isinstance(route, AdapterRoute):
+            route.check_loaded()
         return _encode({"status": "success"})
 
     def _named(self, body: bytes) -> Route:

@@ -31,6 +31,7 @@ from servekit.gateway.call import Call
 from servekit.gateway.chat import ChatForm, CompletionForm
 from servekit.gateway.http import (
     EVENT_STREAM,
+    SESSION,
     ClientGone,
     Receive,
     Scope,
@@ -40,6 +41,7 @@ from servekit.gateway.http import (
     read_body,
     send_error,
     send_json,
+    session_of,
 )
 from servekit.gateway.protocol import Exchange, Handler
 from servekit.gateway.pump import Pump
@@ -129,6 +131,7 @@ class OpenAI:
             key=key,
             priority=request.priority or 0,
             timeout_s=request.timeout_s,
+            session=request.prompt_cache_key or "",
         )
         usage = bool(options and options.include_usage)
         return ask, ChatForm(usage=usage, logprobs=bool(request.logprobs))
@@ -161,6 +164,7 @@ class OpenAI:
             key=key,
             priority=request.priority or 0,
             timeout_s=request.timeout_s,
+            session=request.prompt_cache_key or "",
         )
         usage, logprobs = bool(options and options.include_usage), request.logprobs is not None
         return ask, CompletionForm(usage=usage, logprobs=logprobs, echo=bool(request.echo))
@@ -171,6 +175,7 @@ class OpenAI:
         parsed = parse(bytes(exchange.body), key)
         if len(parsed) == 2:
             ask, form = parsed
+            ask.session = _session(exchange) or ask.session
             status = self._router.find(ask.model).status
             if status.info is None and status.residence is not None:
                 self._spawn(exchange, self._begin_later(ask, form, exchange))
@@ -179,6 +184,8 @@ class OpenAI:
             self._spawn(exchange, respond(Turn(self._router, ask), form, over.receive, over.send))
             return
         shape, request, call = parsed
+        if self._router.chooses:
+            call.session = _session(exchange) or request.prompt_cache_key or ""
         self._router.open(call, request.timeout_s)
         pump = Pump(exchange, call, self._answer_to(shape, request, call))
         if call.stream and (options := request.stream_options) and options.queue_position:
@@ -220,10 +227,14 @@ class OpenAI:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             parsed = parse(body, api_key(scope))
+            session = session_of(scope)
             if len(parsed) == 2:
-                turn, form = await open_turn(self._router, parsed[0]), parsed[1]
+                ask, form = parsed
+                ask.session = session or ask.session
+                turn = await open_turn(self._router, ask)
             else:
                 shape, request, call = parsed
+                call.session = session or request.prompt_cache_key or ""
                 self._router.open(call, request.timeout_s)
         except ClientGone:
             return
@@ -256,6 +267,10 @@ class OpenAI:
 
 def _give_up(opening: asyncio.Future[Turn]) -> None:
     opening.cancel()
+
+
+def _session(exchange: Exchange) -> str:
+    return str(exchange.header(SESSION), "latin-1")
 
 
 async def whole(answer: Answer, call: Call, send: Send) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -27,6 +27,9 @@ from servekit.wire.messages import (
     Tokens,
     WorkerToGateway,
 )
+
+if TYPE_CHECKING:
+    from servekit.gateway.balancer import Account
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -59,9 +62,10 @@ class Replica:
         self.alone: int | None = None  # who is, by the worker's word: our wire id, or 0
         self._asked = 0  # wire id of a suspect that is there, and waits to be alone
         self.resumes = True  # its engine can go on after what another one has done
-        self._share = share  # gateways that share the worker's slots
+        self.share = share  # gateways that share the worker's slots
+        self.last_id = 0  # the wire id of the last call that was sent
+        self.account: Account | None = None  # what it owes and holds, where there is a choice
         self._open_slots = 0  # for ordinary calls
-        self._next_id = 0
         self._connection: Connection[WorkerToGateway] | None = None
         self._dialling = asyncio.get_running_loop().create_task(self._dial())
 
@@ -92,13 +96,13 @@ class Replica:
 
     def set_share(self, share: int) -> None:
         """So many gateways share the worker's slots."""
-        self._share = share
+        self.share = share
         self._renew()
 
     def _slots(self) -> int:
         if self.info is None or not self.wanted:
             return 0
-        return max(1, self.info.slots // self._share)
+        return max(1, self.info.slots // self.share)
 
     def _renew(self) -> None:
         self._open_slots = 0 if self.held or self._crowded else self._slots()
@@ -115,17 +119,17 @@ class Replica:
     def run(self, call: Call) -> None:
         """Send a call to this worker; the caller has looked at `credits`."""
         assert self._connection is not None
-        self._next_id += 1
-        self.calls[self._next_id] = call
+        self.last_id += 1
+        self.calls[self.last_id] = call
         call.replica = self
         if call.alone_until:
-            self._asked = self._next_id
+            self._asked = self.last_id
             self._renew()
         try:
-            self._connection.send(call.request(self._next_id))
+            self._connection.send(call.request(self.last_id))
         except (OverflowError, RecursionError, ValueError, WireError) as error:
             said = f"the request holds a value that cannot be passed on: {error}"
-            failed = Failed(self._next_id, RequestError.code, said)
+            failed = Failed(self.last_id, RequestError.code, said)
             asyncio.get_running_loop().call_soon(self._on_failed, failed)
         if self._connection.crowded:
             self._renew()
@@ -228,7 +232,8 @@ class Replica:
             self.owner.on_returned(self, call)
         else:
             self.owner.on_ended(call)
-            call.fail(kind(message.message, param=message.param))
+            after_s = message.retry_after_s
+            call.fail(kind(message.message, param=message.param, retry_after_s=after_s))
         self._after_free()
 
     def _after_free(self) -> None:

@@ -262,7 +262,7 @@ def _usage(turn: Turn) -> Json:
     prompt, completion = turn.prompt_tokens, turn.completion_tokens
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": turn.cached_tokens},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,

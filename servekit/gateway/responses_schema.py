@@ -93,6 +93,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     include: list[str] | None = None
@@ -129,6 +130,7 @@ def ask_of(request: ResponsesRequest, key: str) -> Ask:
         key=key,
         priority=request.priority or 0,
         timeout_s=request.timeout_s,
+        session=request.prompt_cache_key or "",
     )
 
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from servekit.errors import ModelUnavailable
+from servekit.gateway.balancer import Balancer
 from servekit.gateway.call import Call
 from servekit.gateway.pace import Pace
 from servekit.gateway.pool import Replica
@@ -41,8 +42,10 @@ class Route:
         self.suspects: deque[Call] = deque()
         self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
+        self._balancer: Balancer[Replica] = Balancer()
+        self._balancer.set_status(status)
         self.adapters: Sequence[Route] = ()  # by which requests may name it, too
-        self.followers: set[Call] = set()  # whose clients want to know their places
+        self._followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
         self.in_flight = 0
         self.was_ready = False
@@ -54,6 +57,7 @@ class Route:
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
         self.queue.limit = status.max_queue
+        self._balancer.set_status(status)
 
     # ---- how it stands
 
@@ -61,6 +65,12 @@ class Route:
     def ready(self) -> bool:
         """A request sent now can complete."""
         return any(replica.routable for replica in self.replicas.values())
+
+    @property
+    def in_trouble(self) -> bool:
+        """All that are ready say that they cannot serve now; they are asked all the same."""
+        ready = [replica for replica in self.status.replicas if replica.state == "ready"]
+        return bool(ready) and all(replica.trouble for replica in ready)
 
     @property
     def running(self) -> int:
@@ -131,13 +141,18 @@ class Route:
 
     # ---- who runs next
 
-    def best(self) -> Replica | None:
-        """The replica with the most room, or None if all are full. Ties go to the first."""
-        best, room = None, 0
+    def best(self, call: Call) -> Replica | None:
+        """The replica that is to be sent this call now, or None if all are full: see `balance`."""
+        if len(self.replicas) > 1:
+            return self._balancer.choose(self.replicas.values(), call)
         for replica in self.replicas.values():
-            if replica.credits > room:
-                best, room = replica, replica.credits
-        return best
+            if replica.credits > 0:
+                return replica
+        return None
+
+    @property
+    def has_room(self) -> bool:
+        return any(replica.credits > 0 for replica in self.replicas.values())
 
     def dispatch(self, replica: Replica) -> None:
         """A replica has room: give it what waits, the suspects first."""
@@ -146,15 +161,22 @@ class Route:
         self._fill(replica)
 
     def dispatch_all(self) -> None:
-        """As `dispatch`, for all replicas evenly: the one with the most room gets the next."""
+        """As `dispatch`, for all replicas."""
         if self.suspects:
             self._try_suspect()
-        while len(self.queue) and (replica := self.best()) is not None:
-            replica.run(self.queue.pop())
+        while len(self.queue) and self.has_room:
+            call = self.queue.pop()
+            if (replica := self.best(call)) is not None:
+                replica.run(call)
 
     def _fill(self, replica: Replica) -> None:
         while len(self.queue) and replica.credits > 0:
-            replica.run(self.queue.pop())
+            self._send(replica, self.queue.pop())
+
+    def _send(self, replica: Replica, call: Call) -> None:
+        if len(self.replicas) > 1:
+            self._balancer.note(replica, call)
+        replica.run(call)
 
     def _try_suspect(self) -> None:
         """Send the next suspect to a worker, unless the one before is still on trial."""
@@ -163,7 +185,7 @@ class Route:
             return
         if (replica := self._ward()) is not None:
             self._on_trial = call = self.suspects.popleft()
-            replica.run(call)
+            self._send(replica, call)
 
     def _ward(self) -> Replica | None:
         """The replica that a suspect does the least harm to; None: wait for a better one."""
@@ -213,26 +235,22 @@ class Route:
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
     def follow(self, call: Call) -> None:
-        """Have a call told its place now and, on change, once a second; see `place_after`."""
+        """Have a call told its place now and, on change, once a second, while it waits."""
         if (place := self.position(call)) is None:
             return
         call.place = place
-        if not self.followers:
-            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
-        self.followers.add(call)
+        if not self._followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
+        self._followers.add(call)
 
-    def _announce_again(self) -> None:
-        if self.announce():
-            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
-
-    def announce(self) -> bool:
-        """Tell the followers their places where they changed; whether any are left."""
+    def _announce(self) -> None:
         places = {call: place for place, call in enumerate(self.order())}
-        self.followers = {call for call in self.followers if call in places}
-        for call in self.followers:
+        self._followers = {call for call in self._followers if call in places}
+        for call in self._followers:
             if call.place != places[call]:
                 call.tell(places[call])
-        return bool(self.followers)
+        if self._followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
 
 
 def describe(replica: ReplicaStatus) -> str:

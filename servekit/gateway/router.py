@@ -1,4 +1,4 @@
-"""Where each request goes: one bounded queue per model, and the replica with the most room.
+"""Where each request goes: one bounded queue per model, and the replica that suits it best.
 
 HTTP and Gradio requests come in by the same door, `open`. What waits can still be cancelled,
 time out, be told its position, or go elsewhere; a worker only ever holds what it has slots for.
@@ -66,6 +66,7 @@ class Router:
         self.draining = False
         self.idle = asyncio.Event()  # set once draining and nothing is in flight
         self.requests = 0
+        self.chooses = False  # some model has several replicas: it matters whose session a call is
         self.quarantine = Quarantine()
         self.access = Access()
         self._report = report
@@ -132,7 +133,7 @@ class Router:
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.keep(call)
-        replica = None if len(route.queue) else route.best()
+        replica = None if len(route.queue) else route.best(call)
         if replica is not None:
             replica.run(call)
         else:
@@ -203,6 +204,7 @@ class Router:
             for one in (route, *route.adapters)
             for alias in (one.status.name, *one.status.aliases)
         }
+        self.chooses = any(len(status.replicas) > 1 for status in topology.models)
         self._farewells.apply(topology.models)
         self.demand.apply(self.routes.values())
 

@@ -119,6 +119,8 @@ class Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     user: str | None = None
+    #: What `X-Session-Id` is, in the body.
+    prompt_cache_key: str | None = None
     n: Choices | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=4096)] | None = None
     # servekit's own:

@@ -41,8 +41,10 @@ from servekit.gateway.parsing import (
 )
 from servekit.gateway.parsing import Choice as ToolChoice
 from servekit.gateway.router import Router
+from servekit.wire.dialects import FRAMED
 from servekit.wire.messages import (
     ChatMessage,
+    Delta,
     Dialect,
     Grammar,
     ModelStatus,
@@ -74,6 +76,7 @@ class Ask:
     calling: type[Call] = Call  # what its calls are, for those who want to know more of them
     stream: bool = True
     follow: bool = False  # also wake for each new place in the queue
+    session: str = ""  # that the client has named
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
@@ -125,7 +128,7 @@ class Turn:
         info = route.status.info
         self.model = route.status.name
         self.ask = ask
-        self.prompt_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0  # the latter are of the former
         self.completion_tokens = 0
         check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
         self._dialect = dialect = Dialect() if info is None else info.dialect
@@ -136,7 +139,7 @@ class Turn:
         self._parsers = [self._parser(thinking) for _ in self._calls]
         self._called = [False for _ in self._calls]
         self._written = ["" for _ in self._calls]  # the arguments of the last tool call
-        self._prompts = [0 for _ in self._calls]  # their tokens, as far as they are known
+        self._prompts = [(0, 0) for _ in self._calls]  # their tokens, and those of them cached
         self._left = set(range(len(self._calls)))
         self._open(router)
 
@@ -144,6 +147,8 @@ class Turn:
         """None where all is text."""
         thinks = self.ask.reasoning and self.ask.messages is not None
         tools = self._choice.tools
+        if self._dialect.tools == FRAMED and self.ask.messages is not None:
+            return parser(self._dialect, tools=tools, reasoning=thinks)
         if not tools and not (thinks and (self._dialect.think_end or self._dialect.tools)):
             return None
         return parser(self._dialect, tools=tools, reasoning=thinks, thinking=thinking)
@@ -153,6 +158,9 @@ class Turn:
         more: dict[str, Any] = {}
         if self._choice.tools:
             more["tools"] = list(self._choice.tools)
+            if self._dialect.tools == FRAMED:
+                more["must_call"] = self._choice.mode == "required"
+                more["one_call"] = self._choice.once or not ask.parallel
         if ask.template:
             more["template"] = ask.template
         if ask.continues:
@@ -166,6 +174,7 @@ class Turn:
                 call = ask.calling(
                     ask.model, _seeded(params, index), prompt=prompt, messages=ask.messages,
                     stream=ask.stream, key=ask.key, priority=ask.priority, more=more,
+                    session=ask.session,
                 )  # fmt: skip
                 call.sink = self._news.set
                 yield call
@@ -173,6 +182,8 @@ class Turn:
     def _grammar(self, thinking: bool) -> Grammar | None:
         """What the whole of the model's text has to be: calls, an answer, thoughts before them."""
         ask, grammar = self.ask, self.ask.params.grammar
+        if self._dialect.tools == FRAMED:
+            return grammar  # its engine is told of tools, and tells thoughts from the answer
         calls = tool_grammar(
             self._dialect, self._choice, parallel=ask.parallel, begun=thinking, answer=grammar
         )
@@ -247,7 +258,7 @@ class Turn:
         if self._choice.tools:
             self._note_calls(index, events)
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
-        self._count_prompt(index, last.prompt_tokens)
+        self._count_prompt(index, last)
         if last.finish is None:
             return Piece(index, events, logprobs)
         self._left.discard(index)
@@ -262,11 +273,13 @@ class Turn:
             elif type(event) is CallArguments:
                 self._written[index] += event.text
 
-    def _count_prompt(self, index: int, tokens: int) -> None:
+    def _count_prompt(self, index: int, delta: Delta) -> None:
         """Known with the first piece already, for streams that begin with it."""
         if index % self.ask.n == 0:  # choices of one prompt share it
-            self.prompt_tokens += tokens - self._prompts[index]
-            self._prompts[index] = tokens
+            tokens, cached = self._prompts[index]
+            self._prompts[index] = delta.prompt_tokens, delta.cached_tokens
+            self.prompt_tokens += delta.prompt_tokens - tokens
+            self.cached_tokens += delta.cached_tokens - cached
 
     def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
         parse = self._parsers[index]

@@ -21,7 +21,7 @@ from servekit.gateway.caller import Caller
 from servekit.gateway.parsing import Parser, Reasoning, Text, parser
 from servekit.gateway.router import Router
 from servekit.gateway.schema import ChatRequest, decode
-from servekit.wire.messages import FinishReason
+from servekit.wire.values import FinishReason
 
 #: Between two updates of one page, s; each answer under way adds its share, so that what all pages
 #: cost together is bounded: about a hundred updates a second.

@@ -39,13 +39,13 @@ def elements(folder: Path) -> dict[str, int]:
     return found
 
 
-def size_bytes(elements: Mapping[str, int], float_bytes: int | None = None) -> int:
+def size_bytes(elements: Mapping[str, int], float_bytes: float | None = None) -> int:
     """What they take in memory; `float_bytes`: each number that is a float is converted to that."""
-    bits = 0
+    bits = 0.0
     for kind, count in elements.items():
         own = _BITS.get(kind, 16)
         bits += count * (8 * float_bytes if float_bytes and kind in FLOATS else own)
-    return bits // 8
+    return int(bits / 8)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from servekit.config.access import KeyConfig
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
-from servekit.config.schema import Config
+from servekit.config.schema import Config, ModelConfig
 from servekit.wire.messages import AccessRules, KeyRule
 from servekit.wire.values import RequestLimits
 
@@ -22,6 +22,9 @@ _PUBLIC = (
     "{host} can be reached by others, and there are no keys: whoever reaches it could use all."
     " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or say --insecure"
 )
+
+
+_NO_KEY = "the variable {} holds no key: a key is"
 
 
 class KeyMissing(ValueError):
@@ -55,8 +58,39 @@ def refuse_public(config: Config) -> str:
 
 
 def secret_variables(config: Config) -> frozenset[str]:
-    """The environment variables that are keys: no child gets them."""
-    return frozenset(key.environment for key in config.keys if key.environment)
+    """The environment variables that are keys: no child gets them, but for `handed`."""
+    ours = {key.environment for key in config.keys if key.environment}
+    return frozenset(ours | {name for model in config.models if (name := key_variable(model))})
+
+
+def public(environ: Mapping[str, str], config: Config) -> Mapping[str, str]:
+    """What any child may have of our environment."""
+    hidden = secret_variables(config)
+    return {name: value for name, value in environ.items() if name not in hidden}
+
+
+def handed(environ: Mapping[str, str], model: ModelConfig) -> Mapping[str, str]:
+    """What the workers of this model alone have: the key to the endpoint behind it."""
+    name = key_variable(model)
+    return {name: environ[name]} if name in environ else {}
+
+
+def key_variable(model: ModelConfig) -> str:
+    """Which variable holds the key to the endpoint behind a model; "" for none."""
+    options = model.options if model.engine == "openai" else {}
+    return options.get("key_environment") or ""
+
+
+def check_handed(config: Config, environ: Mapping[str, str]) -> None:
+    """Raise KeyMissing for a model whose key is not there: its endpoint would refuse all."""
+    for i, model in enumerate(config.models):
+        if name := key_variable(model):
+            value = (model.env.get(name) or environ.get(name, "")).strip()
+            at = ("models", i, "options", "key_environment")
+            if not value:
+                raise KeyMissing(at, f"the variable {name} holds no key: it is not set, or empty.")
+            if not value.isascii() or not value.isprintable() or " " in value:
+                raise KeyMissing(at, f"{_NO_KEY.format(name)} printable ASCII without spaces.")
 
 
 def _rule(key: KeyConfig, at: int, names: Mapping[str, str], environ: Mapping[str, str]) -> KeyRule:

@@ -129,7 +129,7 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
         shape: Attention | None = attention.of_config(config)
     except ValueError:  # recurrent, or of a kind that is not known here
         shape = None
-    quantised = "quantization_config" in config
+    quantised = "quantization_config" in config or model.options.get("quantization")
     number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
     return _spread(model, place, weights, shape, number)
 
@@ -145,8 +145,11 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
     return _spread(model, place, int(file.elements * number), shape, number)
 
 
-def _float_bytes(model: ModelConfig, place: Assignment, config: Mapping[str, Any]) -> int | None:
+def _float_bytes(model: ModelConfig, place: Assignment, config: Mapping[str, Any]) -> float | None:
     """Bytes of a number that was stored as a float; None: as it was stored."""
+    how = model.options.get("quantization")
+    if how and "quantization_config" not in config:  # while it loads: to eight bits, or to four
+        return 1 if how == "fp8" else 0.5
     if model.dtype != "auto":
         return _BYTES[model.dtype]
     if not place.gpus:

@@ -141,6 +141,8 @@ class Fleets:
 
     def apply(self, plan: Plan) -> str:
         """Begin to make it so; returns what changes, in words."""
+        for name, choice in plan.choices.items():
+            log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
         self.plan = plan
         models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}

@@ -18,6 +18,7 @@ class Gpu:
     name: str
     total_bytes: int
     free_bytes: int
+    linked: tuple[str, ...] = ()  # UUIDs of the GPUs that NVLink joins it to
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
@@ -36,7 +37,8 @@ def find_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     hides are not ours to hand out. Blocks while a driver wakes its GPUs.
     """
     found = driver.ask("gpus") if is_present() else None
-    return restrict([Gpu(**gpu) for gpu in found or ()], visible)
+    gpus = [Gpu(**{**gpu, "linked": tuple(gpu["linked"])}) for gpu in found or ()]
+    return restrict(gpus, visible)
 
 
 def gpu_memory_by_pid() -> Holdings:
@@ -47,8 +49,8 @@ def gpu_memory_by_pid() -> Holdings:
 
 def free_bytes() -> Mapping[str, int]:
     """What is free of each GPU now, by UUID; empty where the driver does not answer. Blocks."""
-    found = driver.ask("gpus") if is_present() else None
-    return {str(gpu["uuid"]): int(gpu["free_bytes"]) for gpu in found or ()}
+    found = driver.ask("free") if is_present() else None
+    return found or {}
 
 
 def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:

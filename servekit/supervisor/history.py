@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from servekit.supervisor.child import Exit
-from servekit.wire.messages import ExitRecord
+from servekit.wire.values import ExitRecord
 
 #: Deaths remembered per child, and of how many the stacks: they are long.
 _DEATHS = 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from servekit.config.schema import ModelConfig
 from servekit.supervisor.run_dir import RunDir
 from servekit.wire.messages import Quarantined
 
@@ -18,6 +19,9 @@ class Host(Protocol):
     @property
     def environ(self) -> Mapping[str, str]:
         """What a child's environment is made from."""
+
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        """What is added to it for the workers of this model alone."""
 
     def changed(self) -> None:
         """Something that others may see is different now."""

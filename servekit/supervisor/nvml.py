@@ -3,7 +3,8 @@
 Each line on stdin is a question, each line on stdout its answer in JSON:
 
     gpus     [{"index": 0, "uuid": "GPU-…", "name": "NVIDIA H200", "total_bytes": …,
-               "free_bytes": …}, …]
+               "free_bytes": …, "linked": [UUID of each GPU that NVLink joins it to, …]}, …]
+    free     {UUID: bytes}
     memory   {PID: {UUID: bytes}}
     details  {"error": "", "driver": "580.95.05", "cuda": "13.0", "gpus": [as above, and
                "compute_mode": "default", "exclusive" or "prohibited", "mig": false,
@@ -38,6 +39,7 @@ def main() -> None:
     nvml = _initialised()
     questions: dict[str, Callable[[Any], Any]] = {
         "gpus": _gpus,
+        "free": _free,
         "memory": _memory,
         "details": _details,
     }
@@ -60,7 +62,32 @@ def _initialised() -> Any:
 
 
 def _gpus(nvml: Any) -> list[dict[str, Any]]:
-    return [] if nvml is None else [_read(nvml, index, handle) for index, handle in _handles(nvml)]
+    found = [] if nvml is None else list(_handles(nvml))
+    return [
+        _read(nvml, index, handle)
+        | {
+            "linked": [
+                _text(nvml.nvmlDeviceGetUUID(other))
+                for number, other in found
+                if number != index and _is_linked(nvml, handle, other)
+            ]
+        }
+        for index, handle in found
+    ]
+
+
+def _is_linked(nvml: Any, one: Any, other: Any) -> bool:
+    """Whether NVLink joins them. Source: NVML API reference, nvmlDeviceGetP2PStatus."""
+    try:
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == nvml.NVML_P2P_STATUS_OK)
+    except (AttributeError, nvml.NVMLError):
+        return False
+
+
+def _free(nvml: Any) -> dict[str, int]:
+    handles = [] if nvml is None else [handle for _, handle in _handles(nvml)]
+    return {_text(nvml.nvmlDeviceGetUUID(one)): _memory_of(nvml, one)[1] for one in handles}
 
 
 def _memory(nvml: Any) -> dict[int, dict[str, int]]:

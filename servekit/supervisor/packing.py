@@ -196,14 +196,15 @@ def _ways(gpus: Sequence[Gpu], width: int) -> Iterator[Slot]:
 
 
 def _rank(board: Board, want: Want, slot: Slot, order: _Order) -> tuple[object, ...]:
-    """Those of one worker talk to each other: neighbours, and pairs as they are bridged, first."""
+    """Those of one worker talk to each other: by NVLink where there is, else neighbours."""
+    apart = sum(b.uuid not in a.linked for a, b in itertools.combinations(slot, 2))
     extent = slot[-1].index - slot[0].index
     overlap = 0 if want.stays else sum(board.overlap(want, gpu) for gpu in slot)
     passing = 0 if want.stays else sum(len(board.on(gpu, stays=False)) for gpu in slot)
     left = sum(board.left(want, gpu) for gpu in slot)
     room = left if order == "fullest" else -left
     astride = slot[0].index % len(slot) != 0
-    return slot not in want.held, overlap, passing, extent, astride, room, _indexes(slot)
+    return slot not in want.held, overlap, passing, apart, extent, astride, room, _indexes(slot)
 
 
 def _grow(board: Board, wants: Sequence[Want]) -> None:

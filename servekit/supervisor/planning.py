@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from servekit.config.load import complain, load
+from servekit.config.choosing import Choice
+from servekit.config.installed import Machine
+from servekit.config.load import complain, load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.supervisor import access, estimates, host_memory, procfs
@@ -38,13 +40,14 @@ class Source:
 
         Raises ConfigError with everything that is wrong with it.
         """
-        config = load(self.path)
+        config, choices = load_here(self.path, Machine(bool(gpus)))
         server = config.server.model_copy(update=dict(self.server))
         config = config.model_copy(update={"server": server})
         if not self.insecure and (reason := access.refuse_public(config)):
             raise complain(self.path, ("server", "host"), f"{reason}.")
         try:
             rules = access.rules(config, self.environ)
+            access.check_handed(config, self.environ)
         except access.KeyMissing as error:
             raise complain(self.path, error.at, str(error)) from None
         try:
@@ -54,7 +57,9 @@ class Source:
             found = self._estimates(config, places)
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None
-        return Plan(config, str(self.path.resolve()), places, tuple(gpus), self, rules, found)
+        return Plan(
+            config, str(self.path.resolve()), places, tuple(gpus), self, rules, found, choices
+        )
 
     def _estimates(self, config: Config, places: Sequence[Assignment]) -> dict[str, Estimate]:
         """What each model takes at its first place. Raises Misplaced."""
@@ -98,3 +103,4 @@ class Plan:
     source: Source
     access: AccessRules
     estimates: Mapping[str, Estimate] = field(default_factory=dict)  # of models with files
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # of models with `engine: auto`

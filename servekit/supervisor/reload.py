@@ -33,6 +33,7 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
     "load",
     "idle_unload_s",
     "idle_sleep_s",
+    "routing",
 }
 #: What workers load and unload while they serve.
 _IN_PLACE = frozenset({"adapters"})

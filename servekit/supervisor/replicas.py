@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
@@ -46,6 +47,7 @@ from servekit.wire.messages import (
     Pong,
     Progress,
     Ready,
+    ReplicaHistory,
     ReplicaStatus,
 )
 from servekit.wire.residency import Asleep, Awake, NotDone
@@ -110,9 +112,9 @@ class Replica(Life[FromWorker]):
         self._pulse = Pulse(time.monotonic())
         self._socket = self.host.run_dir.new_socket()
         host = self.host
-        env = environment.for_worker(
-            host.environ, self.place, self.model.env, host.mark, KINDS[self.model.engine]
-        )
+        extra = {**host.keys_of(self.model), **self.model.env}
+        kind = KINDS[self.model.engine]
+        env = environment.for_worker(host.environ, self.place, extra, host.mark, kind)
         return Command(
             name=self.name,
             module="servekit.worker",
@@ -274,6 +276,16 @@ class Replica(Life[FromWorker]):
         late = functools.partial(self.give_up, f"stalled: it had not {what} after {limit_s:g} s")
         return await self._errands.send(make, child.send, what, late, limit_s)
 
+    @property
+    def trouble(self) -> str:
+        """Why it cannot serve although it is ready, by its own word; "" if it can."""
+        return self._pulse.last.trouble if self.serves else ""
+
+    def story(self) -> ReplicaHistory:
+        """With what troubles it now."""
+        story = super().story()
+        return replace(story, reason=self.trouble) if self.trouble else story
+
     def load(self) -> tuple[int, int]:
         return self._pulse.last.served, self._pulse.last.running
 
@@ -319,4 +331,6 @@ class Replica(Life[FromWorker]):
             stray=self.vram.stray,
             claim_bytes=sum(self.place.claims),
             excess=self.vram.excess,
+            kv_used=self._pulse.kv_used,
+            trouble=self.trouble,
         )

@@ -207,7 +207,7 @@ class Residents:
 
     # ---- what it knows
 
-    def residence(self, fleet: Fleet, *, for_operators: bool = False) -> Residence | None:
+    def residence(self, fleet: Fleet, for_operators: bool = False) -> Residence | None:
         """How a model stands; None where it is loaded at the start, and stays."""
         row = self._rows.get(fleet)
         if row is None or not row.comes_and_goes:

@@ -87,10 +87,10 @@ def _arithmetic(error: Unplaceable) -> str:
         if want.stays and (passing := board.on(gpu, stays=False)):
             others.append(max(passing, key=lambda one: one[1]))
         told.append(_left(want, gpu, board.rooms[gpu], others))
-    wide = f"{want.width} GPUs, " if want.width > 1 else ""
+    wide = f" on {want.width} GPUs" if want.width > 1 else ""
     tries = " in the time that a search may take" if error.gave_up else ""
     return (
-        f"no place was found{tries} for {want.name}/{number}, which needs {wide}beside the others: "
+        f"no place was found{tries} for {want.name}/{number}{wide} beside the others: "
         f"it {'; '.join(told)}"
     )
 

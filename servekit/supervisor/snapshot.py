@@ -28,6 +28,7 @@ def of_model(fleet: Fleet, created: int, residence: Residence | None) -> ModelSt
         adapters=fleet.adapter_statuses(),
         standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
         residence=residence,
+        routing=model.routing,
     )
 
 
@@ -52,6 +53,7 @@ def why(
         if life.name == name:
             return Why(name, "closed", (life.story(),))
     known = [fleet.model.name for fleet in fleets]
+    known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
     return Refused(f"nothing here is called {name!r}; there are: {', '.join(known)}", True)

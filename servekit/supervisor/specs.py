@@ -30,7 +30,7 @@ def worker_spec(
         tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
         reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
         adapters=adapters,
-        gpus=max(1, len(place.gpus)),
+        gpus=devices(model, place),
         parallel=parallel(model, place),
         memory_bytes=_share(model, place),
         sleeps=model.idle_sleep_s is not None,
@@ -38,10 +38,25 @@ def worker_spec(
 
 
 def parallel(model: ModelConfig, place: Assignment) -> Parallel:
-    """How its engine spreads it over its GPUs; "" where it has one, or none."""
-    if len(place.gpus) < 2:
-        return ""
-    return KINDS[model.engine].parallel[0] if model.parallel == "auto" else model.parallel
+    """How its engine spreads it over its devices; "" where it has one."""
+    return _wished(model) if devices(model, place) > 1 else ""
+
+
+def devices(model: ModelConfig, place: Assignment) -> int:
+    """How many its engine spreads it over.
+
+    On a CPU that is processes, where each device has one: a file for GPUs can be tried without any.
+    """
+    if place.gpus:
+        return len(place.gpus)
+    return model.gpus_per_replica if _wished(model) == "tensor" else 1
+
+
+def _wished(model: ModelConfig) -> Parallel:
+    known = KINDS[model.engine].parallel
+    if model.parallel == "auto":
+        return known[0] if known else ""
+    return model.parallel if model.parallel in known else ""
 
 
 def _share(model: ModelConfig, place: Assignment) -> int:

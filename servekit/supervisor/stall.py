@@ -22,6 +22,9 @@ from servekit.wire.messages import Pong, WorkerState
 
 #: After a pause of our own (SIGSTOP, a frozen container), how long nobody is blamed.
 FORGIVEN_S = 1.0
+#: What a worker's KV cache has to fill or empty by, a share of it, for the gateways to be told:
+#: each change of what they are told is sent to all of them, with all there is.
+KV_STEP = 0.1
 #: After it has loaded an adapter, until its pongs tell of the time since then.
 PARDONED_S = 3.0
 
@@ -39,6 +42,7 @@ class Pulse:
 
     def __init__(self, now: float) -> None:
         self.last = Pong(0, 0.0, 0, 0, 0.0)
+        self.kv_used = 0.0  # as told, within KV_STEP
         self._owed_since: float | None = None  # the oldest ping without an answer
         self._asked_at = now
         self._forgiven_until = now
@@ -51,6 +55,8 @@ class Pulse:
 
     def answered(self, pong: Pong) -> None:
         self.last = pong
+        if abs(pong.kv_used - self.kv_used) >= KV_STEP or not pong.kv_used:
+            self.kv_used = round(pong.kv_used, 2)
         self._owed_since = None
 
     def slept(self, now: float) -> None:

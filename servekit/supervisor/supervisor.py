@@ -19,9 +19,9 @@ from typing import Any, Literal
 import structlog
 
 from servekit import __version__
+from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import listening, offspring, procfs, snapshot
-from servekit.supervisor.access import secret_variables
+from servekit.supervisor import access, listening, offspring, procfs, snapshot
 from servekit.supervisor.adapter_desk import AdapterDesk
 from servekit.supervisor.control import Operators
 from servekit.supervisor.driver import driver
@@ -85,8 +85,7 @@ class Supervisor:
         self._listeners = ground.listeners
         self._observer = observer
         self._started_at = time.time()
-        self._draining = False
-        self._publishing = False
+        self._draining = self._publishing = False
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
@@ -102,8 +101,8 @@ class Supervisor:
         ]
         self._fleets = Fleets(plan, self, self._run)
         self._residents = Residents(self._fleets, self._gateways)
-        desk = AdapterDesk(self._fleets, self._gateways)
-        self._operators = Operators(self, desk, self._residents)
+        adapters = AdapterDesk(self._fleets, self._gateways)
+        self._operators = Operators(self, adapters, self._residents)
         self._measures = Measures(self._lives, self.run_dir, self.children_changed)
 
     # ---- its life
@@ -236,9 +235,11 @@ class Supervisor:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Ours, less the API keys in it."""
-        hidden = secret_variables(self._fleets.plan.config)
-        return {name: value for name, value in self._environ.items() if name not in hidden}
+        """Ours, less the keys in it."""
+        return access.public(self._environ, self._fleets.plan.config)
+
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        return access.handed(self._environ, model)
 
     def changed(self) -> None:
         if not self._publishing:
@@ -333,9 +334,8 @@ class Supervisor:
         )
 
     def _models(self, fleets: Sequence[Fleet], for_operators: bool) -> tuple[ModelStatus, ...]:
-        told = partial(self._residents.residence, for_operators=for_operators)
-        since = int(self._started_at)
-        return tuple(snapshot.of_model(fleet, since, told(fleet)) for fleet in fleets)
+        told, at = self._residents.residence, int(self._started_at)
+        return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in fleets)
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())

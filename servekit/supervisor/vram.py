@@ -99,7 +99,9 @@ class Vram:
         if not self.gpus:
             return ""
         holdings = await asyncio.to_thread(gpu_memory_by_pid)
-        return stray_memory(group_of(self.pid), self._claims.keys(), holdings, self.gpus)
+        group = group_of(self.pid)
+        self._pids |= group
+        return stray_memory(group, self._claims.keys(), holdings, self.gpus)
 
     def measure(self, holdings: Holdings) -> None:
         """Take its share of what NVML has told."""

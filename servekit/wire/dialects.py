@@ -61,6 +61,14 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 
+#: `Dialect.tools` of an engine whose answers come in parts that are told apart already: text,
+#: thoughts, calls with ids of their own. They cross as text with a mark before each part; a call is
+#: CALL id NAME name ARGUMENTS json. Text without a mark before it is the answer's.
+FRAMED = "framed"
+#: Unicode noncharacters, for use within a program only: no text that comes from outside keeps one.
+#: Source: Unicode 16, 23.7.
+TEXT, THOUGHT, CALL, NAME, ARGUMENTS = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
+
 
 def markers(dialect: Dialect) -> tuple[str, ...]:
     """All strings that have to stay in the text for this dialect to be read."""

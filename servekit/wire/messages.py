@@ -32,8 +32,6 @@ from servekit.wire.values import (
     ChatMessage,
     Delta,
     Dialect,
-    ExitRecord,
-    FinishReason,
     GatewayStatus,
     Grammar,
     KeyRule,
@@ -64,9 +62,7 @@ __all__ = [
     "Delta",
     "Dialect",
     "Drain",
-    "ExitRecord",
     "Failed",
-    "FinishReason",
     "FromGateway",
     "FromSupervisor",
     "FromWorker",
@@ -99,7 +95,6 @@ __all__ = [
     "Spent",
     "Status",
     "Stop",
-    "Task",
     "ToGateway",
     "ToSupervisor",
     "ToWorker",
@@ -165,6 +160,7 @@ class Pong(Message, frozen=True):
     waiting: int
     kv_used: float  # fraction of the KV cache in use, 0 to 1
     served: int = 0  # requests completed, or as many times 8 tokens; its own probes apart
+    trouble: str = ""  # why it cannot serve now, though nothing is wrong with it: a sentence
 
 
 # ---------------------------------------------------------------- supervisor → gateway
@@ -247,6 +243,8 @@ class Generate(Message, frozen=True):
     continues: bool = False  # the last message is the assistant's own beginning, to be gone on with
     alone_until: Literal["", "proven", "done"] = ""
     adapter: str = ""  # one that the worker has loaded; "": the base model
+    must_call: bool = False  # a tool; for engines that are told so, not held to it by a grammar
+    one_call: bool = False  # at most; likewise
 
 
 class Cancel(Message, frozen=True):
@@ -266,6 +264,7 @@ class Failed(Message, frozen=True):
     code: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class Alone(Message, frozen=True):

@@ -25,7 +25,6 @@ WorkerState = Literal[
     "asleep",  # its weights are in the host's memory, or are read again; it takes no requests
 ]
 
-
 #: What a request asks a worker to do.
 Task = Literal["generate", "embed", "tokenize", "detokenize"]
 #: Tasks, and parameters that not every engine can serve.
@@ -42,7 +41,6 @@ Capability = Literal[
     "tools",
     "adapters",
 ]
-
 
 #: How one replica is spread over several GPUs: every layer over all of them; layer after layer;
 #: as llama.cpp splits.
@@ -146,6 +144,8 @@ class ModelInfo(Value, frozen=True):
     adapters: tuple[AdapterInfo, ...] = ()  # of its WorkerSpec, those that serve
     refused_adapters: dict[str, str] = {}  # the others: name, and why
     sleeps: bool = False  # it can give its device's memory back, and take it again
+    prefix_block: int = 0  # tokens in a block of its prefix cache; 0: it has none
+    prefix_tokens: int = 0  # that its prefix cache holds at most; 0: not known
 
 
 class WorkerSpec(Value, frozen=True):
@@ -192,6 +192,8 @@ class ReplicaStatus(Value, frozen=True):
     stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
     claim_bytes: int = 0  # of its GPUs together, what it was promised
     excess: str = ""  # a sentence on what it holds beyond that
+    kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, told in steps
+    trouble: str = ""  # a sentence while it is ready and yet cannot serve: its endpoint is down
 
 
 class ModelStatus(Value, frozen=True):
@@ -210,6 +212,7 @@ class ModelStatus(Value, frozen=True):
     adapters: tuple[AdapterStatus, ...] = ()
     standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
     residence: Residence | None = None  # None: it is loaded at the start, and stays
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
 
 
 class TokenLogprob(Value, frozen=True):
@@ -243,6 +246,7 @@ class Delta(Value, frozen=True):
     logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
     vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
     stop: str = ""  # the stop string that ended it, if one did
+    cached_tokens: int = 0  # of the prompt, those that came from the engine's prefix cache
 
 
 class ExitRecord(Value, frozen=True):

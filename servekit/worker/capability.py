@@ -37,6 +37,17 @@ def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
             )
 
 
+def check_text(request: Generate, spec: WorkerSpec) -> None:
+    """Raise Unsupported for token ids, to an engine that takes text only."""
+    ids = isinstance(request.prompt, list) or any(isinstance(one, list) for one in request.inputs)
+    if ids:
+        param = "prompt" if isinstance(request.prompt, list) else "input"
+        raise Unsupported(
+            f"{param}: the {spec.engine} engine of '{spec.model}' takes text, not token ids",
+            param=param,
+        )
+
+
 def _hint(request: Generate, info: ModelInfo) -> str:
     if request.task == "generate" and "embed" in info.serves:
         return "; it is an embedding model, for /v1/embeddings"

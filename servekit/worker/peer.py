@@ -45,7 +45,8 @@ class Peer:
 
     def fail(self, request_id: int, error: RequestError) -> None:
         self.jobs.pop(request_id, None)
-        self.connection.send(Failed(request_id, error.code, error.message, error.param))
+        told = (error.code, error.message, error.param, error.retry_after_s)
+        self.connection.send(Failed(request_id, *told))
 
     def flush(self) -> None:
         """Send the deltas now."""

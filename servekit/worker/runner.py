@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
+from servekit.engines.text import TextEngine, TextJob, TextOutput
 from servekit.errors import (
     EngineFailed,
     ModelNotFound,
@@ -25,9 +26,10 @@ from servekit.errors import (
 )
 from servekit.wire.connection import Connection
 from servekit.wire.messages import Delta, GatewayToWorker, Generate, ModelInfo
+from servekit.worker.capability import check, check_text
 from servekit.worker.intake import Intake, Prepared, completion_limit
 from servekit.worker.peer import Peer
-from servekit.worker.task import ScoredTask, Task
+from servekit.worker.task import ScoredTask, Task, TextTask
 from servekit.worker.text import CountedText, TextStream
 from servekit.worker.ward import Held, Ward
 
@@ -97,7 +99,10 @@ class Runner:
 
     def start(self, peer: Peer, request: Generate, job_id: int) -> None:
         """Start a request: nothing of it has been touched before, its prompt neither."""
-        if self._intake.takes_long(request):
+        if isinstance(self.engine, TextEngine):
+            with self._answering(peer, request, job_id):
+                self._ask(self.engine, peer, request, job_id)
+        elif self._intake.takes_long(request):
             task = self.loop.create_task(self._start_later(peer, request, job_id))
             self._encoding.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._encoding.discard)
@@ -196,6 +201,12 @@ class Runner:
         emitted, constraint = list(request.emitted), prepared.constraint
         self.engine.submit(Job(job_id, ids, params, emitted, constraint, request.adapter))
 
+    def _ask(self, engine: TextEngine, peer: Peer, request: Generate, job_id: int) -> None:
+        check(request, self.info, engine.spec)
+        check_text(request, engine.spec)
+        self._tasks[job_id] = TextTask(peer, request)
+        engine.ask(TextJob(job_id, request))
+
     def _begin(self, peer: Peer, request: Generate, job_id: int, prompt_tokens: int) -> TextStream:
         params, decoder = request.params, self._decoder(request)
         if params.logprobs is None or not params.stop:
@@ -272,9 +283,9 @@ class Runner:
             task = self._tasks.get(output.id)
             if task is None:
                 continue  # cancelled while the step ran
-            if output.error is not None:
+            if (error := _failure(output)) is not None:
                 self._end(output.id, task)
-                task.peer.fail(task.id, _error(output.error, output.param))
+                task.peer.fail(task.id, error)
                 continue
             delta = task.delta(output)
             if delta.finish is not None:
@@ -304,8 +315,11 @@ class Runner:
         self._on_idle()
 
 
-def _error(message: str, param: str | None) -> RequestError:
-    return EngineFailed(message) if param is None else RequestError(message, param=param)
+def _failure(output: StepOutput) -> RequestError | None:
+    if output.error is not None:
+        message, param = output.error, output.param
+        return EngineFailed(message) if param is None else RequestError(message, param=param)
+    return output.failure if isinstance(output, TextOutput) else None
 
 
 def _with_limit(request: Generate, limit: int) -> Any:

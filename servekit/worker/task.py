@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from servekit.engines.base import StepOutput
-from servekit.wire.messages import PROOF_TOKENS, Delta, FinishReason, Generate, TokenLogprob
+from servekit.engines.text import TextOutput
+from servekit.wire.messages import PROOF_TOKENS, Delta, Generate, TokenLogprob
+from servekit.wire.values import FinishReason
 from servekit.worker.text import CountedText, TextStream
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 class Task:
     """A request, and how far it is."""
 
-    __slots__ = ("began", "completion", "held", "id", "peer", "prompt_tokens", "text")
+    __slots__ = ("began", "cached", "completion", "held", "id", "peer", "prompt_tokens", "text")
 
     def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
         self.peer = peer
@@ -25,6 +28,7 @@ class Task:
         self.completion = self.began = len(request.emitted)
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
+        self.cached = 0  # tokens of the prompt that the engine did not have to read
 
     @property
     def proven(self) -> bool:
@@ -34,18 +38,50 @@ class Task:
     def delta(self, output: StepOutput) -> Delta:
         """What the step brought, as the gateway gets it."""
         self.completion += len(output.token_ids)
+        if output.cached_tokens:
+            self.cached = min(output.cached_tokens, self.prompt_tokens)
         text = self.held + self.text.push(output.token_ids)
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is None:
             logprobs = output.logprobs or []
-            return Delta(self.id, text, output.token_ids, None, self.prompt_tokens, 0, logprobs)
+            prompt, cached = self.prompt_tokens, self.cached
+            if cached:
+                ids = output.token_ids
+                return Delta(self.id, text, ids, None, prompt, 0, logprobs, [], "", cached)
+            return Delta(self.id, text, output.token_ids, None, prompt, 0, logprobs)
         if not self.text.stopped:
             text += self.text.finish()
             finish = "stop" if self.text.stopped else finish
         counts = (self.prompt_tokens, self.completion)
         lists = (output.logprobs or [], output.vectors or [])
-        return Delta(self.id, text, output.token_ids, finish, *counts, *lists, self.text.stop)
+        rest = (self.text.stop, self.cached)
+        return Delta(self.id, text, output.token_ids, finish, *counts, *lists, *rest)
+
+
+class TextTask(Task):
+    """A request to an engine that brings text. What has come shows that it does not kill."""
+
+    def __init__(self, peer: Peer, request: Generate) -> None:
+        super().__init__(peer, request, 0, TextStream(_NoDecoder(), ()))
+
+    def delta(self, output: StepOutput) -> Delta:
+        """What the step brought, as the gateway gets it."""
+        assert isinstance(output, TextOutput)
+        self.completion += PROOF_TOKENS  # one step is proof: nothing of it runs here
+        counts = (output.prompt_tokens, output.completion_tokens)
+        lists = (output.logprobs or [], output.vectors or [])
+        return Delta(self.id, output.text, [], output.finish, *counts, *lists, output.stop)
+
+
+class _NoDecoder:
+    """There are no tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class ScoredTask(Task):
@@ -81,8 +117,9 @@ class ScoredTask(Task):
         told = self._certain(all_of_them=finish is not None and not self.text.stopped)
         ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
         completion = 0 if finish is None else self.completion
-        counts = (self.prompt_tokens, completion)
-        return Delta(self.id, text, ids, finish, *counts, logprobs, [], self.text.stop)
+        self.cached = max(self.cached, min(output.cached_tokens, self.prompt_tokens))
+        counts, rest = (self.prompt_tokens, completion), (self.text.stop, self.cached)
+        return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest)
 
     def _read(self, output: StepOutput) -> str:
         """The text that may leave; each token's place is noted."""

@@ -22,6 +22,7 @@ import structlog
 
 from servekit.engines import create
 from servekit.engines.base import Engine, StepOutput
+from servekit.engines.text import TextEngine
 from servekit.errors import LoadError
 from servekit.wire.adapters import LoadAdapter, UnloadAdapter
 from servekit.wire.connection import Connection, adopt, dial, listen
@@ -146,7 +147,8 @@ class Worker:
             self._end(EXIT_ENGINE_DIED)
         now = self._engine.load_now()
         running, waiting = now.running, now.waiting
-        return Pong(seq, now.progress_age_s, running, waiting, now.kv_used, self._served)
+        trouble = self._engine.trouble if isinstance(self._engine, TextEngine) else ""
+        return Pong(seq, now.progress_age_s, running, waiting, now.kv_used, self._served, trouble)
 
     @property
     def _served(self) -> int:
@@ -167,9 +169,10 @@ class Worker:
         try:
             info = await self._load(spec)
             await self._listen(spec, info)
-            with self._phase("warm-up"):
-                self._report(Progress("warm-up"))
-                await self._probe(spec.socket, info)
+            if not self._watches_itself:
+                with self._phase("warm-up"):
+                    self._report(Progress("warm-up"))
+                    await self._probe(spec.socket, info)
         except LoadError as error:
             self._boot_failed(error.message, error.permanent)
         except Exception as error:
@@ -177,7 +180,14 @@ class Worker:
             self._boot_failed(f"{type(error).__name__}: {error}", permanent=False)
         else:
             self._control.send(Ready(info, self._timings_s))
-            self._probe_task = self._loop.create_task(self._probe_when_idle(spec.socket, info))
+            if not self._watches_itself:
+                probing = self._probe_when_idle(spec.socket, info)
+                self._probe_task = self._loop.create_task(probing)
+
+    @property
+    def _watches_itself(self) -> bool:
+        """Its engine has had an answer when it is loaded, and looks after itself: each costs."""
+        return isinstance(self._engine, TextEngine)
 
     async def _probe(self, socket_path: str, info: ModelInfo) -> None:
         self._probes += 1

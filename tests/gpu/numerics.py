@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from servekit.engines.base import Job
+from servekit.engines.choosing import Sampling
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampling
 from servekit.engines.transformers import TransformersEngine
 from servekit.wire.messages import SamplingParams
 from tests.unit.engines.harness import make_spec

@@ -351,6 +351,8 @@ def test_an_adapter_that_fails_is_told_and_its_base_serves(tmp_path: Path) -> No
             why = run("why", name, "--run-dir", str(instance.run_dir)).stdout
             assert "failed" in why
             assert reason in " ".join(why.split())
+        unknown = run("why", "nope", "--run-dir", str(instance.run_dir))
+        assert "there are: m, wrong, bomb, fine, m/0, m/1, " in unknown.stderr
         assert "not valid JSON" in run("ps", "--run-dir", str(instance.run_dir)).stdout
         assert list(served(url)) == ["m", "fine"]
         config.write_text("{}")
@@ -463,6 +465,15 @@ def test_check_tells_what_is_wrong(tmp_path: Path) -> None:
         assert told.returncode == 2
         assert "models[0].adapters[0].path" in told.stderr
         assert words in told.stderr
+
+
+def test_check_shows_them(tmp_path: Path) -> None:
+    model = echo("m") | {"adapters": [{"name": "loud", "path": folder(tmp_path, "loud")}]}
+    told = run("check", str(write_config(tmp_path, [model])))
+    assert told.returncode == 0, told.stderr
+    rows = [line.split() for line in told.stdout.splitlines()]
+    assert ["ADAPTER", "MODEL", "PATH"] in rows
+    assert ["loud", "m", str(tmp_path / "loud")] in rows
 
 
 def test_who_is_told_that_it_is_loaded_may_ask_any_gateway(tmp_path: Path) -> None:

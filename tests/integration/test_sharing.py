@@ -74,7 +74,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(
     assert "servekit.yaml:" in done.stderr
     assert "models[1].memory" in done.stderr
     assert (
-        "b/0, which needs beside the others: it claims 39.0 GiB of GPU 0 (made up), which has "
+        "b/0 beside the others: it claims 39.0 GiB of GPU 0 (made up), which has "
         "100.0 GiB, less 2.0 GiB reserved, less 60.0 GiB of a: 1.0 GiB too much"
     ) in done.stderr
     models[1]["memory"] = "38GiB"

@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "__init__": set(),
 }
 #: All that is reached of the engines by the worker; each engine itself by its registry name.
-ENGINES_FRONT = {"servekit.engines", "servekit.engines.base"}
+ENGINES_FRONT = {"servekit.engines", "servekit.engines.base", "servekit.engines.text"}
 ONLY_IN_ENGINES = {"torch", "transformers", "peft", "vllm", "llama_cpp", "xllamacpp", "accelerate"}
 ONLY_IN_GATEWAY = {"fastapi", "starlette", "uvicorn", "gradio"}
 NOWHERE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}

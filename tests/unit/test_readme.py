@@ -202,6 +202,12 @@ async def test_the_endpoints_are_those_of_the_gateway() -> None:
     assert shown - documents == {re.sub(r":path", "", path) for path in served}
 
 
+def test_the_example_of_an_engine_is_as_short_as_is_said() -> None:
+    example = ROOT / "tests" / "markov" / "markov_engine.py"
+    assert "of less than 150 lines" in README.read_text()
+    assert len(example.read_text().splitlines()) < 150
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
         assert (ROOT / target).exists(), target

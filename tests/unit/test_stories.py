@@ -10,7 +10,8 @@ from rich.console import Console
 
 from servekit.stories import diagnosis, plain, why_tables
 from servekit.wire.adapters import AdapterInfo, AdapterStatus
-from servekit.wire.messages import ExitRecord, ReplicaHistory, Why
+from servekit.wire.messages import ReplicaHistory, Why
+from servekit.wire.values import ExitRecord
 
 EXIT = ExitRecord(
     time.time() - 5, 7, 1.5, "killed by SIGKILL", None, 9, "ready", "", 3, 2, 2**20, 0, ("one",), ()

@@ -15,7 +15,7 @@ layer's own forward and returns what it gave.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -173,6 +173,11 @@ class Mixing:
                 self._embedding.unwrap()
                 self._embedding = None
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All stacks of all layers."""
+        for layer in self._layers.values():
+            yield from layer.tensors()
+
     def stack(self, factors: dict[int, Factors]) -> Stack:
         """Lay the factors of a layer side by side, in memory of their own."""
         places: dict[int, tuple[int, int]] = {}
@@ -243,6 +248,10 @@ class MixedLayer:
         """Forget an adapter; True where none is left."""
         self._restack({other: f for other, f in self._factors.items() if other != uid})
         return not self._factors
+
+    def tensors(self) -> Iterator[Tensor]:
+        if self._stack is not None:
+            yield from (self._stack.down, self._stack.up)
 
     def unwrap(self) -> None:
         self._wrapped.unwrap()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ from servekit.engines.adapters import files, limits, modes, paging, tolerance, t
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.adapters.skeleton import Skeletons, logits_of
 from servekit.engines.base import Job
+from servekit.engines.choosing import Sampling
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampling
 from servekit.errors import LoadError, RequestError
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.messages import SamplingParams, WorkerSpec
@@ -112,6 +112,14 @@ class Shelf:
         """As `Engine.unload_adapter`."""
         self._forget(self.get(name))  # by no name here: it is to be collected
         self._collect()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that the adapters have, on whatever device."""
+        for adapter in self._served.values():
+            yield from _tensors(adapter)
+            if adapter.model is not None:
+                yield from adapter.model.parameters()
+                yield from adapter.model.buffers()
 
     def _forget(self, adapter: Adapter) -> None:
         self._host.between_steps(lambda: self._runner.remove(adapter))

@@ -32,7 +32,8 @@ class Skeletons:
         self.base: PreTrainedModel = _twin(model)
         if attention is not None:
             self.base.set_attn_implementation(attention)
-        self._shared = {tensor.data_ptr() for tensor in _tensors(model)}
+        # By storage and not by address: after a sleep the same storage is elsewhere.
+        self._shared = {_storage(tensor) for tensor in _tensors(model)}
 
     def new(self) -> PreTrainedModel:
         """One more, for an adapter to live in."""
@@ -40,7 +41,7 @@ class Skeletons:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is the base model's."""
-        return tensor.data_ptr() in self._shared
+        return _storage(tensor) in self._shared
 
     def own(self, module: nn.Module) -> list[Tensor]:
         """A module's tensors that are not the base's, each memory once."""
@@ -81,6 +82,10 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return copy.deepcopy(model, memo)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

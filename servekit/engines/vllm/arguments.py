@@ -12,8 +12,8 @@ from servekit.wire.messages import WorkerSpec
 #: 0.5 to 0.7 GiB on an H100, and NCCL's buffers where there are several.
 OVERHEAD_BYTES = 3 * 2**28
 NCCL_BYTES = 2**30
-#: Of a GPU that it has for itself; the rest is for what others take while it loads.
-SHARE = 0.92
+#: Of a GPU never more; the rest is for what others take while it loads, and for its own peaks.
+SHARE = 0.95
 #: LoRA adapters in one batch, where the file names some and says nothing else.
 LORAS = 8
 
@@ -69,7 +69,7 @@ def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:
 def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
     """The part of a GPU for weights, activations and KV cache. Raises LoadError."""
     overhead = OVERHEAD_BYTES + (NCCL_BYTES if spec.gpus > 1 else 0)
-    claim = spec.memory_bytes or int(total_bytes * SHARE)
+    claim = min(spec.memory_bytes or total_bytes, int(total_bytes * SHARE))
     room = min(claim, free_bytes) - overhead
     if room <= 0:
         raise LoadError(

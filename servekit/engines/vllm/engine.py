@@ -20,12 +20,12 @@ from msgspec import structs
 
 from servekit.engines import pooling, weights
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.pieces import Pieces
-from servekit.engines.sampling import resolve
 from servekit.engines.source import resolve as resolve_source
 from servekit.engines.vllm import activity, arguments, requests, stated
 from servekit.engines.vllm.adapters import Adapters
@@ -120,7 +120,9 @@ class VllmEngine(Engine):
     def _info(self, serves: tuple[Capability, ...]) -> ModelInfo:
         config = self._core.config
         cache, model = config.cache_config, config.model_config
-        tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+        block = int(cache.block_size or 0)
+        tokens = int(cache.num_gpu_blocks or 0) * block
+        caches = bool(cache.enable_prefix_caching)
         return ModelInfo(
             max_context=int(model.max_model_len),
             slots=int(config.scheduler_config.max_num_seqs),
@@ -131,6 +133,8 @@ class VllmEngine(Engine):
             detail=f"vLLM {version()}, KV cache of {tokens} tokens",
             serves=serves,
             sleeps=bool(model.enable_sleep_mode),
+            prefix_block=block if caches else 0,
+            prefix_tokens=tokens if caches else 0,
         )
 
     def _dialect(self) -> Dialect:

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from servekit.engines.base import Job, StepOutput
+from servekit.engines.choosing import LEAST, Sampling
 from servekit.engines.grammar import Constraint, serialized
-from servekit.engines.logprobs import LEAST
-from servekit.engines.sampling import Sampling
 from servekit.wire.messages import TokenLogprob
 
 #: Under which a request's `extra_args` hold its grammar, and the tokens that it goes on after.
@@ -117,15 +116,16 @@ def output_of(
     logprobs = None
     if output.new_logprobs is not None:
         logprobs = scores(output.new_logprobs, len(ids), piece)
+    cached = int(getattr(output, "num_cached_tokens", 0) or 0)  # not all releases tell
     match output.finish_reason:
         case None:
-            return StepOutput(job_id, ids, logprobs=logprobs)
+            return StepOutput(job_id, ids, logprobs=logprobs, cached_tokens=cached)
         case reason if reason == _LENGTH:
-            return StepOutput(job_id, ids, "length", logprobs=logprobs)
+            return StepOutput(job_id, ids, "length", logprobs=logprobs, cached_tokens=cached)
         case reason if reason == _STOP:
             if ids and ids[-1] in eos:
                 ids, logprobs = ids[:-1], logprobs and logprobs[:-1]
-            return StepOutput(job_id, ids, "stop", logprobs=logprobs)
+            return StepOutput(job_id, ids, "stop", logprobs=logprobs, cached_tokens=cached)
     return StepOutput(job_id, [], error="vLLM gave the request up; its log says why.")
 
 

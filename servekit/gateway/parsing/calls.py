@@ -29,12 +29,12 @@ class Calls:
         self._short_ids = short_ids
         self.count = 0
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, id: str = "") -> None:
         """A call is certain: what has been read of it is not text any more."""
         if not name:
             raise Malformed
         self._tape.release()
-        self._tape.emit(CallBegins(self.count, self._new_id(), name))
+        self._tape.emit(CallBegins(self.count, id or self._new_id(), name))
         self.count += 1
 
     def argue(self, text: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from servekit.gateway.parsing import named_calls
 from servekit.gateway.parsing.calls import Family, calls_in_text, rest
 from servekit.gateway.parsing.events import Parser
+from servekit.gateway.parsing.framed import framed
 from servekit.gateway.parsing.harmony import harmony
 from servekit.gateway.parsing.json_calls import json_calls
 from servekit.gateway.parsing.pythonic import pythonic
@@ -22,6 +23,7 @@ from servekit.gateway.parsing.tagged_calls import (
 )
 from servekit.gateway.parsing.tape import Script, ScriptParser, Tape
 from servekit.gateway.parsing.thoughts import thoughts
+from servekit.wire.dialects import FRAMED
 from servekit.wire.messages import Dialect
 
 Tools = Sequence[Mapping[str, Any]]
@@ -77,6 +79,8 @@ def parser(
     """
     if dialect.tools == "harmony":
         return ScriptParser(lambda tape: harmony(tape, tools=bool(tools)))
+    if dialect.tools == FRAMED:
+        return ScriptParser(lambda tape: framed(tape, dialect, reasoning=reasoning))
     make = FAMILIES.get(dialect.tools) if tools else None
     texts = {} if isinstance(tools, bool) else text_arguments(tools)
     family = make(dialect, texts) if make is not None else None

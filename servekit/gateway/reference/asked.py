@@ -35,6 +35,10 @@ ASKED = {
         " that allows anything but the end"
     ),
     "user": "Has no effect",
+    "prompt_cache_key": (
+        "Requests of one key go to one replica of the model, as long as that is not busier than the"
+        " others; a header `X-Session-Id` says the same, and goes before it"
+    ),
     "n": "Choices, each a request of its own in the queue",
     "logit_bias": "Added to the logits of tokens, by id (/tokenize tells them); at most 4096",
     "priority": "servekit's own: lower goes earlier, a step is worth ten seconds of waiting",

@@ -9,12 +9,19 @@ from msgspec import UNSET, Struct, UnsetType
 Finish = Literal["stop", "length", "tool_calls"]
 
 
+class PromptTokensDetails(Struct):
+    """Of the prompts' tokens."""
+
+    cached_tokens: int
+
+
 class Usage(Struct):
     """Tokens of a request: of its prompts, each counted once, and of all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(Struct):

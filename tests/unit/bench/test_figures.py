@@ -77,3 +77,14 @@ def test_a_table_says_what_was_not_met() -> None:
     assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0–3.0)"
     assert percentile([5.0, 1.0, 3.0], 0.5) == 3.0
     assert percentile([5.0, 1.0, 3.0], 0.99) == 5.0
+
+
+@pytest.mark.slow
+def test_the_cost_of_choosing_is_measured() -> None:
+    command = [sys.executable, "-m", "tests.bench.affinity", "--quick", "--only", "overhead"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for row in ("| auto, 4 replicas", "| round_robin, 4 replicas", "| auto, 1 replicas"):
+        assert row in done.stdout

@@ -76,6 +76,17 @@ def test_a_key_may_name_one(tmp_path: Path) -> None:
     assert config.keys[0].models == ("x",)
 
 
+def test_a_model_over_several_gpus_has_none(tmp_path: Path) -> None:
+    folder(tmp_path / "x")
+    path = filed(tmp_path, "{name: x, path: ./x}")
+    spread = path.read_text().replace(
+        "engine: echo", "engine: transformers\n    gpus_per_replica: 2"
+    )
+    path.write_text(spread)
+    told = "\n".join(complaints(path))
+    assert "adapters: the engine transformers has none for a model with `gpus_per_replica`" in told
+
+
 def test_an_engine_without_adapters_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

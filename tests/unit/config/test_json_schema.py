@@ -81,6 +81,10 @@ def test_the_options_are_those_of_the_engine(engine: str) -> None:
         assert not VALIDATOR.is_valid({"models": [bad]}), key
 
 
+def test_options_of_what_is_chosen_later_are_checked_later() -> None:
+    assert VALIDATOR.is_valid({"models": [GOOD | {"engine": "auto", "options": {"any": 1}}]})
+
+
 def _properties(schema: object) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(schema, dict):
         return []

@@ -64,13 +64,16 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def write_tiny_llama(folder: Path, hidden_size: int = 64) -> Path:
-    """A random Llama with two layers, 512 tokens of context and logits that rarely tie."""
+def write_tiny_llama(folder: Path, hidden_size: int = 64, spare_tokens: int = 0) -> Path:
+    """A random Llama with two layers, 512 tokens of context and logits that rarely tie.
+
+    `spare_tokens` are rows of its embedding that its tokenizer does not know.
+    """
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) + spare_tokens,
         hidden_size=hidden_size,
         intermediate_size=128,
         num_hidden_layers=2,

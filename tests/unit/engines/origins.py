@@ -48,14 +48,39 @@ def _byte_characters() -> list[str]:
 
 
 def write_tiny_gguf(
-    path: Path, *, architecture: str = "llama", tied: bool = True, skip: str = "", split: int = 0
+    path: Path,
+    *,
+    architecture: str = "llama",
+    tied: bool = True,
+    skip: str = "",
+    split: int = 0,
+    float32: bool = False,
+    context: int = 256,
+    sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
+    **metadata: Any,
 ) -> Path:
-    """A llama of 2 layers in Q8_0. `skip` leaves out the tensors whose name has it."""
+    """A llama of 2 layers in Q8_0, or in float32. `skip` leaves out the tensors whose name has it.
+
+    `metadata` is more of it, with __ for the dots in its keys. `sentencepiece` is another
+    vocabulary: pieces, scores, kinds.
+    """
     writer = gguf.GGUFWriter(path, architecture)
-    tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"]
-    _add_metadata(writer, tokens)
+    tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"] if not sentencepiece else sentencepiece[0]
+    _add_metadata(writer, len(tokens), context)
+    if sentencepiece:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(sentencepiece[1])
+        writer.add_token_types(sentencepiece[2])
+    else:
+        _add_byte_level(writer, tokens)
     if split:
         writer.add_uint16("split.count", split)
+    for key, value in metadata.items():
+        sort = gguf.GGUFValueType.get_type(value)
+        if sort is gguf.GGUFValueType.INT32:
+            sort = gguf.GGUFValueType.UINT32  # as llama.cpp wants its numbers
+        writer.add_key_value(key.replace("__", "."), value, sort)
     random = np.random.default_rng(7)
     shapes = _shapes(len(tokens)) | ({} if tied else {"output.weight": (len(tokens), HIDDEN)})
     for name, shape in shapes.items():
@@ -64,6 +89,8 @@ def write_tiny_gguf(
         values = (random.standard_normal(shape) * 0.3).astype(np.float32)
         if len(shape) == 1:
             writer.add_tensor(name, values + 1)
+        elif float32:
+            writer.add_tensor(name, values)
         else:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
@@ -74,9 +101,9 @@ def write_tiny_gguf(
     return path
 
 
-def _add_metadata(writer: Any, tokens: list[str]) -> None:
+def _add_metadata(writer: Any, vocabulary: int, context: int) -> None:
     writer.add_name("tiny")
-    writer.add_context_length(256)
+    writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(FEED_FORWARD)
@@ -85,15 +112,18 @@ def _add_metadata(writer: Any, tokens: list[str]) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
+    writer.add_vocab_size(vocabulary)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _add_byte_level(writer: Any, tokens: list[str]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
     writer.add_token_merges(["Ġ t", "h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
 
 
 def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:

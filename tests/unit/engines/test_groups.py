@@ -58,6 +58,8 @@ def test_blocks_are_shared_within_an_adapter(harness: Make, folders: dict[str, P
         one.generate(LONG, adapter=name, max_tokens=2, ignore_eos=True)
     assert found[:2] == [0, 0]
     assert found[2] == found[3] > 40
+    told = [max(output.cached_tokens for output in outputs) for outputs in one.outputs.values()]
+    assert told == found
 
 
 def test_without_the_salt_the_text_is_wrong(

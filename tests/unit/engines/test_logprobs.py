@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from servekit.engines.base import Job
-from servekit.engines.logprobs import LEAST, Report
+from servekit.engines.choosing import LEAST, Sampling
+from servekit.engines.logprobs import Report
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampling
 from servekit.errors import RequestError
 from servekit.wire.messages import Grammar, SamplingParams
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive

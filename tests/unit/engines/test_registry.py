@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.engines import ENGINES, create
 from servekit.engines.echo import EchoEngine
 from servekit.errors import LoadError
 from servekit.wire.messages import WorkerSpec
+from tests import markov
 
 
 def spec(engine: str) -> WorkerSpec:
@@ -51,3 +54,35 @@ def test_collections_go_on_when_an_import_fails(monkeypatch: pytest.MonkeyPatch)
 def test_an_unknown_engine_is_one_sentence() -> None:
     with pytest.raises(LoadError, match="there is no engine 'nope'; known: echo, "):
         create(spec("nope"))
+
+
+# ---------------------------------------------------------------- of other packages
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_one_of_another_package_is_found_by_its_entry_point(site: Path) -> None:
+    markov.install(site)
+    made = create(replace(spec("markov"), options={"order": 2, "slots": 1}))
+    assert type(made).__module__ == "markov_engine"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("acme_nowhere:Engine", "'acme' .acme_nowhere:Engine. cannot be imported: ModuleNotFound"),
+        ("json:NoSuchThing", "cannot be imported: AttributeError: "),
+        ("json:JSONDecoder", "'acme' .json:JSONDecoder. is no subclass of Engine"),
+    ],
+)
+def test_one_that_is_of_no_use_is_one_sentence(site: Path, target: str, words: str) -> None:
+    info = site / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[servekit.engines]\nacme = {target}\n")
+    with pytest.raises(LoadError, match=words):
+        create(spec("acme"))

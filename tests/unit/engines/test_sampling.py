@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from servekit.engines.base import Job
+from servekit.engines.choosing import CANDIDATES, Sampling, resolve
 from servekit.engines.rows import Row
-from servekit.engines.sampling import CANDIDATES, Sampler, Sampling, _gumbel, draw, resolve
+from servekit.engines.sampling import Sampler, _gumbel, draw
 from servekit.wire.messages import SamplingParams
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from servekit.engines.continuous import ContinuousRunner
+from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference
 from tests.unit.engines.test_embedding import TEXTS, bert, qwen3, submit, vectors
 from tests.unit.engines.test_grammar import DIGITS, JSON
@@ -84,6 +86,67 @@ def test_bfloat16_runs_and_stays_on_its_gpu(harness: Make) -> None:
     assert all(len(one.tokens(job)) == 64 for job in jobs)
     for index in range(1, torch.cuda.device_count()):
         assert torch.cuda.memory_reserved(index) == 0
+
+
+def held() -> tuple[int, int]:
+    """Bytes of torch's tensors, and of what torch has reserved, once nothing is left over."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_asleep_only_the_context_is_left_and_awake_it_says_the_same(
+    harness: Make, batching: str, dtype: str
+) -> None:
+    empty = held()
+    one = harness(device="cuda", dtype=dtype, options=OPTIONS | {"batching": batching})
+    before = [one.generate(prompt, max_tokens=24, ignore_eos=True) for prompt in PROMPTS]
+    for _ in range(2):
+        one.engine.sleep()
+        assert held() <= empty
+        one.engine.wake()
+        assert before == [one.generate(p, max_tokens=24, ignore_eos=True) for p in PROMPTS]
+
+
+def test_embeddings_sleep(harness: Make, tmp_path: Path) -> None:
+    empty = held()
+    one = harness(bert(tmp_path), device="cuda", dtype="float32")
+    before = vectors(one, submit(one, TEXTS))
+    one.engine.sleep()
+    assert held() <= empty
+    one.engine.wake()
+    assert vectors(one, submit(one, TEXTS)) == before
+
+
+def test_without_room_it_sleeps_on_and_wakes_later(harness: Make) -> None:
+    empty = held()
+    one = harness(device="cuda", dtype="float32", options=OPTIONS)
+    before = one.generate(PROMPTS[0], max_tokens=12)
+    one.engine.sleep()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(LoadError, match="no room"):
+            one.engine.wake()
+        assert held() <= empty
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    one.engine.wake()
+    assert one.generate(PROMPTS[0], max_tokens=12) == before
+
+
+def test_it_keeps_to_its_share(harness: Make) -> None:
+    share = 2 * 2**30
+    one = harness(device="cuda", dtype="float32", memory_bytes=share)
+    try:
+        jobs = [one.submit(prompt, max_tokens=64, ignore_eos=True) for prompt in PROMPTS * 8]
+        assert all(len(one.tokens(job)) == 64 for job in jobs)
+        assert torch.cuda.memory_reserved() <= share
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(share, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.model

@@ -119,6 +119,24 @@ def test_a_shared_prefix_is_read_once(
     assert max(sizes[:6]) > 2 * max(sizes[6:])
 
 
+def test_it_tells_what_it_had_of_a_prompt(harness: Make) -> None:
+    one = harness(options={"block_size": 16})
+    assert (one.info.prefix_block, one.info.prefix_tokens > 0) == (16, True)
+    ids = one.engine.codec.encode("jumps over the lazy dog. " * 8)
+    found = []
+    for prompt in (ids, ids, ids[:40], [*ids[:40], 5, *ids[40:]], ids[1:]):
+        job = one.submit(prompt, max_tokens=3, ignore_eos=True)
+        one.finish(job)
+        assert len({output.cached_tokens for output in one.outputs[job]}) == 1
+        found.append(one.outputs[job][0].cached_tokens)
+    assert found == [0, (len(ids) - 1) // 16 * 16, 32, 32, 0]
+
+
+def test_one_request_at_a_time_keeps_nothing(harness: Make) -> None:
+    one = harness(options={"batching": "static"})
+    assert (one.info.prefix_block, one.info.prefix_tokens) == (0, 0)
+
+
 def test_a_recurrent_model_runs_one_request_at_a_time(harness: Make, tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(tmp_path)

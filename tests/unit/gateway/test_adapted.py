@@ -188,7 +188,11 @@ async def test_how_it_is_listed(service: Service, tmp_path: Path) -> None:
         body = {"model": "x", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
         assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("x", "ABC")
+        pull = await http.post("/api/pull", json={"model": "x"})
+        assert pull.json() == {"status": "success"}
         tell(service, status(state="failed", reason="wrong rank"))
+        pull = await http.post("/api/pull", json={"model": "x"})
+        assert (pull.status_code, "wrong rank" in pull.json()["error"]) == (503, True)
         refused = await http.post("/v1/chat/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "30")
         assert "wrong rank" in refused.text

@@ -249,7 +249,7 @@ class Service(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_beside_an_open_slot(self) -> None:
         route = self.router.routes["m"]
-        assert not (len(route.queue) and route.best()), "a free slot and a queue"
+        assert not (len(route.queue) and route.has_room), "a free slot and a queue"
         free = [r for r in route.replicas.values() if r.routable and not r.calls]
         trial = any(c.alone_until and not c.proven for r in self.replicas for c in r.calls.values())
         assert not (route.suspects and free and not trial), "an empty replica and a suspect"

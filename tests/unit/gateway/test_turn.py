@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,11 +15,14 @@ from servekit.gateway.router import Router
 from servekit.gateway.turn import Ask, Turn
 from servekit.wire.messages import (
     ChatMessage,
+    Grammar,
     ModelStatus,
     ReplicaStatus,
     SamplingParams,
     Topology,
+    WorkerSpec,
 )
+from tests.unit.engines.remote.liar import Liar, lying, said
 from tests.unit.engines.speaking import write_model
 from tests.unit.gateway.conftest import DEADLINE_S, until
 from tests.unit.worker.serving import serving, spec
@@ -39,11 +43,16 @@ TOOL: dict[str, Any] = {
 @pytest.fixture
 async def router(tmp_path: Path) -> AsyncIterator[Router]:
     folder = write_model(tmp_path / "m", "Qwen3-Coder", [], [])
-    wanted = spec(tmp_path, "transformers", str(folder), threads=1)
+    async with routed(spec(tmp_path, "transformers", str(folder), threads=1)) as router:
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def routed(wanted: WorkerSpec) -> AsyncIterator[Router]:
     async with serving(wanted) as client:
         router = Router("gateway/test")
         replica = ReplicaStatus("m/0", "ready", wanted.socket, 1, "cpu")
-        status = ModelStatus("m", "transformers", "-", 0, (replica,), info=client.info)
+        status = ModelStatus("m", wanted.engine, "-", 0, (replica,), info=client.info)
         router.apply(Topology((status,)))
         route = router.routes["m"]
         await until(lambda: any(replica.routable for replica in route.replicas.values()))
@@ -73,3 +82,54 @@ async def test_stop_strings_do_not_cut_a_call_that_was_ordered(
     assert call.name == "pick"
     assert json.loads(call.arguments) in ({"n": 1}, {"n": 2})
     assert (answer.finish, answer.stop) == (finish, "")
+
+
+# ---------------------------------------------------------------- of an engine that is told
+
+
+@pytest.fixture
+async def far(tmp_path: Path) -> AsyncIterator[tuple[Liar, Router]]:
+    async with lying() as liar, routed(spec(tmp_path, "openai", "there", url=liar.url)) as router:
+        yield liar, router
+
+
+def ask(**more: Any) -> Ask:
+    known: dict[str, Any] = {"params": SamplingParams(stop=("n",)), "tools": [TOOL]}
+    return Ask(model="m", messages=[ChatMessage("user", "Pick.")], **known | more)
+
+
+async def test_what_it_is_told_instead_of_a_grammar(far: tuple[Liar, Router]) -> None:
+    liar, router = far
+    call = {"index": 0, "id": "c1", "function": {"name": "pick", "arguments": '{"n": 1}'}}
+    liar.answers.extend([said({"tool_calls": [call]})] * 4)
+    named = {"type": "function", "function": {"name": "pick"}}
+    for choice, parallel, finish in (
+        (None, True, "tool_calls"),
+        (None, False, "tool_calls"),
+        ("required", True, "tool_calls"),
+        (named, True, "stop"),
+    ):
+        [answer] = await Turn(router, ask(tool_choice=choice, parallel=parallel)).whole()
+        assert [(one.id, one.name) for one in answer.calls] == [("c1", "pick")]
+        assert (json.loads(answer.calls[0].arguments), answer.finish) == ({"n": 1}, finish)
+    bodies = [asked.body for asked in liar.asked]
+    assert [body.get("tool_choice") for body in bodies] == [None, None, "required", named]
+    assert [body.get("parallel_tool_calls") for body in bodies] == [None, False, None, False]
+    assert [body.get("stop") for body in bodies] == [["n"], ["n"], None, None]
+
+
+async def test_its_grammar_is_the_client_s_own(far: tuple[Liar, Router]) -> None:
+    liar, router = far
+    params = SamplingParams(grammar=Grammar("json_schema", '{"enum":[1]}'))
+    await Turn(router, ask(params=params, template={"enable_thinking": True})).whole()
+    [asked] = liar.asked
+    assert asked.body["response_format"]["json_schema"]["schema"] == {"enum": [1]}
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+async def test_no_mark_is_ever_told(far: tuple[Liar, Router], reasoning: bool) -> None:
+    liar, router = far
+    liar.answers += [said({"reasoning_content": "hm"}, "yes")]
+    [answer] = await Turn(router, ask(reasoning=reasoning, tools=[])).whole()
+    expected = ("yes", "hm") if reasoning else ("<think>\nhm\n</think>\n\nyes", "")
+    assert (answer.text, answer.reasoning) == expected

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from servekit.engines.base import Engine, Job, Load, Report, StepOutput
-from servekit.engines.echo import EchoCodec
+from servekit.engines.echo_run import EchoCodec
 from servekit.errors import RequestError
 from servekit.gateway.router import Router
 from servekit.wire.connection import Connection, listen

@@ -11,7 +11,15 @@ import pytest
 from servekit.config import keys
 from servekit.config.access import KeyConfig
 from servekit.config.schema import Config, ModelConfig, ServerConfig
-from servekit.supervisor.access import KeyMissing, refuse_public, rules, secret_variables
+from servekit.supervisor.access import (
+    KeyMissing,
+    check_handed,
+    handed,
+    public,
+    refuse_public,
+    rules,
+    secret_variables,
+)
 
 KEY, HASH = keys.new("alice")
 CLEAR = "correct-horse-battery"
@@ -83,3 +91,43 @@ def test_any_other_address_needs_one(host: str) -> None:
 def test_variables_that_are_keys() -> None:
     key = KeyConfig(name="ci", environment="CI")
     assert secret_variables(config(key, KeyConfig(name="alice", hash=HASH))) == {"CI"}
+
+
+def remote(name: str, variable: str | None = None, **env: str) -> ModelConfig:
+    options = {"url": "https://api.example.com/v1"}
+    options |= {} if variable is None else {"key_environment": variable}
+    return ModelConfig(name=name, path="there", engine="openai", options=options, env=env)
+
+
+def test_an_endpoint_s_key_reaches_its_own_workers_only() -> None:
+    one, other, free = remote("one", "ONE_KEY"), remote("other", "OTHER_KEY"), remote("free")
+    given = Config(models=(one, other, free), keys=(KeyConfig(name="ci", environment="CI"),))
+    environ = {"ONE_KEY": "1", "OTHER_KEY": "2", "CI": CLEAR, "HOME": "/home"}
+    assert secret_variables(given) == {"ONE_KEY", "OTHER_KEY", "CI"}
+    assert public(environ, given) == {"HOME": "/home"}
+    assert handed(environ, one) == {"ONE_KEY": "1"}
+    assert handed(environ, other) == {"OTHER_KEY": "2"}
+    assert handed(environ, free) == {}
+    assert handed({}, one) == {}
+
+
+def test_what_another_engine_calls_so_is_none() -> None:
+    model = ModelConfig(name="m", path="-", engine="echo", options={"key_environment": "HOME"})
+    assert handed({"HOME": "/home"}, model) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("", "not set, or empty"), (" ", "not set, or empty"), ("a b", "without spaces"),
+     ("a\r\nx-evil: 1", "printable ASCII"), ("schlüssel", "printable ASCII")],
+)  # fmt: skip
+def test_an_endpoint_s_key_that_is_none(value: str, said: str) -> None:
+    given = Config(models=(remote("free"), remote("one", "ONE_KEY")))
+    with pytest.raises(KeyMissing, match=said) as missing:
+        check_handed(given, {"ONE_KEY": value})
+    assert missing.value.at == ("models", 1, "options", "key_environment")
+    check_handed(given, {"ONE_KEY": "EMPTY"})
+
+
+def test_a_key_may_stand_in_the_model_s_own_environment() -> None:
+    check_handed(Config(models=(remote("one", "ONE_KEY", ONE_KEY="sk-1"),)), {})

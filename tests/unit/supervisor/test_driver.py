@@ -62,7 +62,8 @@ def test_what_nvml_says_is_passed_on(
     driver = Driver()
     drivers.append(driver)
     gpu = {"index": 0, "uuid": "GPU-aa", "name": "H200", "total_bytes": 100, "free_bytes": 60}
-    assert driver.ask("gpus") == [gpu]
+    assert driver.ask("gpus") == [{**gpu, "linked": []}]
+    assert driver.ask("free") == {"GPU-aa": 60}
     assert driver.ask("memory") == {"7": {"GPU-aa": 30}, "8": {"GPU-aa": 0}}
     more = {"compute_mode": "exclusive", "mig": None, "persistence": False}
     assert driver.ask("details") == {
@@ -118,3 +119,36 @@ def test_a_driver_that_hangs_or_breaks_holds_nobody_up(drivers: list[Driver], co
     assert driver.ask("gpus") is None
     assert driver.ask("gpus") is None, "and it is not asked again at once"
     assert time.monotonic() - before < 10
+
+
+#: Four GPUs, joined in pairs 0-2 and 1-3; memory as newer drivers tell it.
+LINKED = """
+nvmlMemory_v2, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 2, 0
+class NVMLError(Exception): pass
+class Thing:
+    def __init__(self, **values): self.__dict__.update(values)
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 4
+def nvmlDeviceGetHandleByIndex(index): return f"handle {index}"
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle[-1]}"
+def nvmlDeviceGetName(handle): return "A100"
+def nvmlDeviceGetMemoryInfo(handle, version=None):
+    if version is None: return Thing(total=100, free=60)
+    return Thing(total=100, reserved=3, free=60)
+def nvmlDeviceGetP2PStatus(one, other, what):
+    if one == "handle 3": raise NVMLError("Not Supported")
+    return 0 if (int(one[-1]) - int(other[-1])) % 2 == 0 else 5
+"""
+
+
+def test_links_and_what_the_driver_keeps_are_told(
+    drivers: list[Driver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pynvml.py").write_text(LINKED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    driver = Driver()
+    drivers.append(driver)
+    found = driver.ask("gpus")
+    assert [gpu["linked"] for gpu in found] == [["GPU-2"], ["GPU-3"], ["GPU-0"], []]
+    assert {(gpu["total_bytes"], gpu["free_bytes"]) for gpu in found} == {(97, 60)}
+    assert driver.ask("free") == dict.fromkeys(["GPU-0", "GPU-1", "GPU-2", "GPU-3"], 60)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from servekit.config.schema import ModelConfig
+from servekit.engines import gguf as engines_gguf
 from servekit.errors import ConfigError
+from servekit.supervisor import estimates
 from servekit.supervisor.estimates import CONTEXT_BYTES, Estimate, estimate
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import place
@@ -62,6 +64,7 @@ def test_llama_on_one_gpu(tmp_path: Path) -> None:
         ({}, {"torch_dtype": None}, "F32", 4),
         ({"engine": "vllm"}, {"torch_dtype": "float32"}, "F32", 2),
         ({}, {"quantization_config": {}}, "I8", 1),
+        ({"engine": "vllm", "options": {"quantization": "fp8"}}, {}, "BF16", 1),
         ({"device": "cpu"}, {}, "BF16", 4),
     ],
 )
@@ -70,6 +73,15 @@ def test_types(
 ) -> None:
     found = of(folder(tmp_path / "m", kind, **config), **keys)
     assert found.weights_bytes == each * NUMBERS
+
+
+def test_what_is_quantised_while_it_loads_caches_as_ever(tmp_path: Path) -> None:
+    found = of(folder(tmp_path / "m"), engine="vllm", options={"quantization": "fp8"})
+    assert found.kv_1k_bytes == 128 * 2**20
+
+
+def test_a_converted_file_is_as_large_as_the_engine_makes_it() -> None:
+    assert estimates._FLOAT32_BELOW == engines_gguf.FLOAT32_BELOW
 
 
 def test_it_is_divided_among_gpus_with_one_head_on_each_at_least(tmp_path: Path) -> None:

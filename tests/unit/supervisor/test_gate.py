@@ -181,6 +181,11 @@ async def test_asleep_it_claims_what_it_still_holds(gate: Gate, nvml: Nvml, proc
     assert (await gate.enter(one)).endswith(
         "60.0 GiB b/0's, and it claims 60.0 GiB, 20.0 GiB too much"
     )
+    assert gate.ledger.holders("GPU-0") == {"a/0": 2 * GIB, "b/0": 60 * GIB}, "it sleeps on"
+    gate.left("b/0", ())
+    nvml.held[1] = {"GPU-0": 40}
+    assert await gate.enter(one) == "", "58 more are free"
+    assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
 
 
 async def test_a_driver_that_does_not_answer_holds_nobody_up(gate: Gate, nvml: Nvml) -> None:

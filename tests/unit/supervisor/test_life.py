@@ -55,6 +55,9 @@ class Host:
             self.states.append(self.replica.state)
         self._changes.set()
 
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        return {}
+
     def children_changed(self) -> None:
         pass
 

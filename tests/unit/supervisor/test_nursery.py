@@ -28,6 +28,9 @@ class Host:
         self.mark = "of-a-unit-test"
         self.environ: Mapping[str, str] = {"PATH": os.environ["PATH"]}
 
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        return {}
+
     def changed(self) -> None: ...
     def children_changed(self) -> None: ...
     def line(self, name: str, text: str) -> None: ...

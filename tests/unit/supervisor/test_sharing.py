@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +89,12 @@ def test_places(models: list[ModelConfig], count: int, expected: Places) -> None
     }
 
 
+def test_nvlink_goes_before_neighbourhood() -> None:
+    some = tuple(replace(gpu, linked=(f"GPU-{(gpu.index + 2) % 4:04x}",)) for gpu in gpus(4))
+    placed = indexes(place([model("a", gpus_per_replica=2)], some, 8))
+    assert placed == {"a": [(0, 2), (1, 3)]}
+
+
 def test_what_is_claimed_is_known_of_each_gpu() -> None:
     [one] = place([model("a", memory="25%", gpus_per_replica=2)], gpus(2), 8)
     assert one.claims == (25 * GIB, 25 * GIB)
@@ -105,7 +112,7 @@ def test_what_is_claimed_is_known_of_each_gpu() -> None:
             1,
             "2GiB",
             (1, "memory"),
-            "no place was found for b/0, which needs beside the others: it claims 50.0 GiB of GPU "
+            "no place was found for b/0 beside the others: it claims 50.0 GiB of GPU "
             "0 (H200), which has 100.0 GiB, less 2.0 GiB reserved, less 60.0 GiB of a: 12.0 GiB "
             "too much",
         ),

@@ -21,6 +21,9 @@ GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
         ({"parallel": "device_map"}, 2, ("cuda", 2, "device_map")),
         ({"parallel": "device_map"}, 1, ("cuda", 1, "")),
         ({"engine": "llamacpp"}, 2, ("cuda", 2, "split")),
+        ({"gpus_per_replica": 2}, 0, ("cpu", 2, "tensor")),
+        ({"gpus_per_replica": 2, "parallel": "device_map"}, 0, ("cpu", 1, "")),
+        ({"gpus_per_replica": 2, "engine": "echo"}, 0, ("cpu", 1, "")),
     ],
 )
 def test_how_it_is_spread(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.supervisor.stall import FORGIVEN_S, PARDONED_S, Pulse, Timeouts
+from servekit.supervisor.stall import FORGIVEN_S, KV_STEP, PARDONED_S, Pulse, Timeouts
 from servekit.wire.messages import Pong, WorkerState
 
 TIMEOUTS = Timeouts(stall_s=10.0, load_s=100.0)
@@ -91,3 +91,15 @@ def test_pings_are_due_by_the_last_one() -> None:
 
 def test_one_request_is_one_request() -> None:
     assert pulse(11.0, 1).verdict("ready", TIMEOUTS, 1.0).endswith("with 1 request running")
+
+
+def test_how_full_its_cache_is_is_told_in_steps() -> None:
+    """Gateways are sent all there is on each change: a cache that fills is told of a few times."""
+    one = pulse()
+    told: list[float] = []
+    for percent in (*range(100), *range(100, -1, -1)):
+        one.answered(Pong(1, 0.0, 1, 0, percent / 100))
+        assert abs(one.kv_used - percent / 100) < KV_STEP
+        told += [one.kv_used] if told[-1:] != [one.kv_used] else []
+    assert 18 < len(told) < 23
+    assert told[-1] == 0.0, "empty is told exactly"

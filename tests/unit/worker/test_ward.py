@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from servekit.engines.base import Engine, Job, Load, Report, StepOutput
-from servekit.engines.echo import EchoCodec
+from servekit.engines.echo_run import EchoCodec
 from servekit.wire.connection import Connection, dial, listen
 from servekit.wire.messages import (
     PROTOCOL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,30 @@ def test_loads_and_unloads_give_the_memory_back(harness: Make, adapters: dict[st
     assert torch.cuda.memory_reserved() <= reserved
     for index in range(1, torch.cuda.device_count()):
         assert torch.cuda.memory_reserved(index) == 0
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_asleep_only_the_context_is_left_and_awake_the_text_is_the_same(
+    harness: Make, adapters: dict[str, Path], batching: str
+) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    empty = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    options = OPTIONS | {"batching": batching}
+    one = harness(device="cuda", dtype="float32", options=options, adapters=all_of(adapters))
+    asked = [(prompt, name) for prompt in PROMPTS for name in ("", *adapters)]
+
+    def said() -> list[list[int]]:
+        jobs = [one.submit(prompt, adapter=name, **GREEDY) for prompt, name in asked]
+        return [one.tokens(job) for job in jobs]
+
+    before = said()
+    for _ in range(2):
+        one.engine.sleep()
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) <= empty
+        one.engine.wake()
+        assert said() == before
+    name = next(iter(adapters))
+    one.engine.unload_adapter(name)
+    one.engine.load_adapter(making.spec(adapters[name]))
+    assert said() == before

@@ -13,7 +13,7 @@ import torch
 
 from servekit.engines import kv_cache
 from servekit.engines.adapters.adapter import Adapter
-from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.errors import ContextLengthExceeded, LoadError, RequestError
 from tests.unit.engines.adapters import making
 from tests.unit.engines.adapters.conftest import Answers
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive, make_spec
@@ -223,6 +223,25 @@ def test_unloading_frees_its_memory_and_restores_the_base(
     bare.engine.unload_adapter("patterns")
     model: Any = shelf._model
     assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_asleep_and_awake_again_it_is_the_same(
+    harness: Make, adapters: dict[str, Path], dtype: str
+) -> None:
+    """In bfloat16 the base's weights are dropped under the adapters that share them."""
+    names = ("lora", "prompt", "saved", "dora")
+    specs = tuple(making.spec(adapters[name]) for name in names)
+    one = harness(dtype=dtype, adapters=specs)
+    before = [ask(one, name, PROMPTS[0]) for name in ("", *names)]
+    one.engine.sleep()
+    with pytest.raises(LoadError, match="asleep"):
+        one.engine.load_adapter(making.spec(adapters["rslora"]))
+    one.engine.wake()
+    assert [ask(one, name, PROMPTS[0]) for name in ("", *names)] == before
+    one.engine.unload_adapter("dora")
+    one.engine.load_adapter(making.spec(adapters["dora"]))
+    assert ask(one, "dora", PROMPTS[0]) == before[-1]
 
 
 def own_tensors(adapter: Adapter, shelf: Any) -> list[torch.Tensor]:

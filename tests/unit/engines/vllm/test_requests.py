@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from servekit.engines.base import Job
-from servekit.engines.sampling import resolve
+from servekit.engines.choosing import resolve
 from servekit.engines.vllm import requests
 from servekit.wire.messages import SamplingParams
 

@@ -1,0 +1,179 @@
+"""llama.cpp's C interface, as far as it is used here, over the shared library of a Python binding.
+
+Only what has been stable for years is declared: opaque pointers, plain numbers, and `llama_batch`.
+The two structs of parameters change from week to week; a binding fills them (`bindings.py`) and
+here they are passed on as they are. Source: llama.cpp, include/llama.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
+from typing import Any
+
+from servekit.errors import LoadError
+
+log = logging.getLogger(__name__)
+
+#: ggml's log levels.
+_WARN, _ERROR, _CONTINUED = 3, 4, 5
+#: Lines of an explanation that are kept.
+_KEPT_LINES = 20
+_TEXT_BYTES = 4096
+_GPU = 1  # ggml_backend_dev_type
+
+
+class Batch(ctypes.Structure):
+    """`llama_batch`: arrays of `n_tokens`; `logits` is not 0 where an output is wanted."""
+
+    _fields_ = (
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    )
+
+
+_LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+_P = c_void_p
+#: Name to result and arguments. Pointers of llama.cpp's own kinds are plain addresses.
+_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "llama_backend_init": (None, ()),
+    "llama_log_set": (None, (_LogCallback, _P)),
+    "llama_supports_gpu_offload": (c_bool, ()),
+    "llama_model_free": (None, (_P,)),
+    "llama_free": (None, (_P,)),
+    "llama_model_get_vocab": (_P, (_P,)),
+    "llama_model_n_ctx_train": (c_int32, (_P,)),
+    "llama_model_n_embd": (c_int32, (_P,)),
+    "llama_model_n_params": (ctypes.c_uint64, (_P,)),
+    "llama_model_size": (ctypes.c_uint64, (_P,)),
+    "llama_model_n_swa": (c_int32, (_P,)),
+    "llama_model_has_encoder": (c_bool, (_P,)),
+    "llama_model_has_decoder": (c_bool, (_P,)),
+    "llama_model_is_recurrent": (c_bool, (_P,)),
+    "llama_model_is_hybrid": (c_bool, (_P,)),
+    "llama_model_desc": (c_int32, (_P, c_char_p, c_size_t)),
+    "llama_model_meta_val_str": (c_int32, (_P, c_char_p, c_char_p, c_size_t)),
+    "llama_model_chat_template": (c_char_p, (_P, c_char_p)),
+    "llama_n_ctx": (c_uint32, (_P,)),
+    "llama_get_memory": (_P, (_P,)),
+    "llama_memory_clear": (None, (_P, c_bool)),
+    "llama_memory_seq_rm": (c_bool, (_P, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_cp": (None, (_P, c_int32, c_int32, c_int32, c_int32)),
+    "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
+    "llama_batch_free": (None, (Batch,)),
+    "llama_decode": (c_int32, (_P, Batch)),
+    "llama_encode": (c_int32, (_P, Batch)),
+    "llama_get_logits_ith": (POINTER(c_float), (_P, c_int32)),
+    "llama_get_embeddings_seq": (POINTER(c_float), (_P, c_int32)),
+    "llama_vocab_n_tokens": (c_int32, (_P,)),
+    "llama_vocab_type": (c_int32, (_P,)),
+    "llama_vocab_get_attr": (c_int32, (_P, c_int32)),
+    "llama_vocab_is_eog": (c_bool, (_P, c_int32)),
+    "llama_vocab_bos": (c_int32, (_P,)),
+    "llama_vocab_eos": (c_int32, (_P,)),
+    "llama_vocab_pad": (c_int32, (_P,)),
+    "llama_tokenize": (c_int32, (_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
+    "llama_token_to_piece": (c_int32, (_P, c_int32, c_char_p, c_int32, c_int32, c_bool)),
+    "ggml_backend_dev_count": (c_size_t, ()),
+    "ggml_backend_dev_get": (_P, (c_size_t,)),
+    "ggml_backend_dev_type": (c_int32, (_P,)),
+    "ggml_backend_dev_memory": (None, (_P, POINTER(c_size_t), POINTER(c_size_t))),
+}
+
+
+class Library:
+    """The functions above by their C names, and llama.cpp's log.
+
+    One per process: llama.cpp's log is its process's. A call gives the GIL away while it lasts.
+    """
+
+    def __init__(self, path: str, binding: str) -> None:
+        """Raises LoadError if the library is not one that is known here."""
+        self.binding = binding  # its name and version, for people
+        self._library = ctypes.CDLL(path)
+        for name, (result, arguments) in _PROTOTYPES.items():
+            self._declare(name, result, arguments)
+        self._explained: list[str] = []
+        self._dots: Callable[[], None] | None = None
+        self._logger = _LogCallback(self._log)  # kept: llama.cpp holds its address only
+        self.call("llama_log_set", self._logger, None)
+        self.call("llama_backend_init")
+
+    def _declare(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise LoadError(
+                f"{self.binding} has no {name}; this version of it is not known to servekit. "
+                "Install the one that servekit was tested with: pip install 'servekit[llamacpp]'."
+            ) from None
+        function.restype, function.argtypes = result, arguments
+        setattr(self, name, function)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function by its C name."""
+        return getattr(self, name)(*arguments)
+
+    def creating(self, name: str, parameters: type[ctypes.Structure], first: Any) -> Any:
+        """A function that makes something of `first` and a struct of parameters."""
+        function = getattr(self._library, name)
+        function.restype, function.argtypes = c_void_p, (first, parameters)
+        return function
+
+    def address(self, name: str) -> int:
+        """Where a function is, for who calls it without Python."""
+        return ctypes.cast(getattr(self, name), c_void_p).value or 0
+
+    def text(self, name: str, *arguments: Any) -> str:
+        """What a function writes into a buffer; "" where it has nothing to say."""
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        written = self.call(name, *arguments, buffer, _TEXT_BYTES)
+        return buffer.value.decode(errors="replace") if written > 0 else ""
+
+    # ---------------------------------------------------------------- GPUs
+
+    def free_bytes(self) -> list[int]:
+        """Free memory of each GPU that llama.cpp sees, in bytes."""
+        free, total = c_size_t(), c_size_t()
+        found = []
+        for index in range(self.call("ggml_backend_dev_count")):
+            device = self.call("ggml_backend_dev_get", index)
+            if self.call("ggml_backend_dev_type", device) == _GPU:
+                self.call("ggml_backend_dev_memory", device, free, total)
+                found.append(free.value)
+        return found
+
+    # ---------------------------------------------------------------- the log
+
+    def listen(self, dots: Callable[[], None] | None) -> None:
+        """Forget what was said; call `dots` for each hundredth of a model's tensors from now on."""
+        self._explained.clear()
+        self._dots = dots
+
+    @property
+    def explanation(self) -> str:
+        """The last thing that llama.cpp complained of, on one line; "" if it did not."""
+        return self._explained[-1] if self._explained else ""
+
+    @property
+    def complaints(self) -> str:
+        """All that it complained of lately."""
+        return "; ".join(self._explained)
+
+    def _log(self, level: int, text: bytes | None, _: Any) -> None:
+        if text == b"." and self._dots is not None:
+            self._dots()
+        if level not in (_WARN, _ERROR) or text is None:
+            return
+        line = " ".join(text.decode(errors="replace").split())
+        log.log(logging.ERROR if level == _ERROR else logging.INFO, "llama.cpp: %s", line)
+        if level == _ERROR and line:
+            self._explained.append(line)
+            del self._explained[:-_KEPT_LINES]

@@ -1,0 +1,131 @@
+"""From a specification to a model that can be run: what the transformers engine does at its start.
+
+Several devices are another matter only here and in `spread`: whoever runs the model has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+from transformers import PreTrainedModel
+
+from servekit.engines import embedding, pooling, preparing, sleeping, weights
+from servekit.engines.assembly import Runner, assemble, cpu_threads, vocab_size
+from servekit.engines.base import Report
+from servekit.engines.codec import TokenizerCodec
+from servekit.engines.source import resolve
+from servekit.engines.spread import plan
+from servekit.engines.spread.leader import Ranks, threads_each
+from servekit.wire.messages import ModelInfo, WorkerSpec
+
+#: torch threads beside a GPU. What is left for them is small, and more wait for each other, one
+#: worker's for another's too: verifying an adapter under traffic took 5.4 s with 32, 1.7 with 4.
+HOST_THREADS = 4
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A model that can be run, and what is known of it."""
+
+    folder: Path
+    tokenizer: Any
+    codec: TokenizerCodec
+    model: PreTrainedModel
+    attention: str  # as the library would run it
+    runner: Runner[Any]
+    info: ModelInfo
+    ranks: Ranks | None
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.model)
+
+
+def load(spec: WorkerSpec, report: Report) -> Loaded:
+    """Fetch and load. Raises LoadError."""
+    threads = _threads(spec)
+    torch.set_num_threads(threads)
+    folder = Path(resolve(spec.path, spec.revision, report))
+    embeds = pooling.is_embedder(folder)
+    ranks = _ranks(folder, spec, for_embeddings=embeds)
+    try:
+        tokenizer = preparing.tokenizer(folder, spec)
+        with (
+            weights.explained(folder, spec),
+            _with_all(ranks, folder, threads, for_embeddings=embeds),
+        ):
+            model = _model(folder, spec, report, for_embeddings=embeds)
+        if ranks is not None:
+            ranks.follow(model)
+        codec = TokenizerCodec(tokenizer)
+        attention = str(model.config._attn_implementation)
+        with weights.explained(folder, spec):
+            runner, info = _run(folder, spec, model, codec, tokenizer, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+    return Loaded(folder, tokenizer, codec, model, attention, runner, info, ranks)
+
+
+def bed(loaded: Loaded, spec: WorkerSpec, more: sleeping.Tensors) -> sleeping.Bed:
+    """Where the model sleeps, and on a GPU `more` with it."""
+    embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
+    again = partial(_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
+    load_again = None if loaded.ranks else again
+    return sleeping.bed_for(loaded.model, loaded.model.device, more, load_again)
+
+
+def _threads(spec: WorkerSpec) -> int:
+    if spec.device != "cpu":
+        return HOST_THREADS
+    threads = cpu_threads(spec.options.get("threads"))
+    return threads_each(threads, spec.gpus) if plan.over_ranks(spec) else threads
+
+
+def _ranks(folder: Path, spec: WorkerSpec, *, for_embeddings: bool) -> Ranks | None:
+    """The other ranks, started: they import what they need while the tokenizer is loaded."""
+    if not plan.over_ranks(spec):
+        return None
+    with weights.explained(folder, spec):
+        plan.check(weights.outline(folder, spec, for_embeddings=for_embeddings), spec)
+    return Ranks(spec)
+
+
+def _with_all(
+    ranks: Ranks | None, folder: Path, threads: int, *, for_embeddings: bool
+) -> contextlib.AbstractContextManager[None]:
+    if ranks is None:
+        return contextlib.nullcontext()
+    return ranks.loading(folder, threads, for_embeddings=for_embeddings)
+
+
+def _model(
+    folder: Path, spec: WorkerSpec, report: Report, *, for_embeddings: bool
+) -> PreTrainedModel:
+    attention = spec.options.get("attention")
+    return weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
+
+
+def _run(
+    folder: Path,
+    spec: WorkerSpec,
+    model: PreTrainedModel,
+    codec: TokenizerCodec,
+    tokenizer: Any,
+    ranks: Ranks | None,
+) -> tuple[Runner[Any], ModelInfo]:
+    if pooling.is_embedder(folder):
+        how = pooling.read(folder, model.device)
+        return embedding.assemble(model, how, tokenizer, spec)
+    runner, info = assemble(model, spec, codec.chat, ranks)
+    if plan.is_spread(spec):
+        refused = {adapter.name: plan.NO_ADAPTERS for adapter in spec.adapters}
+        info = structs.replace(info, refused_adapters=refused)
+    return runner, info

@@ -1,0 +1,64 @@
+"""An endpoint's embeddings, as the worker hands them on."""
+
+from __future__ import annotations
+
+import array
+import base64
+import binascii
+import math
+from typing import Any
+
+import msgspec
+
+from servekit.engines.remote.chunks import MOST_TOKENS, Usage
+from servekit.engines.remote.refusals import lie, told_in_answer
+
+
+class Embedded(msgspec.Struct):
+    embedding: list[float] | str
+    index: int | None = None
+
+
+class Embeddings(msgspec.Struct):
+    data: list[Embedded] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_embeddings = msgspec.json.Decoder(Embeddings)
+
+
+def vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
+    """The vectors of `count` inputs, float32 little-endian, and the tokens of all; None: not told.
+
+    Raises EndpointFailed.
+    """
+    try:
+        answer = _embeddings.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise lie(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
+    if answer.error:
+        raise told_in_answer(answer.error)
+    order = {place: one for at, one in enumerate(answer.data) if (place := _place(one, at)) >= 0}
+    if sorted(order) != list(range(count)):
+        raise lie(f"it has {len(answer.data)} embeddings for {count} inputs")
+    found = [_vector(order[at].embedding) for at in range(count)]
+    if len(set(map(len, found))) > 1 or not found[0] or len(found[0]) % 4:
+        raise lie("its embeddings differ in length, or have none")
+    used = answer.usage.prompt_tokens if answer.usage is not None else None
+    return found, used if used is not None and 0 <= used < MOST_TOKENS else None
+
+
+def _place(one: Embedded, at: int) -> int:
+    return at if one.index is None else one.index
+
+
+def _vector(given: list[float] | str) -> bytes:
+    try:
+        decoded = base64.b64decode(given, validate=True) if isinstance(given, str) else given
+        numbers = array.array("f", decoded)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError
+        return numbers.tobytes()
+    except (binascii.Error, OverflowError, ValueError):
+        raise lie("one of its embeddings is none") from None

@@ -1,0 +1,140 @@
+"""What becomes of an endpoint's errors: for whom they are, in which words, what is tried again.
+
+status                      the client gets                     asked again   it is in trouble
+400 413 415 422             400, its words and its param        no            no
+401 402 403                 502                                 no            yes
+404 405 410                 502                                 no            yes
+408 409 425 429             429, with its Retry-After           yes           no
+429, for lack of money      429                                 no            yes
+500 and more                502; 503 for 503                    yes           yes
+3xx                         502: it is not followed             no            yes
+no connection, or it broke  503                                 yes           yes
+a lie in its answer         502                                 no            no
+"""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from servekit.errors import (
+    ContextLengthExceeded,
+    EndpointFailed,
+    ModelUnavailable,
+    RateLimited,
+    RequestError,
+)
+
+_ASKED_WRONG = (400, 413, 415, 422)
+_TOO_EARLY = (408, 409, 425, 429)
+#: What is said when no patience helps.
+_NO_MONEY = ("insufficient_quota", "billing_hard_limit_reached")
+#: Of an endpoint's own words.
+_LONGEST_WORDS = 400
+
+
+class Refused(Exception):
+    """An attempt that brought no answer.
+
+    `error` is what the client gets in the end. `again`: another attempt may go better, not before
+    `after_s` where the endpoint says so. `trouble`: others will fare no better.
+    """
+
+    def __init__(
+        self,
+        error: RequestError,
+        *,
+        status: int = 0,
+        again: bool = False,
+        after_s: float | None = None,
+        trouble: bool = False,
+    ) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.status = status  # 0: there was no answer of HTTP at all
+        self.again = again
+        self.after_s = after_s
+        self.trouble = trouble
+
+
+def unreachable(url: str, reason: str) -> Refused:
+    """It could not be asked, or did not answer."""
+    error = ModelUnavailable(f"the endpoint {url} does not answer: {reason}")
+    return Refused(error, again=True, trouble=True)
+
+
+def lie(what: str) -> EndpointFailed:
+    """Its answer is none."""
+    return EndpointFailed(f"the endpoint's answer is wrong: {what}")
+
+
+def refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+    """From an answer of HTTP that is none of ours."""
+    words, code, param = _told(body)
+    said = f"the endpoint answered {status}: {words or 'without a reason'}"
+    if 300 <= status < 400:
+        where = headers.get("location", "")[:200]
+        error = EndpointFailed(f"{said}; it redirects to {where!r}, which is not followed")
+        return Refused(error, status=status, trouble=True)
+    if status in _ASKED_WRONG:
+        kind = ContextLengthExceeded if code == ContextLengthExceeded.code else RequestError
+        return Refused(kind(said, param=param), status=status)
+    if status == 429 and code in _NO_MONEY:
+        return Refused(RateLimited(said), status=status, trouble=True)
+    if status in _TOO_EARLY:
+        after_s = retry_after_s(headers)
+        error_429 = RateLimited(said, retry_after_s=after_s)
+        return Refused(error_429, status=status, again=True, after_s=after_s)
+    if status >= 500:
+        kind = ModelUnavailable if status == 503 else EndpointFailed
+        after_s = retry_after_s(headers)
+        failed = kind(said, retry_after_s=after_s)
+        return Refused(failed, status=status, again=True, after_s=after_s, trouble=True)
+    return Refused(EndpointFailed(said), status=status, trouble=True)
+
+
+def told_in_answer(error: Any) -> EndpointFailed:
+    """From an error where an answer should be, after a status of 200."""
+    words = _words(error.get("message") if isinstance(error, dict) else error)
+    return EndpointFailed(f"the endpoint broke its answer off: {words or 'without a reason'}")
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """How long it wants to be left alone, in either form of the header; None where it is silent."""
+    given = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", given):
+        return float(given)
+    date = email.utils.parsedate_tz(given) if given else None
+    if date is None:
+        return None
+    try:
+        return max(0.0, email.utils.mktime_tz(date) - time.time())
+    except (OverflowError, ValueError):
+        return None
+
+
+def _told(body: bytes) -> tuple[str, str, str | None]:
+    """The words, the code and the parameter of an error in any of the forms that there are."""
+    try:
+        data: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return _words(body.decode(errors="replace")), "", None
+    data = data if isinstance(data, dict) else {"error": data}
+    error = next((data[key] for key in ("error", "detail", "message") if data.get(key)), None)
+    if not isinstance(error, dict):
+        return _words(error), str(data.get("code", "")), None
+    param = error.get("param")
+    code = error.get("code") or error.get("type") or ""
+    return _words(error.get("message")), str(code), param if isinstance(param, str) else None
+
+
+def _words(told: object) -> str:
+    """In one line, and not too long: it is said by a stranger."""
+    text = "" if told is None else told if isinstance(told, str) else str(told)
+    text = " ".join("".join(c if c.isprintable() else " " for c in text[:4096]).split())
+    return text if len(text) <= _LONGEST_WORDS else text[: _LONGEST_WORDS - 1] + "…"

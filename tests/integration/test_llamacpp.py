@@ -1,0 +1,100 @@
+"""A GGUF file served by llama.cpp, through the whole of servekit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.instance import Instance
+from tests.unit.engines.origins import SMOLLM2, write_tiny_gguf
+
+ASKED = {
+    "messages": [{"role": "user", "content": "The quick brown fox"}],
+    "temperature": 0.0,
+    "max_tokens": 150,
+}
+
+
+def model(path: Path | str, **fields: Any) -> dict[str, Any]:
+    options = {"threads": 1, "cache_type": "f32", "flash_attention": "off"}
+    known = {"name": "m", "engine": "llamacpp", "path": str(path), "device": "cpu"}
+    return {**known, "replicas": 1, "options": options, **fields}
+
+
+def chat(url: str, **fields: Any) -> str:
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "m", **ASKED, **fields})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def streamed(url: str, **fields: Any) -> Iterator[str]:
+    body = {"model": "m", **ASKED, "stream": True, **fields}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                if choices and (piece := choices[0]["delta"].get("content")):
+                    yield piece
+
+
+def environment(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
+    return dict(line.split("=", 1) for line in lines)
+
+
+def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", float32=True)
+    with Instance.up(tmp_path, [model(path)]) as instance:
+        instance.until_settled()
+        url, pid = instance.url, instance.replica("m/0").pid
+        # The pin is there before the interpreter's first instruction: no library can be too early.
+        # Nor is there one that could be: torch, which is known to ask for CUDA, is not loaded.
+        assert environment(pid)["CUDA_VISIBLE_DEVICES"] == ""
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        whole = chat(url)
+        pieces = []
+        for piece in streamed(url):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                os.kill(pid, signal.SIGKILL)
+        assert "".join(pieces) == whole
+        assert len(pieces) > 3
+        instance.until("it is replaced", lambda: instance.replica("m/0").pid not in (0, pid), 20)
+        instance.until_settled()
+        assert chat(url) == whole
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "odd.gguf", architecture="oddformer")
+    with Instance.begun(tmp_path, [model(path)]) as instance:
+        assert instance.wait() != 0  # no model is left to serve
+        assert "unknown model architecture: 'oddformer'" in instance.log
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_answers(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [model(SMOLLM2)]) as instance:
+        instance.until_settled(120)
+        url = instance.url
+        question = [{"role": "user", "content": "Name the capital of Germany in one word."}]
+        text = "".join(streamed(url, messages=question, max_tokens=40))
+        assert text == chat(url, messages=question, max_tokens=40)
+        assert "Berlin" in text
+        schema = {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        }
+        wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        found = json.loads(chat(url, messages=question, response_format=wanted))
+        assert set(found) == {"city"}

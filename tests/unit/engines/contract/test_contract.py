@@ -1,0 +1,405 @@
+"""What `engines.base` promises, asked of every engine that is installed.
+
+    pytest tests/unit/engines/contract -k echo
+
+On a machine that has little but torch and the engine: `pytest -c /dev/null --rootdir=. …`.
+"""
+
+from __future__ import annotations
+
+import array
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from servekit.engines.base import Job
+from servekit.errors import RequestError, Unsupported
+from servekit.wire.messages import Capability, Grammar, SamplingParams
+from tests.unit.engines.contract.running import Running, poll
+from tests.unit.engines.contract.subjects import Subject
+
+PROMPT = "The quick brown fox"
+OTHERS = ["The lazy dog", "The small cat looks", "1234567890", "Größe, naïve café", "jumps " * 20]
+#: Enough that an end of its own, where there is one, comes before.
+LONG = 200
+
+Params = dict[str, Any]
+
+
+def needs(engine: Running, *capabilities: Capability) -> None:
+    if lacking := set(capabilities) - set(engine.info.serves):
+        pytest.skip(f"it does not serve {', '.join(sorted(lacking))}")
+
+
+@pytest.fixture(scope="module")
+def reference(shared: Running) -> list[int]:
+    """What it says to PROMPT, undisturbed."""
+    return shared.generate(PROMPT, max_tokens=24, ignore_eos=True)
+
+
+@cache
+def ending(engine: Running) -> tuple[int, list[int]]:
+    """A seed with which it ends by itself, after some tokens and before LONG; and those."""
+    params: Params = {"max_tokens": LONG, "temperature": 1.0}
+    for seed in range(64):
+        job = engine.submit(PROMPT, seed=seed, **params)
+        if engine.finish(job) == "stop" and len(tokens := engine.tokens(job)) > 2:
+            return seed, tokens
+    raise AssertionError("it never ended by itself")
+
+
+def assert_well(engine: Running, reference: list[int]) -> None:
+    """It says what it always said."""
+    said = engine.generate(PROMPT, max_tokens=24, ignore_eos=True)
+    assert engine.alike(said, reference), said
+
+
+# ---------------------------------------------------------------- what it says of itself
+
+
+def test_what_it_is_makes_sense(engine: Running) -> None:
+    info = engine.info
+    assert info.max_context >= 16
+    assert info.slots >= 1
+    assert info.architecture and info.dtype and info.device
+    assert "generate" in info.serves or "embed" in info.serves
+    assert ("embed" in info.serves) == (info.embedding_size > 0)
+    assert engine.engine.vocab_size > 0
+
+
+def test_text_and_tokens_are_two_ways_of_saying_it(engine: Running) -> None:
+    codec = engine.engine.codec
+    for text in [PROMPT, *OTHERS]:
+        ids = codec.encode(text)
+        assert all(0 <= token < engine.engine.vocab_size for token in ids)
+        assert engine.text(ids).strip() == text.strip()
+        decoder = codec.decoder()
+        assert "".join(decoder.push([token]) for token in ids) + decoder.flush() == engine.text(ids)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 33])
+def test_max_tokens_is_exact(engine: Running, count: int) -> None:
+    job = engine.submit(PROMPT, max_tokens=count, ignore_eos=True)
+    assert len(engine.tokens(job)) == count
+    assert engine.finish(job) == "length"
+
+
+def test_greedy_repeats_and_a_shorter_answer_is_a_beginning(
+    engine: Running, reference: list[int]
+) -> None:
+    assert_well(engine, reference)
+    shorter = engine.generate(PROMPT, max_tokens=9, ignore_eos=True)
+    assert engine.alike(shorter, reference[:9]), shorter
+    assert all(0 <= token < engine.engine.vocab_size for token in reference)
+
+
+def test_only_the_last_output_says_how_it_ended(engine: Running) -> None:
+    job = engine.submit(PROMPT, max_tokens=40, ignore_eos=True)
+    *before, last = engine.finished(job)
+    assert last.finish == "length"
+    assert all(output.finish is None and output.token_ids for output in before)
+
+
+def test_an_end_of_its_own_is_stop(engine: Running) -> None:
+    seed, tokens = ending(engine)
+    job = engine.submit(PROMPT, max_tokens=len(tokens) + 1, temperature=1.0, seed=seed)
+    assert (engine.tokens(job), engine.finish(job)) == (tokens, "stop")
+    cut = engine.submit(PROMPT, max_tokens=len(tokens) - 1, temperature=1.0, seed=seed)
+    assert (engine.tokens(cut), engine.finish(cut)) == (tokens[:-1], "length")
+
+
+def test_ignoring_the_end_goes_on(engine: Running) -> None:
+    seed, tokens = ending(engine)
+    count = len(tokens) + 9
+    params: Params = {"max_tokens": count, "temperature": 1.0, "seed": seed}
+    job = engine.submit(PROMPT, ignore_eos=True, **params)
+    assert (len(engine.tokens(job)), engine.finish(job)) == (count, "length")
+
+
+def test_the_end_waits_for_min_tokens(engine: Running) -> None:
+    seed, tokens = ending(engine)
+    least = len(tokens) + 5
+    params: Params = {"max_tokens": least + 9, "temperature": 1.0, "seed": seed}
+    assert len(engine.generate(PROMPT, min_tokens=least, **params)) >= least
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("seed", [0, 7, -(2**63), 2**63 - 1])
+def test_a_seed_says_the_same_alone_and_in_a_crowd(engine: Running, seed: int) -> None:
+    params: Params = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    alone = engine.generate(PROMPT, seed=seed, **params)
+    crowd = [engine.submit(prompt, seed=seed + 1 if seed < 9 else 3, **params) for prompt in OTHERS]
+    again = engine.submit(PROMPT, seed=seed, **params)
+    crowd += [engine.submit(prompt, **params) for prompt in OTHERS]
+    assert engine.alike(engine.tokens(again), alone)
+    assert all(len(engine.tokens(job)) == 20 for job in crowd)
+
+
+def test_one_candidate_is_greedy(engine: Running, reference: list[int]) -> None:
+    params: Params = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    assert engine.alike(engine.generate(PROMPT, top_k=1, **params), reference)
+    assert engine.alike(engine.generate(PROMPT, top_p=1e-6, **params), reference)
+    if "min_p" in engine.info.serves:
+        assert engine.alike(engine.generate(PROMPT, min_p=1.0, **params), reference)
+
+
+def test_a_biased_token_is_all_it_says(engine: Running, reference: list[int]) -> None:
+    needs(engine, "logit_bias")
+    token = reference[-1]
+    said = engine.generate(PROMPT, max_tokens=5, ignore_eos=True, logit_bias=((token, 100.0),))
+    assert said == [token] * 5
+
+
+def test_logprobs_are_of_the_tokens(engine: Running, reference: list[int]) -> None:
+    needs(engine, "logprobs")
+    for wanted in (0, 3):
+        job = engine.submit(PROMPT, max_tokens=24, ignore_eos=True, logprobs=wanted)
+        said = engine.tokens(job)
+        assert engine.alike(said, reference)
+        for output in engine.finished(job):
+            assert len(output.logprobs or ()) == len(output.token_ids)
+        for one in engine.logprobs(job):
+            assert one.logprob <= 0.0
+            assert len(one.best) <= wanted
+            assert sorted(one.best, key=lambda best: -best[1]) == list(one.best)
+            if one.best:  # greedy: it is the best
+                assert one.logprob == pytest.approx(one.best[0][1], abs=1e-3)
+        told = b"".join(one.token for one in engine.logprobs(job)).decode(errors="replace")
+        # a text has nothing of a character that is cut off at its end
+        assert told.strip().startswith(engine.text(said).strip())
+
+
+# ---------------------------------------------------------------- what another worker began
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_it_goes_on_where_another_worker_stopped(engine: Running, sampled: bool) -> None:
+    if not engine.info.resumes:
+        pytest.skip("it does not resume")
+    params: Params = {"max_tokens": 20, "ignore_eos": True}
+    params |= {"temperature": 1.0, "seed": 11} if sampled else {}
+    whole = engine.generate(PROMPT, **params)
+    for done in (1, 8, 19):
+        job = engine.submit(PROMPT, whole[:done], **params)
+        assert engine.alike(engine.tokens(job), whole[done:])
+        assert engine.finish(job) == "length"
+
+
+# ---------------------------------------------------------------- many, and those that leave
+
+
+def test_sixty_four_at_once_all_end_right(engine: Running, reference: list[int]) -> None:
+    jobs = {
+        engine.submit(PROMPT, max_tokens=1 + number % 24, ignore_eos=True): 1 + number % 24
+        for number in range(64)
+    }
+    for job, count in jobs.items():
+        assert engine.alike(engine.tokens(job), reference[:count])
+    poll(engine.is_idle, "it is idle")
+
+
+def test_its_load_is_told_while_it_works_and_nothing_when_idle(engine: Running) -> None:
+    poll(engine.is_idle, "it is idle")
+    job = engine.submit(PROMPT, **engine.endless)
+    engine.has_begun(job)
+    now = engine.engine.load_now()
+    assert now.running + now.waiting == 1
+    assert 0 <= now.progress_age_s < 30
+    assert 0 <= now.kv_used <= 1
+    engine.engine.cancel(job)
+    poll(engine.is_idle, "it is idle")
+
+
+def test_who_leaves_frees_a_slot_and_is_not_heard_of_again(
+    engine: Running, reference: list[int]
+) -> None:
+    jobs = [engine.submit(PROMPT, **engine.endless) for _ in range(min(engine.info.slots, 16) + 2)]
+    engine.has_begun(jobs[0])
+    waits = engine.submit(PROMPT, max_tokens=24, ignore_eos=True)
+    for job in jobs:
+        engine.engine.cancel(job)
+    assert engine.alike(engine.tokens(waits), reference)
+    said = [len(engine.outputs.get(job, ())) for job in jobs]
+    assert_well(engine, reference)
+    assert [len(engine.outputs.get(job, ())) for job in jobs] == said
+    assert not any(engine.ended(job) for job in jobs)
+    poll(engine.is_idle, "it is idle")
+
+
+def test_cancelling_before_the_first_step_and_after_the_end(
+    engine: Running, reference: list[int]
+) -> None:
+    for _ in range(20):
+        engine.engine.cancel(engine.submit(PROMPT, **engine.endless))
+    done = engine.submit(PROMPT, max_tokens=1, ignore_eos=True)
+    engine.finished(done)
+    engine.engine.cancel(done)
+    engine.engine.cancel(123456789)
+    assert_well(engine, reference)
+    poll(engine.is_idle, "it is idle")
+
+
+# ---------------------------------------------------------------- what it cannot do
+
+
+ABSURD: dict[str, tuple[str | list[int], Params]] = {
+    "an empty prompt": ([], {}),
+    "a token that is none": ([1, 2**31 - 1], {}),
+    "a negative token": ([1, -1], {}),
+    "a top_k above the vocabulary": ("abc", {"temperature": 1.0, "top_k": 10**9}),
+    "a temperature of next to nothing": ("abc", {"temperature": 1e-9, "seed": 1}),
+    "a huge temperature": ("abc", {"temperature": 100.0, "seed": 1}),
+    "min_tokens above max_tokens": ("abc", {"min_tokens": 99}),
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_what_is_absurd_harms_nobody(engine: Running, reference: list[int], what: str) -> None:
+    """It is refused by a RequestError, fails alone, or is done; the others go on."""
+    prompt, params = ABSURD[what]
+    beside = engine.submit(PROMPT, max_tokens=24, ignore_eos=True)
+    job = engine.job(prompt, **params)
+    try:
+        engine.engine.submit(job)
+    except RequestError as error:
+        assert len(error.message) > 5
+    else:
+        engine.until(lambda: engine.ended(job.id), f"{what} comes to an end")
+    assert engine.alike(engine.tokens(beside), reference)
+    assert_well(engine, reference)
+
+
+def test_more_than_the_context_harms_nobody(engine: Running, reference: list[int]) -> None:
+    [token] = engine.engine.codec.encode("a")[:1]
+    job = Job(10**9, [token] * (engine.info.max_context + 1), SamplingParams(max_tokens=1))
+    try:
+        engine.engine.submit(job)
+    except RequestError as error:
+        assert len(error.message) > 5
+    else:
+        engine.until(lambda: engine.ended(job.id), "it comes to an end")
+    assert_well(engine, reference)
+
+
+# ---------------------------------------------------------------- what some can do
+
+
+def test_embeddings(engine: Running) -> None:
+    if "embed" not in engine.info.serves:
+        with pytest.raises(Unsupported):
+            engine.embed("a")
+        return
+    texts = [PROMPT, "something else", PROMPT]
+    vectors = [array.array("f", one) for one in engine.embed(*texts)]
+    assert [len(vector) for vector in vectors] == [engine.info.embedding_size] * 3
+    assert vectors[0] == vectors[2] != vectors[1]
+    [alone] = engine.embed(PROMPT)
+    assert list(array.array("f", alone)) == pytest.approx(list(vectors[0]), abs=1e-3)
+
+
+REGEX = Grammar("regex", "(ab){3}c")
+
+
+def test_a_grammar_is_kept_to(engine: Running) -> None:
+    if "grammar" not in engine.info.serves:
+        with pytest.raises(Unsupported):
+            engine.engine.constrain(REGEX, [])
+        return
+    params: Params = {"grammar": REGEX, "max_tokens": 40}
+    job = engine.submit(PROMPT, **params)
+    tokens = engine.tokens(job)
+    assert (engine.text(tokens), engine.finish(job)) == ("abababc", "stop")
+    if engine.info.resumes and len(tokens) > 1:
+        assert engine.generate(PROMPT, emitted=tokens[:1], **params) == tokens[1:]
+    schema = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
+    beside = engine.submit(PROMPT, grammar=Grammar("json_schema", schema), max_tokens=60)
+    said = engine.text(engine.tokens(beside))
+    assert engine.finish(beside) == "length" or '"a"' in said
+
+
+def test_a_wrong_grammar_is_refused(engine: Running, reference: list[int]) -> None:
+    needs(engine, "grammar")
+    with pytest.raises(RequestError):
+        engine.engine.constrain(Grammar("regex", "(a"), [])
+    assert_well(engine, reference)
+
+
+def test_adapters_come_and_go(
+    engine: Running, subject: Subject, model: Path, tmp_path: Path, reference: list[int]
+) -> None:
+    if "adapters" not in engine.info.serves:
+        with pytest.raises(Unsupported):
+            engine.engine.unload_adapter("any")
+        return
+    assert subject.adapter is not None, "its row does not say how one is made"
+    adapter = subject.adapter(model, tmp_path / "adapter")
+    assert engine.engine.load_adapter(adapter).name == adapter.name
+    params: Params = {"max_tokens": 24, "ignore_eos": True}
+    said = engine.generate(PROMPT, adapter=adapter.name, **params)
+    assert said != reference
+    jobs = [engine.submit(PROMPT, adapter=name, **params) for name in (adapter.name, "") * 4]
+    for job, expected in zip(jobs, [said, reference] * 4, strict=True):
+        assert engine.alike(engine.tokens(job), expected)
+    engine.engine.unload_adapter(adapter.name)
+    assert_well(engine, reference)
+    with pytest.raises(RequestError):
+        engine.submit(PROMPT, adapter=adapter.name)
+
+
+def test_an_adapter_that_is_none_is_refused(
+    engine: Running, subject: Subject, tmp_path: Path, reference: list[int]
+) -> None:
+    needs(engine, "adapters")
+    from servekit.wire.adapters import AdapterSpec
+
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(RequestError):
+        engine.engine.load_adapter(AdapterSpec("wrong", str(tmp_path)))
+    assert_well(engine, reference)
+
+
+def test_sleep_changes_nothing_that_it_says(engine: Running, reference: list[int]) -> None:
+    if not engine.info.sleeps:
+        with pytest.raises(Unsupported):
+            engine.engine.sleep()
+        return
+    for _ in range(2):
+        poll(engine.is_idle, "it is idle")
+        engine.engine.sleep()
+        assert engine.is_idle()
+        engine.engine.wake()
+        assert_well(engine, reference)
+
+
+# ---------------------------------------------------------------- its life
+
+
+def _threads() -> set[str]:
+    return {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
+
+
+def test_a_life_leaves_nothing_behind(
+    subject: Subject, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Threads and processes go with it, work in flight or not; stdout is not its to write on."""
+    (tmp_path / "model").mkdir()
+    threads, processes = _threads(), set(psutil.Process().children(recursive=True))
+    capfd.readouterr()
+    running = Running(subject.spec(tmp_path / "model"))
+    try:
+        assert len(running.generate(PROMPT, max_tokens=3, ignore_eos=True)) == 3
+        running.has_begun(running.submit(PROMPT, **running.endless))
+    finally:
+        running.close()
+    poll(lambda: _threads() <= threads, "its threads end")
+    poll(lambda: set(psutil.Process().children(recursive=True)) <= processes, "its processes end")
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,34 @@
+"""A replica of two ranks on the CPU. Its rank 0 is the process that tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.engines.harness import Harness, make_spec
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Callable[..., Any]:
+    """Opens an engine over two ranks, one at a time: a process has one group."""
+
+    @contextmanager
+    def opened(path: Path, **fields: Any) -> Iterator[Harness]:
+        patch = pytest.MonkeyPatch()
+        patch.setenv("PYTHONPATH", str(ROOT))  # the ranks are fresh interpreters
+        try:
+            engine = Harness(make_spec(path, gpus=2, parallel="tensor", **fields))
+            try:
+                yield engine
+            finally:
+                engine.close()
+        finally:
+            patch.undo()
+
+    return opened

@@ -1,0 +1,44 @@
+"""What a worker holds of its GPUs against what it claims."""
+
+from __future__ import annotations
+
+import os
+
+from servekit.supervisor.gate import Gate
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.ledger import Ledger
+from servekit.supervisor.placement import Assignment
+from servekit.supervisor.vram import Entry, Vram
+
+GIB = 2**30
+GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(3))
+
+
+def of_two() -> tuple[Vram, Ledger]:
+    ledger = Ledger(GPUS)
+    place = Assignment("a", 0, GPUS[:2], None, (40 * GIB, 40 * GIB))
+    vram = Vram(place, GPUS, Entry(Gate(ledger), (1, 2)), lambda what: None)
+    vram.begin(os.getpid())
+    ledger.claim("a/0", {"GPU-0": 40 * GIB, "GPU-1": 40 * GIB})
+    return vram, ledger
+
+
+def test_within_its_claim_there_is_nothing_to_say() -> None:
+    vram, ledger = of_two()
+    assert vram.need_bytes == {"GPU-0": 1, "GPU-1": 2}
+    vram.measure({os.getpid(): {"GPU-0": 40 * GIB + 2**20, "GPU-1": 3 * GIB}})
+    assert (vram.alert, vram.held_bytes) == ("", 43 * GIB + 2**20)
+    assert ledger.held("a/0") == {"GPU-0": 40 * GIB + 2**20, "GPU-1": 3 * GIB}
+
+
+def test_excess_and_strays_are_told_apart() -> None:
+    vram, _ = of_two()
+    vram.measure({os.getpid(): {"GPU-0": 50 * GIB, "GPU-1": 42 * GIB, "GPU-2": 2**30}})
+    assert vram.excess == (
+        "holds 50.0 GiB of GPU 0 (H200), where it claims 40.0 GiB and 42.0 GiB of GPU 1 (H200), "
+        "where it claims 40.0 GiB"
+    )
+    assert vram.stray == "holds 1024 MiB on GPU 2 (H200), which is not its own"
+    assert vram.alert == f"{vram.stray}; {vram.excess}"
+    vram.forget()
+    assert (vram.pid, vram.alert, vram.by_gpu) == (0, "", {})
