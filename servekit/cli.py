@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from servekit import adapters, checkups
+from servekit import adapters, checkups, residents
 from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ def _one_sentence() -> Iterator[None]:
 
 app.command("doctor")(_one_sentence()(checkups.doctor))
 app.command("trace-cuda")(_one_sentence()(checkups.trace_cuda))
+for change in (residents.load, residents.unload, residents.sleep, residents.wake):
+    app.command()(_one_sentence()(change))
 for command in (adapters.add, adapters.rm, adapters.ls):
     adapter.command()(_one_sentence()(command))
 

@@ -158,7 +158,7 @@ def _log_to_stderr() -> None:
 def settled(status: Status) -> bool:
     """Whether the start is over: gateways serve, and every replica serves or has given up."""
     return all(gateway.state == "ready" for gateway in status.gateways) and all(
-        replica.state in ("ready", "failed") for replica in _replicas(status)
+        replica.state in ("ready", "asleep", "failed") for replica in _replicas(status)
     )
 
 
@@ -217,6 +217,9 @@ def _served(model: ModelStatus) -> Text:
         devices = ", ".join(sorted({replica.device for replica in ready}))
         times = f"{len(ready)} × " if len(ready) > 1 else ""
         line.append(f"  {times}{devices}\n", style="dim")
+    elif model.residence is not None and model.residence.tier == "stopped":
+        how = {"on_demand": "loaded on demand"}.get(model.residence.load, "not loaded")
+        line.append(f"  {how}\n", style="dim")
     for replica in model.replicas:
         if replica.state == "failed":
             line.append(f"{'' if ready else '  '}failed: {replica.reason}\n", style="red")

@@ -12,6 +12,7 @@ from rich.text import Text
 from servekit.tables import size, state
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ReplicaHistory, Why
+from servekit.wire.residency import Residence
 from servekit.wire.values import ExitRecord
 
 #: Last lines shown of each death but the newest, of which all are.
@@ -50,10 +51,20 @@ def diagnosis(why: Why) -> str:
     last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
     serving = sum(replica.state == "ready" for replica in why.replicas)
     total = len(why.replicas)
-    head = f"{why.model}: {serving} of {total} ready"
+    head = f"{why.model}: {_standing(why.residence) or f'{serving} of {total} ready'}"
     if last is None:
         return f"{head}; nothing of it has died since it was started."
     return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"
+
+
+def _standing(residence: Residence | None) -> str:
+    """How a model stands that comes and goes: "stopped at 21:03:11: evicted for b, …"."""
+    if residence is None or residence.tier == "resident":
+        return ""
+    tier, reason = residence.tier, plain(residence.reason)
+    if reason.startswith(tier):
+        return reason
+    return f"{tier}; {reason}" if reason else tier
 
 
 def _sentence(exit_: ExitRecord) -> str:

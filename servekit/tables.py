@@ -24,6 +24,11 @@ _COLOURS = {
     "backoff": "red",
     "failed": "red",
     "stopped": "dim",
+    # of models
+    "resident": "green",
+    "asleep": "cyan",
+    "coming": "yellow",
+    "leaving": "yellow",
     # of adapters
     "serving": "green",
     "unloading": "yellow",
@@ -108,8 +113,30 @@ def status_tables(status: Status, *, timings: bool) -> Sequence[RenderableType]:
         + (" · draining" if status.draining else "")
     )
     adapters = {model.name: model.adapters for model in status.models if model.adapters}
-    shown: list[RenderableType] = [head, _workers(status, timings=timings)]
+    shown: list[RenderableType] = [head]
+    if any(model.residence is not None for model in status.models):
+        shown.append(_residents(status))
+    shown.append(_workers(status, timings=timings))
     return [*shown, *([adapter_table(adapters)] if adapters else []), _gateways(status)]
+
+
+def _residents(status: Status) -> Table:
+    """The models that come and go."""
+    table = _table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
+    for model in status.models:
+        if (residence := model.residence) is None:
+            continue
+        leaves_s = residence.leaves_in_s
+        table.add_row(
+            Text(model.name),
+            state(residence.tier),
+            residence.load,
+            str(residence.waiting),
+            duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
+            "-" if leaves_s is None else duration(leaves_s),
+            Text(residence.reason),
+        )
+    return table
 
 
 def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:

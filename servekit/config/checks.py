@@ -64,14 +64,18 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
-    if config.device == "cpu":
-        for key in ("gpus_per_replica", "memory"):
-            if getattr(config, key) not in (None, 1):
-                yield Problem((*at, key), "`device: cpu` uses no GPUs.", at_key=True)
+    yield from _residency(config, at)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
         yield Problem((*at, "sampling", "max_tokens"), message)
+
+
+def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    sleeps_s, unloads_s = config.idle_sleep_s, config.idle_unload_s
+    if sleeps_s is not None and unloads_s is not None and unloads_s <= sleeps_s:
+        message = f"it is unloaded before it sleeps, which it does after {sleeps_s:g} s."
+        yield Problem((*at, "idle_unload_s"), message)
 
 
 def kind_of(config: ModelConfig) -> EngineKind:

@@ -85,6 +85,14 @@ class EchoOptions(Section):
     """SIGKILL itself while it loads the adapter of this name; /N as above."""
     hang_on_adapter: str | None = None
     """Never have loaded the adapter of this name; /N as above."""
+    sleep_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to be put to sleep."""
+    wake_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to be woken."""
+    sleep_error: str | None = None
+    """Stay awake, with this message."""
+    wake_error: str | None = None
+    """Stay asleep, with this message."""
 
 
 class VllmOptions(Section):

@@ -188,11 +188,14 @@ class ModelConfig(Section):
     parallel: Literal["auto", "tensor", "device_map", "split"] = "auto"
     """How it is spread: every layer over all GPUs (tensor), or layer after layer (device_map)."""
     memory: Memory | None = None
-    """Of each of its GPUs (20GiB, 40%), so that models can share one; by default all of it."""
+    """Of each of its GPUs (20GiB, 40%), so that models can share one; by default all of it. Of a
+    model on the CPU: what each replica takes of this machine's memory."""
     load: Literal["on_start", "on_demand", "manual"] = "on_start"
-    """When it is loaded: at the start, by the first request for it, or by `servekit load` only."""
+    """When it is loaded: at the start, by the first request for it, or by `servekit load` only.
+    on_demand also has it make room for others."""
     idle_sleep_s: Annotated[float | None, Field(gt=0)] = None
-    """Unused for so long it is put to sleep: weights in the host's memory, the GPU's given back."""
+    """Unused for so long it is put to sleep: weights in the host's memory, the GPU's given back.
+    With this it sleeps rather than stops when it makes room for others, too."""
     idle_unload_s: Annotated[float | None, Field(gt=0)] = None
     """Unused for so long it is unloaded; a request, or `servekit load`, loads it again."""
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"

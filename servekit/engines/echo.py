@@ -34,7 +34,7 @@ from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, Ste
 from servekit.engines.echo_cache import BLOCK, EchoCache
 from servekit.engines.echo_run import EchoCodec, Run
 from servekit.engines.transforms import TRANSFORMS, Transform, transform_of
-from servekit.errors import LoadError, RequestError
+from servekit.errors import EngineFailed, LoadError, RequestError
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import MARKERS, THOUGHTS
 from servekit.wire.messages import (
@@ -83,6 +83,7 @@ class EchoEngine(Engine):
         self._grandchildren: list[subprocess.Popen[bytes]] = []
         self._segment: mmap.mmap | None = None
         self._adapters: dict[str, Transform] = {}
+        self._asleep = False
         size, token_s = map(spec.options.get, ("prefix_cache_tokens", "prompt_token_s"))
         self._cache = EchoCache(size or 0, token_s or 0.0) if size or token_s else None
 
@@ -114,6 +115,7 @@ class EchoEngine(Engine):
             embedding_size=self._size,
             adapters=tuple(adapters),
             refused_adapters=refused,
+            sleeps=True,
             prefix_block=BLOCK if self._cache is not None and self._cache.tokens else 0,
             prefix_tokens=0 if self._cache is None else self._cache.tokens,
         )
@@ -152,6 +154,18 @@ class EchoEngine(Engine):
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
 
+    def sleep(self) -> None:
+        time.sleep(self._options.get("sleep_s", 0.0))
+        if message := self._options.get("sleep_error"):
+            raise LoadError(message, permanent=False)
+        self._asleep = True
+
+    def wake(self) -> None:
+        time.sleep(self._options.get("wake_s", 0.0))
+        if message := self._options.get("wake_error"):
+            raise LoadError(message, permanent=False)
+        self._asleep = False
+
     def _is_meant(self, option: str, adapter: AdapterSpec) -> bool:
         """An option names an adapter, or an adapter and the index of one worker."""
         index = self.spec.name.rpartition("/")[2]
@@ -164,6 +178,8 @@ class EchoEngine(Engine):
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
 
     def submit(self, job: Job) -> None:
+        if self._asleep:
+            raise EngineFailed("a job was submitted while the engine slept")
         if not job.prompt_ids:
             raise RequestError("the prompt is empty, and there is nothing to echo", param="prompt")
         if job.adapter and job.adapter not in self._adapters:

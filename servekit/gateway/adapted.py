@@ -30,7 +30,7 @@ class AdapterRoute(Route):
         if info is not None and taken:
             info = replace(info, max_context=info.max_context - taken)
         super().__init__(replace(base.status, **named, info=info, created=_since(base, adapter)))
-        self.base: Route = base
+        self.base = base
         self.adapter = adapter
         self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
 
@@ -48,7 +48,9 @@ class AdapterRoute(Route):
         if state == "failed":
             message = f"the adapter {name!r} cannot serve: {self.adapter.reason}"
             raise ModelUnavailable(message, retry_after_s=30.0, param="model")
-        if state != "serving":
+        residence = self.base.status.residence
+        away = residence is not None and residence.tier != "resident"
+        if state != "serving" and not (away and state == "loading"):
             message = f"the adapter {name!r} is being loaded"
             raise ModelUnavailable(message, retry_after_s=5.0, param="model")
 

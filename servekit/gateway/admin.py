@@ -11,10 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from servekit.errors import ConfigError, DeadlineExceeded, ModelUnavailable, ServekitError
+from servekit.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ModelUnavailable,
+    RequestError,
+    ServekitError,
+)
 from servekit.gateway.access import Access
 from servekit.wire.messages import (
     Accepted,
@@ -28,6 +34,7 @@ from servekit.wire.messages import (
     Why,
 )
 from servekit.wire.question import put
+from servekit.wire.residency import Reside, Want
 from servekit.wire.values import as_builtins
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -35,6 +42,9 @@ log: Any = structlog.get_logger("servekit.gateway")
 ANSWER_S = 10.0
 #: It loads nothing, but reads the file and all that it names, and waits for a reload before it.
 RELOAD_S = 20.0
+
+#: A model may have to be loaded, and others to finish what they run before.
+RESIDE_S = 3600.0
 
 A = TypeVar("A", bound=FromSupervisor)
 
@@ -90,6 +100,14 @@ class Supervisor:
         done = await self.answer_to(Reload(), Accepted, RELOAD_S, FileRefused)
         return _json({"message": done.message})
 
+    async def reside(self, want: Want, name: str, wait: bool) -> Response:
+        """As `servekit load NAME` and its like. Raises Forbidden, and what `answer_to` raises."""
+        caller = self._access.require_admin()
+        log.info(f"{want} asked for over HTTP", model=name, key=caller.rule.name)
+        wish = Reside(name, want, wait)
+        done = await self.answer_to(wish, Accepted, RESIDE_S, NothingSuch)
+        return _json({"message": done.message})
+
     async def answer_to(
         self,
         question: ToSupervisor,
@@ -137,7 +155,7 @@ def _json(body: Any) -> Response:
 
 
 def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
-    """GET /admin/status, GET /admin/why/NAME and POST /admin/reload."""
+    """GET /admin/status and /admin/why/NAME; POST /admin/reload and /admin/load/NAME, …."""
     common: dict[str, Any] = {"tags": ["administration"], "response_model": dict[str, Any]}
 
     @app.get(
@@ -167,7 +185,42 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
     async def reload() -> Response:
         return await supervisor.reload()
 
+    for want, summary in _WANTS.items():
+        _add_reside(app, supervisor, want, summary)
 
+
+def _add_reside(app: FastAPI, supervisor: Supervisor, want: Want, summary: str) -> None:
+    @app.post(
+        f"/admin/{want}/{{name:path}}",
+        summary=summary,
+        name=want,
+        tags=["administration"],
+        response_model=dict[str, Any],
+        responses=_refusals(401, 403, 404, 409, 429, 503, 504),
+        openapi_extra={"parameters": [_NAME, _WAIT]},
+    )
+    async def reside(request: Request) -> Response:
+        wait = request.query_params.get("wait", "true")
+        if wait not in ("true", "false"):
+            raise RequestError("wait: expected true or false", param="wait")
+        return await supervisor.reside(want, request.path_params["name"], wait == "true")
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_WAIT = {
+    "name": "wait",
+    "in": "query",
+    "description": "false: answer when it is begun, not when it is done",
+    "schema": {"type": "boolean", "default": True},
+}
+
+
+_WANTS: dict[Want, str] = {
+    "load": "Load a model, as `servekit load`; answered when it is, or with wait=false at once",
+    "unload": "Unload a model once what it runs is done, as `servekit unload`",
+    "sleep": "Put a model to sleep once what it runs is done, as `servekit sleep`",
+    "wake": "Wake a model, as `servekit wake`",
+}
 _REFUSALS = {
     400: "The file is wrong, and nothing was changed; the message says what",
     401: "An API key is needed, or this one is not known",

@@ -151,9 +151,14 @@ def _add_health(app: FastAPI, router: Router) -> None:
         "/readyz", tags=["service"], summary="Every model can complete a request", responses=no
     )
     async def readyz() -> Response:
-        """200 only while a request to each model can complete; 503 with the reasons otherwise."""
+        """200 only while a request to each model can complete; 503 with the reasons otherwise.
+
+        A model that is loaded on demand can while it is not loaded, too, unless its last load has
+        failed. One that an operator has unloaded does not count.
+        """
         models = {name: model_health(route) for name, route in router.routes.items()}
-        ready = bool(models) and not router.draining and all(m["ready"] for m in models.values())
+        able = all(route.available for route in router.routes.values())
+        ready = bool(models) and not router.draining and able
         state = "ready" if ready else "draining" if router.draining else "not ready"
         body = {"status": state, "models": models}
         return Response(
@@ -163,6 +168,7 @@ def _add_health(app: FastAPI, router: Router) -> None:
 
 def model_health(route: Route) -> dict[str, Any]:
     """One model in /readyz: whether it serves, and what each replica is doing."""
+    residence = route.status.residence
     replicas = [
         {
             "name": replica.name,
@@ -181,6 +187,8 @@ def model_health(route: Route) -> dict[str, Any]:
         "waiting": route.waiting,
         "replicas": replicas,
         "adapters": {one.name: one.state for one in route.status.adapters},
+        "residency": residence.tier if residence is not None else "resident",
+        "reason": (residence.reason or None) if residence is not None else None,
     }
 
 
@@ -191,7 +199,7 @@ def model_state(route: Route) -> str:
     if isinstance(route, AdapterRoute) and route.adapter.state != "serving":
         return route.adapter.state
     states = [replica.state for replica in route.status.replicas]
-    order = ("ready", "loading", "starting", "stalled", "backoff", "draining", "failed", "stopped")
+    order = ("ready", "loading", "starting", "stalled", "backoff", "asleep", "draining", "failed")
     best = next((state for state in order if state in states), "stopped")
     return "starting" if best == "ready" else best
 

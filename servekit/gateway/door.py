@@ -19,7 +19,7 @@ from servekit.gateway.http import (
 )
 from servekit.gateway.respond import Form, Watch, respond
 from servekit.gateway.router import Router
-from servekit.gateway.turn import Ask, Turn
+from servekit.gateway.turn import Ask, open_turn
 from servekit.wire.messages import Delta
 
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
@@ -57,7 +57,7 @@ class Door:
                     turn = None
                 else:
                     parsed[0].session = session_of(scope) or parsed[0].session
-                    turn = Turn(self._router, parsed[0])
+                    turn = await open_turn(self._router, parsed[0])
             except ClientGone:
                 return
             except ServekitError as error:

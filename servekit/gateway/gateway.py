@@ -76,6 +76,7 @@ class Gateway:
             settings.name,
             lambda found: self._control.send(found),
             lambda adapter: self._control.send(Unused(adapter)),
+            lambda use: self._control.send(use),
         )
         self._app = Application(
             self._router,

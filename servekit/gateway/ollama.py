@@ -14,6 +14,7 @@ from servekit.errors import Unsupported
 from servekit.gateway import ollama_models as models
 from servekit.gateway.adapted import AdapterRoute, base_of
 from servekit.gateway.door import Door, Endpoint, Refuse
+from servekit.gateway.keep_alive import stay_s
 from servekit.gateway.ollama_asking import (
     ChatRequest,
     Common,
@@ -65,8 +66,7 @@ class Ollama:
         request = decode(ChatRequest, body)
         route, form = self._begin(request, chat=True)
         if not request.messages:
-            route.check_available()
-            return form.loaded()
+            return self._without_a_question(request, route, form)
         ask = self._ask(request, route, key)
         ask.messages = messages(request.messages)
         ask.tools = request.tools or []
@@ -77,8 +77,7 @@ class Ollama:
         check_generate(request)
         route, form = self._begin(request, chat=False)
         if not request.prompt:
-            route.check_available()
-            return form.loaded()
+            return self._without_a_question(request, route, form)
         ask = self._ask(request, route, key)
         info = route.status.info
         if request.raw or (info is not None and not info.chat and not request.system):
@@ -89,6 +88,7 @@ class Ollama:
 
     def _begin(self, request: Common, *, chat: bool) -> tuple[Route, OllamaForm]:
         route = models.find(self._router, request.model)
+        self._keep(route, request.keep_alive)
         form = OllamaForm(
             request.model or route.status.name,
             chat=chat,
@@ -96,6 +96,22 @@ class Ollama:
             logprobs=bool(request.logprobs),
         )
         return route, form
+
+    def _keep(self, route: Route, keep_alive: float | str | None) -> None:
+        """Pass on how long the model is to stay. Raises RequestError, Forbidden."""
+        if keep_alive is not None:
+            self._router.access.require_model(route.status.name, base_of(route))
+            self._router.demand.keep(route, stay_s(keep_alive))
+
+    def _without_a_question(self, request: Common, route: Route, form: OllamaForm) -> bytes:
+        """Ollama's way to have a model loaded, or with `keep_alive` 0 unloaded. It is begun."""
+        self._router.access.require_model(route.status.name, base_of(route))
+        stays_s = None if request.keep_alive is None else stay_s(request.keep_alive)
+        if stays_s == 0:
+            return form.loaded(goes=True)
+        route.check_available()
+        self._router.demand.keep(route, stays_s, loads=True)
+        return form.loaded()
 
     def _ask(self, request: Common, route: Route, key: str) -> Ask:
         status = route.status
@@ -114,6 +130,7 @@ class Ollama:
         request = decode(EmbedRequest, body)
         inputs = [request.input] if isinstance(request.input, str) else request.input
         route = models.find(self._router, request.model)
+        self._keep(route, request.keep_alive)
         truncate = request.truncate is not False
         embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
         name = request.model or route.status.name
@@ -124,6 +141,7 @@ class Ollama:
     ) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingsRequest, body)
         route = models.find(self._router, request.model)
+        self._keep(route, request.keep_alive)
         inputs = [request.prompt] if request.prompt else []
         return Embedding(self._router, route, key, inputs, truncate=True), write_one
 

@@ -53,6 +53,8 @@ class Common(msgspec.Struct, kw_only=True):
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    #: How long the model stays after this: seconds, or a duration; 0: not, below 0: it stays.
+    keep_alive: float | str | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -108,6 +110,7 @@ class EmbedRequest(msgspec.Struct):
     model: str = ""
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=0, le=1048576)] | None = None
+    keep_alive: float | str | None = None
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -115,6 +118,7 @@ class EmbeddingsRequest(msgspec.Struct):
 
     prompt: str = ""
     model: str = ""
+    keep_alive: float | str | None = None
 
 
 class NameRequest(msgspec.Struct):

@@ -177,9 +177,10 @@ class OllamaForm(Form):
         reason = "length" if finish == "length" else "stop"
         return {"done": True, "done_reason": reason} | durations | counts
 
-    def loaded(self) -> bytes:
-        """The answer to a request that asks for nothing but the model's being loaded."""
-        return _encode(self._said("") | {"done": True, "done_reason": "load"})
+    def loaded(self, *, goes: bool = False) -> bytes:
+        """The answer to a request that asks for nothing but the model's being loaded, or going."""
+        reason = "unload" if goes else "load"
+        return _encode(self._said("") | {"done": True, "done_reason": reason})
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from typing import Any
 
 from servekit.errors import ModelNotFound
@@ -20,8 +21,9 @@ LATEST = ":latest"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _KIND = re.compile(r"(For[A-Z]\w*|Model)$")
-#: They stay loaded.
+#: Of those that stay loaded.
 _NEVER = "9999-12-31T23:59:59Z"
+_FOR_EVER_S = 1e9
 
 
 def find(router: Router, name: str) -> Route:
@@ -65,11 +67,21 @@ def _running(route: Route) -> dict[str, Any]:
     gpu_bytes = sum(replica.gpu_bytes for replica in route.status.replicas)
     info = route.status.info
     more = {
-        "expires_at": _NEVER,
+        "expires_at": _expires_at(route),
         "size_vram": gpu_bytes,
         "context_length": info.max_context if info else 0,
     }
     return _entry(route) | more
+
+
+def _expires_at(route: Route) -> str:
+    """When it goes if nobody asks it, as far as is known at this gateway."""
+    residence = route.status.residence
+    stays_s = None if residence is None else residence.stays_s
+    if stays_s is None or stays_s > _FOR_EVER_S:
+        return _NEVER
+    idle_s = 0.0 if route.in_flight else max(0.0, time.monotonic() - route.base.pace.at)
+    return timestamp(time.time() + max(0.0, stays_s - idle_s))
 
 
 def _size_bytes(info: ModelInfo | None) -> int:

@@ -48,7 +48,7 @@ from servekit.gateway.pump import Pump
 from servekit.gateway.respond import Form, OverExchange, Watch, respond
 from servekit.gateway.router import Router
 from servekit.gateway.schema import ChatRequest, Common, CompletionRequest, decode
-from servekit.gateway.turn import Ask, Turn
+from servekit.gateway.turn import Ask, Turn, open_turn
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -108,8 +108,10 @@ class OpenAI:
             or request.add_generation_prompt is False
         ):
             return False
-        info = self._router.find(request.model).status.info
-        return info is None or not (info.dialect.think_end or info.dialect.tools == "harmony")
+        status = self._router.find(request.model).status
+        if (info := status.info) is None:
+            return status.residence is None
+        return not (info.dialect.think_end or info.dialect.tools == "harmony")
 
     def _rich_chat(self, request: ChatRequest, key: str) -> Rich:
         options = request.stream_options
@@ -174,6 +176,10 @@ class OpenAI:
         if len(parsed) == 2:
             ask, form = parsed
             ask.session = _session(exchange) or ask.session
+            status = self._router.find(ask.model).status
+            if status.info is None and status.residence is not None:
+                self._spawn(exchange, self._begin_later(ask, form, exchange))
+                return
             over = OverExchange(exchange)
             self._spawn(exchange, respond(Turn(self._router, ask), form, over.receive, over.send))
             return
@@ -185,6 +191,20 @@ class OpenAI:
         if call.stream and (options := request.stream_options) and options.queue_position:
             self._router.follow(call)
             pump.tell_places()
+
+    async def _begin_later(self, ask: Ask, form: Form, exchange: Exchange) -> None:
+        """Take a request for a model of which nothing is known before it is loaded."""
+        opening = asyncio.ensure_future(open_turn(self._router, ask))
+        exchange.on_gone = partial(_give_up, opening)
+        try:
+            turn = await opening
+        except ServekitError as error:
+            exchange.fail(error)
+            return
+        except asyncio.CancelledError:
+            return  # nobody is left to read it
+        over = OverExchange(exchange)
+        await respond(turn, form, over.receive, over.send)
 
     def _spawn(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -211,7 +231,7 @@ class OpenAI:
             if len(parsed) == 2:
                 ask, form = parsed
                 ask.session = session or ask.session
-                turn = Turn(self._router, ask)
+                turn = await open_turn(self._router, ask)
             else:
                 shape, request, call = parsed
                 call.session = session or request.prompt_cache_key or ""
@@ -243,6 +263,10 @@ class OpenAI:
         finally:
             watch.end()
             call.cancel()
+
+
+def _give_up(opening: asyncio.Future[Turn]) -> None:
+    opening.cancel()
 
 
 def _session(exchange: Exchange) -> str:

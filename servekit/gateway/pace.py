@@ -24,6 +24,11 @@ class Pace:
         self._weight = 0.0  # completions, each worth what is left of it
         self._busy_s = 0.0  # as far as MEMORY_S reaches: how much time they came from
 
+    @property
+    def at(self) -> float:
+        """When work last came after a time without, or was completed."""
+        return self._at
+
     def resume(self, now: float) -> None:
         """Work has come after a time without."""
         self._at = now

@@ -153,6 +153,13 @@ class Replica:
         self._dialling.cancel()
         self._close_if_idle()
 
+    def reinstate(self) -> bool:
+        """It takes calls again after all; False if its connection is closed, or about to be."""
+        if self.calls:
+            self.wanted = True
+            self._renew()
+        return self.wanted
+
     def _close_if_idle(self) -> None:
         if not self.wanted and not self.calls and self._connection is not None:
             self._connection.close()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from servekit.errors import ModelUnavailable
 from servekit.gateway.balancer import Balancer
@@ -50,6 +50,9 @@ class Route:
         self.in_flight = 0
         self.was_ready = False
         self.removed = False  # from the configuration
+        self.base: Route = self  # whose queue and workers these are
+        self.expected = 0  # requests that come once the model is known
+        self.on_wait: Callable[[Route], None] | None = None  # of a model that comes and goes
 
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
@@ -80,15 +83,37 @@ class Route:
     @property
     def hopeless(self) -> bool:
         """No worker serves, and none will."""
+        residence = self.status.residence
+        if residence is not None and residence.tier != "resident":
+            manual = residence.tier == "stopped" and residence.load == "manual"
+            return manual or residence.tier == "failed"
         return not self._states & {*COMING, "ready"}
+
+    @property
+    def available(self) -> bool:
+        """A request can complete, if need be after the model has been loaded for it.
+
+        One that only an operator loads is not expected to until he has.
+        """
+        residence = self.status.residence
+        if self.ready or residence is None:
+            return self.ready
+        at_start = residence.load == "on_start" and residence.tier == "coming"
+        return residence.tier in ("stopped", "asleep", "leaving", "coming") and not at_start
 
     @property
     def _states(self) -> set[str]:
         return {replica.state for replica in self.status.replicas}
 
     def check_available(self) -> None:
-        """Raise ModelUnavailable unless the model serves, or did and will soon again."""
+        """Raise ModelUnavailable unless the model serves, or did and will soon again.
+
+        One that comes and goes is waited for: it is loaded because somebody waits.
+        """
         if self.ready:
+            return
+        residence = self.status.residence
+        if residence is not None and residence.tier != "resident" and not self.hopeless:
             return
         states = self._states
         if "ready" in states or (self.was_ready and states & {*COMING}):
@@ -105,6 +130,13 @@ class Route:
             progress = "; ".join(sorted({describe(replica) for replica in self.status.replicas}))
             return f"the model {name!r} is not ready yet: {progress}"
         reasons = [replica.reason for replica in self.status.replicas if replica.reason]
+        residence = self.status.residence
+        if residence is not None and residence.tier == "stopped":
+            return (
+                f"the model {name!r} is not loaded; the operator's `servekit load {name}` does it"
+            )
+        if residence is not None and residence.reason:
+            reasons.append(residence.reason)
         return f"the model {name!r} cannot serve: {reasons[0] if reasons else 'it is stopped'}"
 
     # ---- who runs next

@@ -27,11 +27,13 @@ from servekit.gateway.adapted import AdapterRoute, Farewells, adapters_of
 from servekit.gateway.bounds import check_grammar
 from servekit.gateway.call import Call
 from servekit.gateway.deadlines import Deadlines
+from servekit.gateway.demand import Demand
 from servekit.gateway.fate import Fate
 from servekit.gateway.pool import Replica
 from servekit.gateway.quarantine import Quarantine, refusal
 from servekit.gateway.route import Route, describe
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
+from servekit.wire.residency import KeepAlive, Wanted
 
 __all__ = ["Route", "Router", "describe"]
 
@@ -48,7 +50,8 @@ class Router:
     """All models of the service, from this gateway's point of view.
 
     `report` is called with each request that this gateway quarantines, `unused` with each adapter
-    that does not serve any more, once its last call is done.
+    that does not serve any more, once its last call is done, `use` with what models that come and
+    go are used for.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Router:
         name: str,
         report: Callable[[Quarantined], None] = lambda _: None,
         unused: Callable[[str], None] = lambda _: None,
+        use: Callable[[Wanted | KeepAlive], None] = lambda _: None,
     ) -> None:
         self.name = name
         self.routes: dict[str, Route] = {}
@@ -71,6 +75,7 @@ class Router:
         self._open: set[Call] = set()
         self._deadlines = Deadlines(self._open, self._expire)
         self._farewells = Farewells(self._open, unused)
+        self.demand = Demand(use)
 
     # ---- for the doors: HTTP and Gradio
 
@@ -133,6 +138,8 @@ class Router:
             replica.run(call)
         else:
             route.queue.push(call, call.key, call.priority, call.created_s)
+            if route.on_wait is not None:
+                route.on_wait(route)
         return call
 
     def _admit(self, route: Route, call: Call) -> None:
@@ -199,6 +206,7 @@ class Router:
         }
         self.chooses = any(len(status.replicas) > 1 for status in topology.models)
         self._farewells.apply(topology.models)
+        self.demand.apply(self.routes.values())
 
     def _apply_replicas(self, route: Route, status: ModelStatus, gateways: int) -> None:
         ready = {replica.socket: replica for replica in status.replicas if replica.state == "ready"}
@@ -208,7 +216,8 @@ class Router:
             if not replica.calls:
                 del route.replicas[socket]
         for socket, replica_status in ready.items():
-            if socket not in route.replicas:
+            known = route.replicas.get(socket)
+            if known is None or not (known.wanted or known.reinstate()):
                 route.replicas[socket] = Replica(self, status.name, replica_status, gateways)
             route.replicas[socket].set_share(gateways)
         if route.hopeless:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.adapted import base_of
 from servekit.gateway.bounds import check_free
 from servekit.gateway.call import Call, Deltas
 from servekit.gateway.parsing import (
@@ -294,6 +295,15 @@ class Turn:
             return "stop"  # within a call: who reads "tool_calls" would take it for whole
         # as OpenAI has it: a call that was ordered by name just stops
         return "tool_calls" if self._called[index] and not self._choice.once else "stop"
+
+
+async def open_turn(router: Router, ask: Ask) -> Turn:
+    """As Turn, once the model has been loaded for the first time, if it is loaded by need."""
+    route = router.find(ask.model)
+    if route.status.info is None:
+        router.access.require_model(route.status.name, base_of(route))
+        await router.demand.until_known(route, ask.timeout_s)
+    return Turn(router, ask)
 
 
 def _choose(ask: Ask, model: ModelStatus) -> ToolChoice:

@@ -49,6 +49,9 @@ def _label(route: Route) -> str:
         return f"{name} · {route.adapter.state}"
     states = {replica.state for replica in route.status.replicas}
     first = next(iter(route.status.replicas), None)
+    residence = route.status.residence
+    if residence is not None and residence.tier in ("stopped", "asleep"):
+        return f"{name} · {residence.tier}"
     if first is None or states <= {"ready"}:
         return f"{name} · starting"
     coming = [r for r in route.status.replicas if r.state in ("loading", "starting")]
@@ -65,6 +68,9 @@ def _model(route: Route) -> str:
         facts.append(f"{info.max_context:,} tokens of context".replace(",", " "))
     waiting = f" · <b>{len(route.queue)} waiting</b>" if len(route.queue) else ""
     replicas = "".join(map(_replica, route.status.replicas))
+    residence = route.status.residence
+    if residence is not None and residence.tier != "resident":
+        facts.append(residence.reason or residence.tier)
     return (
         f'<section class="sk-model"><h3>{escape(route.status.name)}</h3>'
         f'<p class="sk-quiet">{escape(" · ".join(facts))}{waiting}</p>{_adapters(route)}'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +15,10 @@ from servekit.errors import ConfigError
 from servekit.supervisor.adapters import Refusal
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
-from servekit.supervisor.gateways import Gateway
+from servekit.supervisor.gateways import Gateway, until_told
 from servekit.wire.adapters import Adapters, AdapterSpec, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.messages import Accepted, Refused
 
-#: How long a gateway may take to hear of a change, before the answer goes out without it.
-_TELL_S = 2.0
-_LOOK_EVERY_S = 0.005
 _RELATIVE = "the path of a folder has to be absolute, not '{}'"
 
 
@@ -48,7 +44,7 @@ class AdapterDesk:
             outcome = await fleet.adapters.add(spec, in_place=wish.in_place)
         finally:
             self._coming.pop(name, None)
-            await self._until_gateways_know()
+            await until_told(self._gateways)  # who hears of it may ask any gateway the next moment
         if isinstance(outcome, Refusal):
             return _refused(outcome)
         return Accepted(f"{name} serves on {fleet.model.name}, {outcome.mode}: {outcome.why}")
@@ -60,19 +56,11 @@ class AdapterDesk:
         if fleet is None or entry is None:
             return Refused(f"The lora adapter '{wish.name}' cannot be found.", True)
         refusal = await fleet.adapters.remove(wish.name)
-        await self._until_gateways_know()
+        await until_told(self._gateways)
         if refusal is not None:
             return _refused(refusal)
         again = "; the file names it yet: a reload loads it again" if entry.from_file else ""
         return Accepted(f"{wish.name} is unloaded from {fleet.model.name}{again}")
-
-    async def _until_gateways_know(self) -> None:
-        """Who is told that it is done may ask any gateway the next moment."""
-        deadline = time.monotonic() + _TELL_S
-        while time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_EVERY_S)  # in this turn of the loop they are told
-            if all(gateway.is_up_to_date for gateway in self._gateways):
-                return
 
     def show(self, wish: GetAdapters) -> Adapters | Refused:
         """Those of one model, or of all."""

@@ -28,6 +28,7 @@ from servekit.wire.messages import (
     Why,
 )
 from servekit.wire.question import put
+from servekit.wire.residency import Reside
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -58,12 +59,19 @@ class AdapterDesk(Protocol):
     def show(self, wish: GetAdapters) -> Adapters | Refused: ...
 
 
+class ResidenceDesk(Protocol):
+    """Who loads, unloads, puts to sleep and wakes models."""
+
+    async def reside(self, wish: Reside) -> Accepted | Refused: ...
+
+
 class Operators:
     """Answers operators until closed."""
 
-    def __init__(self, desk: Desk, adapters: AdapterDesk) -> None:
+    def __init__(self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk) -> None:
         self._desk = desk
         self._adapters = adapters
+        self._residents = residents
         self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
         self._server: asyncio.Server | None = None
@@ -106,6 +114,8 @@ class Operators:
                 self._answer(connection, self._adapters.remove(message))
             case GetAdapters():
                 connection.send(self._adapters.show(message))
+            case Reside():
+                self._answer(connection, self._residents.reside(message))
 
     def _answer(
         self, connection: Connection[ToSupervisor], answer: Coroutine[Any, Any, FromSupervisor]

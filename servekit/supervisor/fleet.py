@@ -28,7 +28,7 @@ from servekit.supervisor.replicas import Replica
 from servekit.supervisor.standby import Standby
 from servekit.supervisor.vram import Entry
 from servekit.wire.adapters import AdapterSpec, AdapterStatus
-from servekit.wire.messages import Drain, ReplicaHistory, Stop
+from servekit.wire.messages import Drain, ModelInfo, ReplicaHistory, Stop
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -59,10 +59,13 @@ class Fleet:
     def __init__(self, model: ModelConfig, yard: Yard) -> None:
         self.model = model
         self.replicas: list[Replica] = []
+        self.wanted = False  # it is to have replicas; else it is stopped
         self.circuit = Circuit(model.name)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
         self.nursery = Nursery(yard.host, yard.start)
+        self.planned: Slots = ()  # where its replicas are to be, or would be if it were loaded
+        self._known: ModelInfo | None = None
         self._threads: int | None = None
         self._next_index = 0
         self._stirred = asyncio.Event()
@@ -77,18 +80,43 @@ class Fleet:
         `claimed` are the names that the file gives to anything.
         """
         self._give_up_change()
+        stays = model.load == "on_start"
+        self.wanted |= stays and (not self.planned or self.model.load != "on_start")
+        self.planned = slots
         if same_worker(self.model, model):
             self.adapters.follow(adapters_of(model), claimed)
         else:
             self.circuit = Circuit(model.name)
             self.adapters = self.adapters.successor(adapters_of(model), claimed)
+            self._known = None
         self.model, self._threads, self.failed = model, threads, ()
         for replica in self._living():
             if same_worker(replica.model, model):
                 replica.model = model
-        task = asyncio.get_running_loop().create_task(self._converge(slots), name=model.name)
+        if self.wanted:
+            self._begin(slots)
+
+    def _begin(self, slots: Slots) -> None:
+        task = asyncio.get_running_loop().create_task(self._converge(slots), name=self.model.name)
         task.add_done_callback(_complain)
         self._change = task
+
+    def load(self) -> None:
+        """Have it loaded where it is planned to be, and what has failed started once more."""
+        if self.wanted:
+            self.retry()
+            return
+        self.wanted = True
+        self._begin(self.planned)
+
+    def unload(self) -> None:
+        """Have no replicas: each ends when it has finished what it runs."""
+        self._give_up_change()
+        self.wanted = False
+        for replica in self._living():
+            log.info("unloading", child=replica.name)
+            # no request takes longer than its model allows: none is cut off
+            replica.end(Drain(), self.model.timeout_s + self._yard.drain_timeout_s)
 
     def leave(self) -> None:
         """Drain all of it."""
@@ -125,7 +153,17 @@ class Fleet:
         self.nursery.tend(self.model, self.replicas)
 
     def slots(self) -> Slots:
+        """Where its replicas are; where they would be while it is stopped."""
+        if not self.wanted:
+            return self.planned
         return tuple(replica.place.gpus for replica in self._living())
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What it can do, by the newest replica that came up; also when that is gone."""
+        known = [replica.info for replica in self.replicas if replica.info is not None]
+        self._known = known[-1] if known else self._known
+        return self._known
 
     # ---- its adapters
 
@@ -222,11 +260,18 @@ class Fleet:
 
     # ---- single replicas
 
+    @property
+    def living(self) -> list[Replica]:
+        """Those that are not about to end."""
+        return self._living()
+
     def _living(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.ending]
 
     def _add(self, model: ModelConfig, slot: Slot) -> Replica:
         threads = None if slot else self._threads
+        if not self.replicas:
+            self._next_index = 0
         claims = self._yard.claims(model, slot)
         place = Assignment(model.name, self._next_index, slot, threads, claims)
         self._next_index += 1

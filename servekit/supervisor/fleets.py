@@ -37,6 +37,7 @@ class Fleets:
         self._leaving: list[Fleet] = []  # of models that the file does not have any more
         self._reloading = asyncio.Lock()
         self._halted = False
+        self._has_served = False
 
     def start(self, life: Replica | Standby) -> None:
         self._run(life)
@@ -88,6 +89,16 @@ class Fleets:
         if replica.state == "asleep":
             return self.gate.ledger.claim_of(replica.name).get(gpu.uuid, 0)
         return replica.place.claims[replica.place.gpus.index(gpu)]
+
+    def in_vain(self) -> str:
+        """Why the start has failed: no model has served yet, and none ever will. "" otherwise."""
+        replicas = self.replicas()
+        self._has_served |= any(replica.state == "ready" for replica in replicas)
+        may_come = self._has_served or any(not fleet.wanted for fleet in self.served)
+        if may_come or not replicas or not all(replica.gave_up for replica in replicas):
+            return ""
+        reasons = dict.fromkeys(f"{one.model.name}: {one.reason}" for one in replicas)
+        return "no model can be served. " + " ".join(reasons)
 
     # ---- what changes
 

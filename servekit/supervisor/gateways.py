@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -23,8 +24,13 @@ from servekit.wire.messages import (
     Topology,
     Traffic,
 )
+from servekit.wire.residency import KeepAlive, Wanted
 
 log: Any = structlog.get_logger("servekit.supervisor")
+
+#: How long a gateway may take to hear of a change, before it is gone on without it.
+_TELL_S = 2.0
+_LOOK_EVERY_S = 0.005
 
 
 class Gateway(Life[FromGateway]):
@@ -48,6 +54,9 @@ class Gateway(Life[FromGateway]):
         self._topology = Topology(())
         self._sent = self._told = 0  # serial numbers of topologies
         self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
+        #: How much each model that comes and goes is in use there, and when that was said.
+        self.uses: dict[str, tuple[Wanted, float]] = {}
+        self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
 
     def command(self) -> Command:
         return Command(
@@ -123,6 +132,11 @@ class Gateway(Life[FromGateway]):
                 self._unused.add(adapter)
             case Spent():
                 self._tell_others(message)
+            case Wanted(model):
+                self.uses[model] = message, time.monotonic()
+                self.on_use(None)
+            case KeepAlive():
+                self.on_use(message)
             case Traffic():
                 self.traffic = message
                 self.host.changed()
@@ -133,6 +147,7 @@ class Gateway(Life[FromGateway]):
     def buried(self) -> None:
         self.traffic = Traffic(0, 0, {})
         self._unused.clear()
+        self.uses.clear()
 
     def status(self) -> GatewayStatus:
         return GatewayStatus(
@@ -144,3 +159,15 @@ class Gateway(Life[FromGateway]):
             requests=self.traffic.requests,
             in_flight=self.traffic.in_flight,
         )
+
+
+async def until_told(gateways: Sequence[Gateway]) -> None:
+    """Return when all of them go by what was published, changes of this turn of the loop included.
+
+    One that takes long is not waited for.
+    """
+    deadline = time.monotonic() + _TELL_S
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_EVERY_S)  # in this turn of the loop they are told
+        if all(gateway.is_up_to_date for gateway in gateways):
+            return

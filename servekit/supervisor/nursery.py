@@ -50,7 +50,7 @@ class Nursery:
     def tend(self, model: ModelConfig, workers: Sequence[Worker]) -> None:
         """Called often: have those that are wanted, and no others."""
         workers = [one for one in workers if same_worker(one.model, model)]
-        at_rest = all(one.state in ("ready", "failed", "stopped") for one in workers)
+        at_rest = all(one.state in ("ready", "asleep", "failed", "stopped") for one in workers)
         for slot, standby in list(self._at.items()):
             if not _wanted(model) or not same_worker(standby.model, model):
                 self._end(slot)

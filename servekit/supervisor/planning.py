@@ -13,7 +13,7 @@ from servekit.config.installed import Machine
 from servekit.config.load import complain, load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
-from servekit.supervisor import access, estimates
+from servekit.supervisor import access, estimates, host_memory, procfs
 from servekit.supervisor.environment import usable_cpus
 from servekit.supervisor.estimates import Estimate
 from servekit.supervisor.gpus import Gpu, Slot
@@ -53,6 +53,7 @@ class Source:
         try:
             reserve = config.gpus.reserve
             places = place(config.models, gpus, usable_cpus(), held or {}, reserve)
+            host_memory.check(config.models, places, procfs.memory_bytes())
             found = self._estimates(config, places)
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None

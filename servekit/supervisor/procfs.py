@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+#: What the cgroup of a container may use: v2, v1.
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -45,6 +50,19 @@ def available_bytes() -> int:
     except OSError:
         return 0
     return next((int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")), 0)
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or what its cgroup may use of it; 0 if neither says."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                found.append(int(line.split()[1]) * 1024)
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()))  # "max" where there is none
+    return min(found, default=0)
 
 
 def everyone() -> Iterator[Process]:

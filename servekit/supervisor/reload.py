@@ -30,6 +30,9 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
     "load_timeout_s",
     "stray_memory",
     "standby",
+    "load",
+    "idle_unload_s",
+    "idle_sleep_s",
     "routing",
 }
 #: What workers load and unload while they serve.
@@ -79,7 +82,8 @@ def needs_restart(old: Config, new: Config) -> str:
 
 def same_worker(old: ModelConfig, new: ModelConfig) -> bool:
     """Whether a worker of `old` may go on as one of `new`."""
-    return _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT | _IN_PLACE
+    alike = (old.idle_sleep_s is None) == (new.idle_sleep_s is None)  # it has to be able to sleep
+    return alike and _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT | _IN_PLACE
 
 
 def slots(name: str, places: Sequence[Assignment]) -> Slots:

@@ -24,6 +24,7 @@ from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.slumber import Slumber
 from servekit.supervisor.specs import worker_spec
 from servekit.supervisor.stall import Pulse, Timeouts
 from servekit.supervisor.vram import Entry, Vram
@@ -49,6 +50,7 @@ from servekit.wire.messages import (
     ReplicaHistory,
     ReplicaStatus,
 )
+from servekit.wire.residency import Asleep, Awake, NotDone
 
 #: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
 Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
@@ -91,6 +93,7 @@ class Replica(Life[FromWorker]):
         self._coming_up: asyncio.Task[None] | None = None
         self._held: dict[str, AdapterInfo] = {}
         self._errands = Errands()
+        self.slumber = Slumber(self)
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
         self.vram = Vram(place, gpus, entry, self._told_to_wait)
 
@@ -144,6 +147,8 @@ class Replica(Life[FromWorker]):
                 self.host.changed()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self._errands.answered(message)
+            case Asleep() | Awake() | NotDone():
+                self.slumber.answered(message)
 
     def buried(self) -> None:
         if self._socket is not None:
@@ -157,6 +162,7 @@ class Replica(Life[FromWorker]):
             self._coming_up.cancel()  # else it is told what has become of its errand
         self._errands.died(self.name, "" if self.ending else self._died_of)
         self._errands = Errands()
+        self.slumber.died()
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
@@ -198,9 +204,10 @@ class Replica(Life[FromWorker]):
             self._ping()
         cause = "" if self.ending else self._pulse.verdict(self.state, timeouts, now)
         if cause:
-            self._give_up(cause)
+            self.give_up(cause)
 
-    def _give_up(self, cause: str) -> None:
+    def give_up(self, cause: str) -> None:
+        """End it: it does not what it should."""
         if self.child is None or self.ending:
             return
         log.error("stalled", child=self.name, pid=self.pid, reason=cause)
@@ -211,6 +218,10 @@ class Replica(Life[FromWorker]):
     def slept(self) -> None:
         """The supervisor has not run for a while: nobody could answer it."""
         self._pulse.slept(time.monotonic())
+
+    def pardon(self) -> None:
+        """It was busy with what it was told to do."""
+        self._pulse.pardon(time.monotonic())
 
     def _ping(self) -> None:
         assert self.child is not None
@@ -239,7 +250,7 @@ class Replica(Life[FromWorker]):
         name, limit_s = adapter.name, self.model.load_timeout_s
         make = functools.partial(LoadAdapter, adapter=adapter)
         answer = await self._order(make, f"loaded the adapter {name!r}", limit_s)
-        self._pulse.pardon(time.monotonic())
+        self.pardon()
         if isinstance(answer, AdapterLoaded):
             self._held[name] = answer.info
             return answer.info
@@ -263,7 +274,7 @@ class Replica(Life[FromWorker]):
         child = self.child
         if child is None or self.state == "stalled":
             return Refusal(f"worker {self.name} died before it {what}", died=True, left=True)
-        late = functools.partial(self._give_up, f"stalled: it had not {what} after {limit_s:g} s")
+        late = functools.partial(self.give_up, f"stalled: it had not {what} after {limit_s:g} s")
         return await self._errands.send(make, child.send, what, late, limit_s)
 
     @property

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.life import Life
 from servekit.wire.messages import ModelStatus, Refused, ReplicaHistory, Why
+from servekit.wire.residency import Residence
 
 
-def of_model(fleet: Fleet, created: int) -> ModelStatus:
-    """One model; what it can do is known from the newest replica that came up."""
+def of_model(fleet: Fleet, created: int, residence: Residence | None) -> ModelStatus:
+    """One model."""
     model, replicas = fleet.model, fleet.replicas
-    known = [replica.info for replica in replicas if replica.info is not None]
     return ModelStatus(
         name=model.name,
         engine=model.engine,
         path=model.path,
         created=created,
         replicas=tuple(replica.status() for replica in replicas),
-        info=known[-1] if known else None,
+        info=fleet.info,
         aliases=model.aliases,
         timeout_s=model.timeout_s,
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
         adapters=fleet.adapter_statuses(),
         standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
+        residence=residence,
         routing=model.routing,
     )
 
 
-def why(name: str, fleets: Sequence[Fleet], others: Sequence[Life[Any]]) -> Why | Refused:
+def why(
+    name: str,
+    fleets: Sequence[Fleet],
+    others: Sequence[Life[Any]],
+    residence: Callable[[Fleet], Residence | None],
+) -> Why | Refused:
     """What became of a model, by its name, an alias, an adapter or a replica; or of a gateway."""
     for fleet in fleets:
+        model, explained = fleet.model, fleet.circuit.explain()
         adapters = fleet.adapter_statuses()
         if named := tuple(adapter for adapter in adapters if adapter.name == name):
-            return Why(fleet.model.name, fleet.circuit.explain(), _stories(fleet), named)
+            return Why(model.name, explained, _stories(fleet), named)
         stories = _stories(fleet)
-        if name not in (fleet.model.name, *fleet.model.aliases):
-            stories, adapters = tuple(story for story in stories if story.name == name), ()
-        if stories:
-            return Why(fleet.model.name, fleet.circuit.explain(), stories, adapters)
+        if name in (model.name, *model.aliases):
+            return Why(model.name, explained, stories, adapters, residence(fleet))
+        if own := tuple(story for story in stories if story.name == name):
+            return Why(model.name, explained, own)
     for life in others:
         if life.name == name:
             return Why(name, "closed", (life.story(),))

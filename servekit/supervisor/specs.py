@@ -33,6 +33,7 @@ def worker_spec(
         gpus=devices(model, place),
         parallel=parallel(model, place),
         memory_bytes=_share(model, place),
+        sleeps=model.idle_sleep_s is not None,
     )
 
 

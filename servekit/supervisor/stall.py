@@ -5,6 +5,8 @@
     loading    it owes an answer to a ping since > `load_s`       silent
     ready      its engine has work, no progress for > `stall_s`   stalled
                it owes an answer to a ping since > `stall_s`      silent
+    asleep     it owes an answer to a ping since > `load_s`       silent: to copy gigabytes of
+                                                                  weights may hold it up
     others     any                                                none: it is on its way out
     any        we slept ourselves, a moment ago                   none: its clock ran on, too
 
@@ -77,17 +79,17 @@ class Pulse:
 
     def verdict(self, state: WorkerState, timeouts: Timeouts, now: float) -> str:
         """The reason to end it, as a sentence; "" while there is none."""
-        if now < self._forgiven_until or state not in ("starting", "loading", "ready"):
+        if now < self._forgiven_until or state not in ("starting", "loading", "ready", "asleep"):
             return ""
         ready = state == "ready"
         limit_s = timeouts.stall_s if ready else timeouts.load_s
-        if self.last.progress_age_s > limit_s:
+        if self.last.progress_age_s > limit_s and state != "asleep":
             what = f"with {_requests(self.last.running)} running" if ready else "while loading"
             return f"stalled: no progress for {self.last.progress_age_s:.1f} s {what}"
         silent_s = self.silent_s(now)
         if silent_s > limit_s:
             return f"silent: no answer to a ping for {silent_s:.1f} s" + (
-                "" if ready else " while loading"
+                " while loading" if state in ("starting", "loading") else ""
             )
         return ""
 

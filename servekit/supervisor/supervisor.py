@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -36,6 +37,7 @@ from servekit.supervisor.observer import Observer
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.replicas import Replica
+from servekit.supervisor.residents import Residents
 from servekit.supervisor.run_dir import Record
 from servekit.supervisor.signals import Signals
 from servekit.supervisor.standby import Standby
@@ -80,10 +82,9 @@ class Supervisor:
         self.url, *legacy_urls = [listening.url_of(sock, tls=tls) for sock in ground.listeners]
         for url in legacy_urls:
             log.info("older clients are answered, too", url=url)
-        self._listeners = ground.listeners
-        self._observer = observer
+        self._listeners, self._observer = ground.listeners, observer
         self._started_at = time.time()
-        self._draining = self._has_served = self._publishing = False
+        self._draining = self._publishing = False
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
@@ -98,7 +99,9 @@ class Supervisor:
             Gateway(index, fds, server, self, self._spent) for index in range(server.gateways)
         ]
         self._fleets = Fleets(plan, self, self._run)
-        self._operators = Operators(self, AdapterDesk(self._fleets, self._gateways))
+        self._residents = Residents(self._fleets, self._gateways)
+        desk = AdapterDesk(self._fleets, self._gateways)
+        self._operators = Operators(self, desk, self._residents)
         self._measures = Measures(self._lives, self.run_dir, self.children_changed)
 
     # ---- its life
@@ -164,6 +167,7 @@ class Supervisor:
         self._draining = True
         self._close_listeners()
         self._fleets.halt()
+        self._residents.halt()
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
@@ -220,7 +224,8 @@ class Supervisor:
 
     def why(self, name: str) -> Why | Refused:
         others: list[Life[Any]] = [*self._gateways, *self._fleets.standbys()]
-        return snapshot.why(name, self._fleets.everyone(), others)
+        told = partial(self._residents.residence, for_operators=True)
+        return snapshot.why(name, self._fleets.everyone(), others, told)
 
     async def reload(self) -> Accepted | Refused:
         return await self._fleets.reload()
@@ -266,8 +271,9 @@ class Supervisor:
 
     def _publish(self) -> None:
         self._publishing = False
+        self._residents.look()
         topology = Topology(
-            self._models(self._fleets.served),
+            self._models(self._fleets.served, False),
             self._draining,
             len(self._gateways),
             self._quarantine.holding(),
@@ -278,18 +284,10 @@ class Supervisor:
             for gateway in self._gateways:
                 gateway.publish(topology)
         self._fleets.stir()
-        if not self._is_in_vain():
+        if why := self._fleets.in_vain():
+            self._requests.put_nowait(StartError(why))
+        else:
             self._observer.changed(self.status())
-
-    def _is_in_vain(self) -> bool:
-        """Where no model has served yet and none ever will, the start has failed: end it."""
-        replicas = self._fleets.replicas()
-        self._has_served |= any(replica.state == "ready" for replica in replicas)
-        if self._has_served or not replicas or not all(r.gave_up for r in replicas):
-            return False
-        reasons = dict.fromkeys(f"{r.model.name}: {r.reason}" for r in replicas)
-        self._requests.put_nowait(StartError("no model can be served. " + " ".join(reasons)))
-        return True
 
     async def _tick(self) -> None:
         last = time.monotonic()
@@ -309,6 +307,7 @@ class Supervisor:
             if slept:
                 life.slept()
             life.look()
+        self._residents.look()
         if self._quarantine.expire():
             self.changed()
 
@@ -328,13 +327,14 @@ class Supervisor:
             config=self._fleets.plan.config_path,
             started_at=self._started_at,
             rss_bytes=procfs.rss_bytes(os.getpid()),
-            models=self._models(self._fleets.everyone()),
+            models=self._models(self._fleets.everyone(), True),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
         )
 
-    def _models(self, fleets: Sequence[Fleet]) -> tuple[ModelStatus, ...]:
-        return tuple(snapshot.of_model(fleet, int(self._started_at)) for fleet in fleets)
+    def _models(self, fleets: Sequence[Fleet], for_operators: bool) -> tuple[ModelStatus, ...]:
+        told, at = self._residents.residence, int(self._started_at)
+        return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in fleets)
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())

@@ -4,18 +4,19 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 (`servekit.wire.connection`). Imperatives go to children; facts come back. Fields are only ever
 added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
-    supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter
-    worker → supervisor    Loading · Ready · BootFailed · Pong
+    supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
+    worker → supervisor    Loading · Ready · BootFailed · Pong · Asleep · Awake · NotDone
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
     supervisor → gateway   Topology · Drain · Stop · Spent, of the others
     gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused · Told
+                           Wanted · KeepAlive
     gateway → worker       Hello · Generate · Cancel
     worker → gateway       Hello · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
-                           AddAdapter · RemoveAdapter · GetAdapters
+                           AddAdapter · RemoveAdapter · GetAdapters · Reside
     supervisor → operator  Status · Accepted · Refused · Why · Adapters
 
-Those of adapters are in `servekit.wire.adapters`.
+Those of adapters are in `servekit.wire.adapters`, of residency in `servekit.wire.residency`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from servekit.wire import adapters as a
+from servekit.wire import residency as r
 from servekit.wire.access import AccessRules, KeyRule, KeyUse
 from servekit.wire.value import Message
 from servekit.wire.values import (
@@ -305,6 +307,7 @@ class Why(Message, frozen=True):
     breaker: str  # "closed", or a sentence that says since when and until when it is open
     replicas: tuple[ReplicaHistory, ...]
     adapters: tuple[a.AdapterStatus, ...] = ()
+    residence: r.Residence | None = None
 
 
 class Status(Message, frozen=True):
@@ -331,13 +334,13 @@ class Refused(Message, frozen=True):
     retry_after_s: float = 0.0  # over 0: nobody can do it now, and later somebody may
 
 
-ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter
+ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
-FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters
+FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters | r.Asleep | r.Awake | r.NotDone
 ToGateway = Topology | Drain | Stop | Spent
-FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told
+FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told | r.Wanted | r.KeepAlive
 GatewayToWorker = Hello | Generate | Cancel
 WorkerToGateway = Hello | Tokens | Failed | Alone | Together
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
-ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters
+ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.Reside
 FromSupervisor = Status | Accepted | Refused | Why | a.Adapters

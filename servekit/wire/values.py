@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.wire.adapters import AdapterInfo, AdapterSpec, AdapterStatus
+from servekit.wire.residency import Residence
 from servekit.wire.value import Value
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -23,7 +24,6 @@ WorkerState = Literal[
     "stopped",
     "asleep",  # its weights are in the host's memory, or are read again; it takes no requests
 ]
-
 
 #: What a request asks a worker to do.
 Task = Literal["generate", "embed", "tokenize", "detokenize"]
@@ -211,6 +211,7 @@ class ModelStatus(Value, frozen=True):
     quarantine_s: float = 600.0
     adapters: tuple[AdapterStatus, ...] = ()
     standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
+    residence: Residence | None = None  # None: it is loaded at the start, and stays
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
 
 

@@ -51,7 +51,8 @@ class Adapters:
         while True:
             order = await self._orders.get()
             try:
-                answer = await self._carry_out(order)
+                async with self._runner.engine_turn:
+                    answer = await self._carry_out(order)
             except (RequestError, LoadError) as error:
                 invalid = isinstance(error, RequestError) and error.status < 500
                 answer = AdapterRefused(order.seq, error.message, invalid)

@@ -51,6 +51,8 @@ class Runner:
         self.peers: set[Peer] = set()
         self.ward = Ward(self)
         self.draining = False
+        self.asleep = False  # or about to be
+        self.engine_turn = asyncio.Lock()  # for what changes the engine beside its jobs
         # Those that take requests, and how much of the context their virtual tokens take.
         self.adapters = {adapter.name: adapter.virtual_tokens for adapter in info.adapters}
         self._adapted: dict[int, str] = {}  # job id → adapter; ended ones stay until it is pruned
@@ -80,8 +82,8 @@ class Runner:
     def accept(self, peer: Peer, request: Generate) -> None:
         if request.id in peer.jobs:
             raise WireError(f"request {request.id} is in flight already")
-        if self.draining:
-            peer.fail(request.id, WorkerLost("the worker is draining"))
+        if self.draining or self.asleep:
+            peer.fail(request.id, WorkerLost("the worker is draining, or asleep"))
             return
         if request.adapter and (refusal := self._refuse_adapter(request)) is not None:
             peer.fail(request.id, refusal)

@@ -1,7 +1,9 @@
 """The life of a worker: load the engine, listen, warm up, say Ready, serve, drain.
 
 starting ── Load ──▶ loading ── warm-up token came back ──▶ ready ── Drain ──▶ draining ──▶ 0
-    └── error ──▶ BootFailed, exit 3         └── engine died ──▶ exit 70
+    └── error ──▶ BootFailed, exit 3         │ ▲ └── engine died ──▶ exit 70
+                                       Sleep ▼ │ Wake, and a token
+                                            asleep
 EOF on the control connection at any time: the process group is killed.
 """
 
@@ -13,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -45,8 +48,10 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
+from servekit.wire.residency import Sleep, Wake
 from servekit.worker.adapters import Adapters
 from servekit.worker.runner import Runner
+from servekit.worker.slumber import Slumber
 
 log: Any = structlog.get_logger("servekit.worker")
 
@@ -86,6 +91,7 @@ class Worker:
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._adapters: Adapters | None = None
+        self._slumber: Slumber | None = None
         self._server: asyncio.Server | None = None
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
@@ -124,6 +130,9 @@ class Worker:
             case LoadAdapter() | UnloadAdapter():
                 assert self._adapters is not None  # they come after Ready
                 self._adapters.take(message)
+            case Sleep() | Wake():
+                assert self._slumber is not None  # as they
+                self._slumber.take(message)
 
     def _on_eof(self, error: Exception | None) -> None:
         if not self._exit.done():
@@ -191,16 +200,19 @@ class Worker:
         one, and its growing progress age has the supervisor replace it before a client asks.
         """
         while True:
-            before = self._finished
+            before, runner = self._finished, self._runner
             await asyncio.sleep(PROBE_EVERY_S)
-            if self._finished != before or (self._runner is not None and self._runner.busy):
+            if self._finished != before or (runner is not None and (runner.busy or runner.asleep)):
                 continue
             try:
                 await self._probe(socket_path, info)
             except (LoadError, OSError) as error:
-                if self._runner is not None and not self._runner.draining:
-                    log.error("the health probe failed", error=str(error))
-                    self._end(EXIT_ENGINE_DIED)
+                if runner is not None and not runner.draining and not runner.asleep:
+                    self._broken(str(error))
+
+    def _broken(self, error: str) -> None:
+        log.error("the health probe failed", error=error)
+        self._end(EXIT_ENGINE_DIED)
 
     def _emit(self, outputs: Sequence[StepOutput]) -> None:
         assert self._runner is not None
@@ -227,6 +239,8 @@ class Worker:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
         self._adapters = Adapters(self._runner, self._control.send)
+        probe = partial(self._probe, spec.socket, info)
+        self._slumber = Slumber(self._runner, self._control.send, probe, self._broken)
         self._engine.start(self._emit)
         try:
             # Kept: the server lives as long as its reference.

@@ -54,9 +54,10 @@ MAY_IMPORT = {
     "huixiangdou": {"errors", "config"},
     "display": {"errors", "wire", "config", "tables"},
     "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
-    | {"stories", "init", "huixiangdou", "tracing", "checkups", "adapters"},
+    | {"stories", "init", "huixiangdou", "tracing", "checkups", "adapters", "residents"},
     "checkups": {"supervisor", "tracing", "doctor"},
     "adapters": {"errors", "wire", "supervisor", "tables"},
+    "residents": {"errors", "wire", "supervisor", "tables"},
     "doctor": {"errors", "config", "supervisor"},
     "__main__": {"cli"},
     "__init__": set(),

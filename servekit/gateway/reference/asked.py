@@ -140,6 +140,8 @@ ASKED = {
     "context_management": "Not supported",
     # ---- Ollama's
     "options": "Sampling. What says how to load a model means nothing here: the file says that",
+    "keep_alive": "How long a model that comes and goes stays after this: seconds, or a duration"
+    " such as 5m; 0: it goes, below 0: it stays",
     "think": "Whether to think, or how much; refused for a model that does not think",
     "num_predict": "Tokens to generate at most; below 1: as far as the context goes",
     "repeat_penalty": "Divides the logits of tokens in prompt and answer; 1 is off",

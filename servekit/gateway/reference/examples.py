@@ -135,6 +135,8 @@ _HEALTH = {
     "waiting": 0,
     "replicas": [_REPLICA],
     "adapters": {"sql": "serving"},
+    "residency": "resident",
+    "reason": None,
 }
 _OLLAMA_MODEL = {
     "name": f"{MODEL}:latest",

@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from servekit.wire.residency import Residency
+
 
 class Live(Struct):
     """The gateway answers."""
@@ -48,6 +50,8 @@ class ModelHealth(Struct):
     waiting: int
     replicas: list[ReplicaHealth]
     adapters: dict[str, Literal["loading", "serving", "unloading", "failed"]]
+    residency: Residency
+    reason: str | None  # why it is where it is, where it comes and goes
 
 
 class Health(Struct):

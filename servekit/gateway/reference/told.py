@@ -170,6 +170,7 @@ TOLD = {
     "running": "Requests under way",
     "waiting": "Requests in the queue",
     "adapters": "What becomes of each of its adapters, by name",
+    "residency": "Where its weights are: loaded, asleep in the host's memory, or on disk only",
     "replicas": "Its workers",
     "ReplicaHealth.name": "The worker's name",
     "device": "Where it runs",

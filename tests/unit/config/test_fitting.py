@@ -76,11 +76,6 @@ WRONG = [
         "models[0].idle_sleep_s: the engine llamacpp cannot sleep; `idle_unload_s` unloads a "
         "model, whatever runs it.",
     ),
-    ("path: ./f, device: cpu, memory: 4GiB", "models[0].memory: `device: cpu` uses no GPUs."),
-    (
-        "path: ./f, device: cpu, gpus_per_replica: 2",
-        "models[0].gpus_per_replica: `device: cpu` uses no GPUs.",
-    ),
     (
         "engine: vllm, path: ./f, device: cpu",
         "models[0].device: the engine vllm runs on GPUs only.",

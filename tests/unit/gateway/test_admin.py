@@ -27,7 +27,7 @@ from servekit.wire.messages import (
     ToSupervisor,
     Why,
 )
-from tests.unit.supervisor.test_control import AdapterDesk
+from tests.unit.supervisor.test_control import AdapterDesk, ResidenceDesk
 
 SALT = b"s" * 32
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
@@ -38,7 +38,9 @@ RULES = AccessRules(
     ),
     salt=SALT,
 )
-ENDPOINTS = [("GET", "/admin/status"), ("GET", "/admin/why/m"), ("POST", "/admin/reload")]
+ENDPOINTS = [("GET", "/admin/status"), ("GET", "/admin/why/m"), ("POST", "/admin/reload")] + [
+    ("POST", f"/admin/{want}/m") for want in ("load", "unload", "sleep", "wake")
+]
 
 
 class Desk:
@@ -82,7 +84,7 @@ async def client(
 @asynccontextmanager
 async def desk_at(path: Path, reloaded: Accepted | Refused) -> AsyncIterator[Desk]:
     desk = Desk(reloaded)
-    operators = Operators(desk, AdapterDesk())
+    operators = Operators(desk, AdapterDesk(), ResidenceDesk())
     await operators.listen(path)
     try:
         yield desk
@@ -98,12 +100,26 @@ async def test_what_the_supervisor_says(tmp_path: Path) -> None:
         for name in ("m", "m/0", "m%2F0"):
             why = await http.get(f"/admin/why/{name}")
             wanted = {"model": name.replace("%2F", "/"), "breaker": "closed", "replicas": []}
-            assert why.json() == {**wanted, "adapters": []}
+            assert why.json() == {**wanted, "adapters": [], "residence": None}
         assert (await http.post("/admin/reload")).json() == {"message": "a added"}
         assert (await http.head("/admin/status")).status_code == 200
         assert (await http.get("/admin/reload")).status_code == 405
         assert (await http.post("/admin/shutdown")).status_code == 404
         assert desk.asked == 6
+
+
+async def test_models_are_loaded_from_afar(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    async with desk_at(path, Accepted()), client(path) as http:
+        for want in ("load", "unload", "sleep", "wake"):
+            done = await http.post(f"/admin/{want}/m")
+            assert done.json() == {"message": f"m: {want}, done"}
+        begun = await http.post("/admin/load/m?wait=false")
+        assert begun.json() == {"message": "m: load, begun"}
+        assert (await http.post("/admin/load/m?wait=maybe")).status_code == 400
+        unknown = await http.post("/admin/load/org/x")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == "no model is called 'org/x'"
 
 
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)

@@ -25,6 +25,7 @@ from servekit.wire.messages import (
     Status,
     Why,
 )
+from servekit.wire.residency import Reside
 
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
 
@@ -65,6 +66,16 @@ class AdapterDesk:
         return Adapters({wish.model: ()})
 
 
+class ResidenceDesk:
+    """Loads one model."""
+
+    async def reside(self, wish: Reside) -> Accepted | Refused:
+        await asyncio.sleep(0)
+        if wish.model == "m":
+            return Accepted(f"m: {wish.want}, {'done' if wish.wait else 'begun'}")
+        return Refused(f"no model is called {wish.model!r}", True)
+
+
 class BrokenDesk(Desk):
     async def status_now(self) -> Status:
         raise RuntimeError("bug")
@@ -72,7 +83,7 @@ class BrokenDesk(Desk):
 
 async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     desk = Desk()
-    operators = Operators(desk, AdapterDesk())
+    operators = Operators(desk, AdapterDesk(), ResidenceDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -88,7 +99,7 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
 
 
 async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:
-    operators = Operators(Desk(), AdapterDesk())
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert await ask(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted("x serves")
@@ -120,8 +131,19 @@ async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -
             await ask(tmp_path / "control.sock", GetStatus(), timeout_s=0.1)
 
 
+async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert await ask(path, Reside("m", "load")) == Accepted("m: load, done")
+    assert await ask(path, Reside("m", "sleep", wait=False)) == Accepted("m: sleep, begun")
+    with pytest.raises(ConfigError, match="no model is called 'x'"):
+        await ask(path, Reside("x", "wake"))
+    operators.close()
+
+
 async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
-    operators = Operators(BrokenDesk(), AdapterDesk())
+    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk())
     await operators.listen(tmp_path / "control.sock")
     with pytest.raises(ServekitError, match="hung up"):
         await ask(tmp_path / "control.sock", GetStatus())

@@ -1,0 +1,229 @@
+"""The models as they come and go. Facts are gathered here, `residency` decides, and what it decides
+is carried out here and nowhere else.
+
+What is put to sleep or stopped first takes no more requests: the gateways are told, and what comes
+waits there. What runs is finished. Then the worker sleeps, or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from servekit.supervisor import residency, rooms
+from servekit.supervisor.fleet import Fleet
+from servekit.supervisor.fleets import Fleets
+from servekit.supervisor.gateways import Gateway, until_told
+from servekit.supervisor.residency import Facts, Step
+from servekit.supervisor.resident import Resident
+from servekit.wire.messages import Accepted, Refused
+from servekit.wire.residency import KeepAlive, Reside, Residence
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+_LOOK_EVERY_S = 0.05
+
+
+class Residents:
+    """All models of an instance; `look` is called often, and whenever something has changed."""
+
+    def __init__(self, fleets: Fleets, gateways: Sequence[Gateway]) -> None:
+        self._fleets = fleets
+        self._gateways = gateways
+        self._rows: dict[Fleet, Resident] = {}
+        self._waits: Mapping[str, str] = {}
+        self._halted = False
+        for gateway in gateways:
+            gateway.on_use = self._heard
+
+    def halt(self) -> None:
+        """All of it is going to end: begin nothing any more."""
+        self._halted = True
+        for row in self._rows.values():
+            row.halt()
+
+    # ---- facts, decisions, deeds
+
+    def look(self) -> None:
+        """Begin what is to be done now."""
+        if self._halted:
+            return
+        now = time.monotonic()
+        served = self._fleets.served
+        self._rows = {fleet: self._rows.get(fleet) or Resident(fleet, now) for fleet in served}
+        for row in self._rows.values():
+            row.observe(self._used(row), now)
+            self._mend(row)
+        if not any(row.comes_and_goes for row in self._rows.values()):
+            return
+        decision = residency.decide([*self._facts()], self._free(), now)
+        self._waits = decision.waits
+        rows = {row.fleet.model.name: row for row in self._rows.values()}
+        for step in decision.steps:
+            self._take(rows[step.model], step, now)
+
+    def _used(self, row: Resident) -> Iterator[tuple[int, int, float]]:
+        """At each gateway: requests that wait and that run, and when there last was one.
+
+        Of what has gone gateways tell anew: what they told before may have been answered since.
+        """
+        for gateway in self._gateways:
+            if (use := gateway.uses.get(row.fleet.model.name)) is not None:
+                wanted, at = use
+                waiting = 0 if row.is_away and at < row.since else wanted.waiting
+                yield waiting, wanted.running, at - wanted.idle_s
+
+    def _facts(self) -> Iterator[Facts]:
+        reserve = self._fleets.plan.config.gpus.reserve
+        for row in self._rows.values():
+            claim = rooms.claims(row.fleet.model, row.fleet.planned, reserve)
+            yield row.facts(claim, rooms.asleep(row.fleet, claim, row.kept))
+        for fleet in self._fleets.everyone():
+            if fleet not in self._rows:  # the file does not have it any more
+                slots = tuple(replica.place.gpus for replica in fleet.replicas)
+                claim = rooms.claims(fleet.model, slots, reserve)
+                yield Facts(fleet.model.name, "on_start", "leaving", claim)
+
+    def _free(self) -> dict[str, int]:
+        held = [facts.held for facts in self._facts()]
+        fleets = self._fleets
+        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.gate.ledger
+        return rooms.free(fleets.gpus, reserve, held, ledger)
+
+    def _mend(self, row: Resident) -> None:
+        """A worker that died in its sleep comes back awake; all of its model is to be alike."""
+        if not row.slept or row.task is not None or row.tier == "asleep" or not row.fleet.wanted:
+            return
+        row.slept = False
+        if row.waiting_since is not None:
+            row.run("wake", self._wake(row))
+        else:
+            why = next((replica.reason for replica in row.fleet.living if replica.reason), "")
+            self._stop(row, f"a worker did not stay asleep: {why}")
+
+    def _take(self, row: Resident, step: Step, now: float) -> None:
+        match step.kind:
+            case "load":
+                log.info("loading", model=step.model)
+                row.begin(now)
+                row.fleet.load()
+            case "wake":
+                row.begin(now)
+                row.run("wake", self._wake(row))
+            case "sleep":
+                row.reason = f"asleep since {_clock()}: {step.reason}"
+                log.info("putting to sleep", model=step.model, reason=step.reason)
+                row.run("sleep", self._sleep(row, must=step.reason.startswith("evicted")))
+            case "stop":
+                self._stop(row, step.reason)
+        self._changed(row)
+
+    def _stop(self, row: Resident, reason: str) -> None:
+        log.info("stopping", model=row.fleet.model.name, reason=reason)
+        row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
+        row.fleet.unload()
+
+    async def _sleep(self, row: Resident, *, must: bool) -> None:
+        """Put all its workers to sleep. Where one cannot, it is stopped if it has to go."""
+        workers = [replica for replica in row.fleet.living if replica.serves]
+        refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
+        why = next(filter(None, refusals), "")
+        row.slept = not why
+        row.kept = rooms.kept(row.fleet, self._fleets.gate.ledger)
+        if why:
+            log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
+            row.sleepless(time.monotonic(), why)
+        if why and (must or not all(refusals)):
+            self._stop(row, f"it could not be put to sleep: {why}")
+
+    async def _wake(self, row: Resident) -> None:
+        """Wake all its workers. Where one cannot be woken, it is stopped, and loaded anew."""
+        workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
+        row.slept = False
+        refusals = await asyncio.gather(*(one.slumber.wake() for one in workers))
+        if why := next(filter(None, refusals), ""):
+            log.warning("could not be woken", model=row.fleet.model.name, reason=why)
+            self._stop(row, f"it could not be woken: {why}")
+
+    async def _told(self) -> None:
+        await until_told(self._gateways)
+
+    def _changed(self, row: Resident) -> None:
+        row.fleet.changed()
+
+    # ---- what gateways and operators ask for
+
+    def _heard(self, message: KeepAlive | None) -> None:
+        """A gateway has told of use, or of a client's wish, which moves models on demand only."""
+        row = None if message is None else self._row(message.model)
+        if message is not None and row is not None and row.fleet.model.load == "on_demand":
+            row.keep(message.stay_s, time.monotonic(), loads=message.loads)
+        self.look()
+
+    async def reside(self, wish: Reside) -> Accepted | Refused:
+        """Do as an operator says; answers when it is done, or cannot be."""
+        row = self._row(wish.model)
+        if row is None:
+            there = ", ".join(fleet.model.name for fleet in self._fleets.served)
+            return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
+        if self._halted:
+            return Refused("servekit is shutting down")
+        if refusal := row.ask(wish.want, time.monotonic()):
+            return Refused(refusal)
+        self.look()
+        self._changed(row)
+        name = row.fleet.model.name
+        if not wish.wait:
+            return Accepted(f"{name} is {row.tier}")
+        while row.wish:
+            if why := self._hopeless(row):
+                row.wish = ""
+                return Refused(f"{name} cannot be {_DONE[wish.want]}: {why}")
+            await asyncio.sleep(_LOOK_EVERY_S)
+            row.settle()
+        return Accepted(f"{name} is {_DONE[wish.want]}")
+
+    def _hopeless(self, row: Resident) -> str:
+        """Why what was asked for will not come about; "" while it may."""
+        if self._halted or row.fleet not in self._rows:
+            return "servekit is shutting down" if self._halted else "the file has it no more"
+        if row.wish in ("load", "wake") and row.tier == "failed":
+            reasons = (replica.reason for replica in row.fleet.living if replica.reason)
+            return next(reasons, "its workers have failed")
+        if row.wish == "sleep" and row.restless:
+            return row.restless
+        waits = self._waits.get(row.fleet.model.name, "")
+        return waits if row.wish in ("load", "wake") and waits.endswith(residency.STAY) else ""
+
+    def _row(self, model: str) -> Resident | None:
+        for fleet, row in self._rows.items():
+            if model in (fleet.model.name, *fleet.model.aliases):
+                return row
+        return None
+
+    # ---- what it knows
+
+    def residence(self, fleet: Fleet, for_operators: bool = False) -> Residence | None:
+        """How a model stands; None where it is loaded at the start, and stays."""
+        row = self._rows.get(fleet)
+        if row is None or not row.comes_and_goes:
+            return None
+        waits = self._waits.get(fleet.model.name, "")
+        shown = row.residence(waits, halted=self._halted)
+        if not for_operators:
+            return shown
+        claim = rooms.claims(fleet.model, fleet.planned, self._fleets.plan.config.gpus.reserve)
+        return row.detailed(
+            shown, row.facts(claim, rooms.asleep(fleet, claim, row.kept)), time.monotonic()
+        )
+
+
+_DONE = {"load": "loaded", "unload": "stopped", "sleep": "asleep", "wake": "awake"}
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")

@@ -1,0 +1,97 @@
+"""One worker that is put to sleep and woken: what it was told, and what its state is meanwhile.
+
+Asleep it claims of its GPUs what it still holds; to wake it enters as one that is started does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from servekit.wire.residency import Asleep, Awake, NotDone, Sleep, Wake
+
+if TYPE_CHECKING:
+    from servekit.supervisor.replicas import Replica
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+Answer = Asleep | Awake | NotDone
+
+
+class Slumber:
+    """Of one replica. An open order is answered: by its worker, or by its death."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._answer: asyncio.Future[Answer] | None = None
+
+    async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
+        """Put it to sleep, once what runs is done; why not, "" where it sleeps.
+
+        `told` returns when the gateways know that it takes no more requests.
+        """
+        replica = self._replica
+        replica.set("asleep")
+        await told()
+        limit_s = replica.model.timeout_s + replica.model.load_timeout_s
+        answer = await self._send(Sleep(), limit_s)
+        if not isinstance(answer, NotDone):
+            await replica.vram.fell_asleep()
+            log.info("asleep", child=replica.name, after_s=answer.took_s)
+            return ""
+        if replica.state == "asleep" and replica.child is not None and not replica.ending:
+            replica.set("ready", f"it could not be put to sleep: {answer.message}")
+        return answer.message
+
+    async def wake(self) -> str:
+        """Wake it, and have it serve; why not, "" where it does."""
+        replica = self._replica
+        child = replica.child
+        if reason := await replica.vram.enter():
+            return reason
+        try:
+            answer = await self._send(Wake(), replica.model.load_timeout_s)
+        finally:
+            replica.vram.loaded()
+        if isinstance(answer, NotDone):
+            return answer.message
+        log.info("awake", child=replica.name, after_s=answer.took_s)
+        return await replica.adapters.join(replica, {}, functools.partial(self._is_awake, child))
+
+    def _is_awake(self, child: object) -> None:
+        replica = self._replica
+        if replica.child is child and replica.state == "asleep" and not replica.ending:
+            replica.pardon()
+            replica.set("ready")
+
+    async def _send(self, order: Sleep | Wake, limit_s: float) -> Answer:
+        """Its answer; one that takes longer than `limit_s` is ended."""
+        replica = self._replica
+        child = replica.child
+        if child is None or replica.state != "asleep" or replica.ending:
+            return NotDone(f"worker {replica.name} is {replica.state}")
+        what = "sleep" if isinstance(order, Sleep) else "wake"
+        cause = f"stalled: it did not {what} within {limit_s:g} s"
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer] = loop.create_future()
+        self._answer = answer
+        timer = loop.call_later(limit_s, replica.give_up, cause)
+        try:
+            child.send(order)
+            return await answer
+        finally:
+            timer.cancel()
+            self._answer = None
+
+    def answered(self, message: Answer) -> None:
+        """Its worker has said so."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(message)
+
+    def died(self) -> None:
+        """No answer comes any more."""
+        self.answered(NotDone("its worker died"))
