@@ -64,8 +64,9 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield from _adapters(config, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
-    yield from _spread(config, at)
     yield from _residency(config, at)
+    if config.device == "cpu" and config.gpus_per_replica != 1:
+        yield Problem((*at, "gpus_per_replica"), "`device: cpu` uses no GPUs.", at_key=True)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
@@ -74,7 +75,7 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
 
 def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
     sleeps_s, unloads_s = config.idle_sleep_s, config.idle_unload_s
-    if sleeps_s is not None and not KINDS[config.engine].sleeps:
+    if sleeps_s is not None and config.engine != "auto" and not kind_of(config).sleeps:
         message = f"the engine {config.engine} cannot sleep; `idle_unload_s` stops it."
         yield Problem((*at, "idle_sleep_s"), message, at_key=True)
     elif sleeps_s is not None and unloads_s is not None and unloads_s <= sleeps_s:
@@ -156,20 +157,6 @@ def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterat
         need = "a GPU" if each == 1 else f"{each} GPUs"
         message = f"{config.replicas} replicas need {need} each, and `gpus` lists {len(gpus)}."
         yield Problem((*at, "replicas"), message)
-
-
-def _spread(config: ModelConfig, at: Place) -> Iterator[Problem]:
-    """Several GPUs for one replica, and shares of them."""
-    ways = KINDS[config.engine].parallel
-    if config.gpus_per_replica > 1 and not ways:
-        message = f"the engine {config.engine} cannot be spread over several GPUs."
-        yield Problem((*at, "gpus_per_replica"), message)
-    if config.parallel != "auto" and config.parallel not in ways:
-        known = " or ".join(("auto", *ways))
-        message = f"the engine {config.engine} knows {known} only."
-        yield Problem((*at, "parallel"), message)
-    if config.device == "cpu" and config.gpus_per_replica != 1:
-        yield Problem((*at, "gpus_per_replica"), "`device: cpu` uses no GPUs.", at_key=True)
 
 
 def run_dir(config: Config, folder: Path) -> Iterator[Problem]:

@@ -233,7 +233,7 @@ class Kinds(dict[str, EngineKind]):
     def __missing__(self, name: str) -> EngineKind:
         from servekit.config import plugins  # it needs what stands here
 
-        return plugins.kind_of(name)
+        return plugins.last_told(name)
 
 
 _OURS = {
@@ -271,6 +271,7 @@ _OURS = {
         modules=("xllamacpp", "llama_cpp"),
         extra="llamacpp",
         parallel=("split",),
+        env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
     ),
     "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
     "echo": EngineKind(

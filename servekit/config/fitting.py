@@ -96,8 +96,10 @@ def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterat
         )
     elif kind.adapter_types:
         yield from _adapters(kind, asks, unknown_too=unknown_too)
+    if "remote" in kind.formats:
+        return  # how it is loaded is its endpoint's business
     if asks.gpus > 1 and not kind.parallel:
-        yield Lack(("gpus_per_replica",), "runs a replica on one GPU, not on several")
+        yield Lack(("gpus_per_replica",), "cannot be spread over several GPUs")
     elif asks.parallel not in ("auto", *kind.parallel):
         has = f", only {' or '.join(kind.parallel)}" if kind.parallel else ""
         yield Lack(("parallel",), f"has no `parallel: {asks.parallel}`{has}")

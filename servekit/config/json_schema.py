@@ -17,7 +17,7 @@ def json_schema() -> Schema:
     Engines that other packages bring are in it where they are installed.
     """
     schema = Config.model_json_schema()
-    engines = plugins.names()
+    engines = [name for name in plugins.names() if plugins.options_of(name) is not None]
     definitions = schema["$defs"]
     definitions |= {_title(engine): KINDS[engine].options.model_json_schema() for engine in engines}
     model = definitions["ModelConfig"]

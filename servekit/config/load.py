@@ -26,7 +26,6 @@ from servekit.config import checks, fitting, paths, plugins
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.choosing import Choice, choose
 from servekit.config.document import read
-from servekit.config.engines import KINDS
 from servekit.config.installed import Machine
 from servekit.config.json_schema import json_schema
 from servekit.config.nodes import Loc, Node, find, plain
@@ -126,11 +125,8 @@ def _engine_options(root: Node) -> list[Problem]:
 def _own_options(
     engine: str, options: object, root: Node, at: tuple[str | int, ...]
 ) -> list[Problem]:
-    try:
-        schema = KINDS[engine].options
-    except (KeyError, ValueError):  # it is not settled, or wrong itself
-        return []
-    return _validate(schema, options, root, at)[1]
+    schema = plugins.options_of(engine)  # none where it is not settled, or wrong itself
+    return [] if schema is None else _validate(schema, options, root, at)[1]
 
 
 def _meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:

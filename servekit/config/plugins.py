@@ -108,15 +108,28 @@ def plugin(name: str) -> Plugin | None:
 
 
 def kind_of(name: str) -> EngineKind:
-    """What is known of an engine that others bring, or brought: it may run yet.
+    """What an engine that others bring says of itself now.
 
-    Raises KeyError if there never was one, ValueError with a sentence if its description is of no
-    use.
+    Raises KeyError if there is none, ValueError with a sentence if its description is of no use.
     """
     found = plugin(name)
-    if found is not None:
-        _told[name] = _described(found) if found.kind else UNTOLD
+    if found is None:
+        raise KeyError(name)
+    _told[name] = _described(found) if found.kind else UNTOLD
     return _told[name]
+
+
+def last_told(name: str) -> EngineKind:
+    """As it was when it was last asked: what runs goes on, whatever becomes of its package."""
+    return _told[name] if name in _told else kind_of(name)
+
+
+def options_of(name: str) -> type[Section] | None:
+    """The options of an engine, ours or another's; None where none of that name can be used."""
+    try:
+        return (KINDS[name] if name in KINDS else kind_of(name)).options
+    except (KeyError, ValueError):
+        return None
 
 
 @cache

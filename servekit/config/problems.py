@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic_core import ErrorDetails
 
 from servekit.config import plugins
-from servekit.config.engines import ENGINE_OPTIONS, KINDS
+from servekit.config.engines import ENGINE_OPTIONS
 from servekit.config.nodes import Loc, Node, find, place
 from servekit.config.schema import (
     AdapterConfig,
@@ -205,7 +205,7 @@ def _section(loc: Loc, root: Node) -> type[Section] | None:
         case ("models", int() as index, "options"):
             engine = find(root, ("models", index, "engine"))
             name = engine.node.value if engine.depth == 3 else "transformers"
-            return KINDS[str(name)].options if name in plugins.names() else None
+            return plugins.options_of(str(name))
     return None
 
 

@@ -41,9 +41,9 @@ _MAX_CONTEXT = 131_072
 #: An answer with more characters for each token of the context is a lie, and would fill the memory
 #: of who waits for a slow client.
 _CHARS_PER_TOKEN = 64
-#: How long the counts may take that come after the end of an answer.
-_COUNTS_S = 5.0
 _BEAT_S = 0.5
+#: Of a list of models whose status is all that is wanted, or of the error in its place.
+_LOOK_BYTES = 2**14
 _CLOSE_S = 5.0
 #: What generates; what it does not know of these the endpoint refuses in its own words.
 _GENERATES: tuple[Capability, ...] = (
@@ -62,6 +62,7 @@ class OpenAIEngine(TextEngine):
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[TextOutput] = []
+        self._thread: threading.Thread | None = None
         self._beat_s = time.monotonic()
         # httpx tells of each request, and its logger may be set to tell of headers
         logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -128,6 +129,8 @@ class OpenAIEngine(TextEngine):
         return self._watch.trouble
 
     def close(self) -> None:
+        if self._thread is None:
+            return  # it was told to end while it loaded
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_S)
 
@@ -177,7 +180,7 @@ class OpenAIEngine(TextEngine):
     async def _look(self) -> None:
         refusal: Refused | None = None
         try:
-            status, body = await self._endpoint.get("/models")
+            status, body = await self._endpoint.get("/models", _LOOK_BYTES)
             refusal = None if status == 200 else refused(status, {}, body)
         except Refused as error:
             refusal = error

@@ -68,6 +68,8 @@ def load_model(
         )
     wanted = {str(each) for each in _devices(spec, device)}
     strays = {str(tensor.device) for tensor in model.parameters()} - wanted
+    if "meta" in strays:
+        raise LoadError(f"{spec.model} does not fit into the memory of its {spec.gpus} GPUs.")
     if strays:
         raise LoadError(
             f"Parameters of {spec.model} landed on {', '.join(strays)}, not {', '.join(wanted)}."

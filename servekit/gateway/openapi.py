@@ -29,6 +29,7 @@ _ERRORS = {
     "413": "The body is over the limit",
     "429": "Too many requests wait, or the key's limits are reached; see Retry-After",
     "500": "The engine failed, or the request is quarantined: workers died of it",
+    "502": "The endpoint behind a remote model failed, or its answer is wrong",
     "503": "The model cannot serve now",
     "504": "Not done within the timeout",
 }

@@ -24,6 +24,7 @@ from servekit.supervisor.attestation import group_of
 from servekit.supervisor.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
 from servekit.supervisor.ledger import Ledger, NoRoom
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.turns import Turns
 from servekit.supervisor.vacancy import Scene
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -74,9 +75,9 @@ class Gate:
         self.ledger = ledger
         self._read = read
         self._patience_s = patience_s
-        self._turns: dict[str, asyncio.Lock] = {}  # by UUID
-        self._loading: dict[str, str] = {}  # who has the turn there
+        self._turns = Turns()
         self._guests: dict[str, Visitor] = {}  # who has a claim, by name
+        self._up: set[str] = set()  # who has loaded
         self._dead: dict[str, set[int]] = {}  # by name: PIDs whose memory may still be there
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
@@ -92,7 +93,7 @@ class Gate:
         passed, before = False, dict(self.ledger.claim_of(visitor.name))
         try:
             self._claim(visitor)
-            await self._take_turns(visitor)
+            await self._turns.take(visitor.name, visitor.place.gpus, visitor.waits)
             reason = await self._until_free(visitor)
             passed = not reason
         finally:
@@ -103,17 +104,22 @@ class Gate:
 
     def _turn_back(self, visitor: Visitor, before: Mapping[str, int]) -> None:
         if visitor.pid:  # it sleeps on
-            self.loaded(visitor.name)
+            self._turns.give(visitor.name)
             self.ledger.claim(visitor.name, before)
         else:
             self.left(visitor.name, ())
 
     def loaded(self, name: str) -> None:
-        """It is up, or has died: the next one may load."""
-        for uuid, who in list(self._loading.items()):
-            if who == name:
-                del self._loading[uuid]
-                self._turns[uuid].release()
+        """It is up: the next one may load."""
+        self._turns.give(name)
+        self._up.add(name)
+
+    def loads(self, name: str, *, from_files: bool) -> None:
+        """How its load goes on. While it makes the files that it loads from, others may load."""
+        if from_files:
+            self._turns.step_back(name)
+        elif name in self._guests:
+            self._turns.step_aside(name, self._guests[name].place.gpus)
 
     async def fell_asleep(self, visitor: Visitor) -> None:
         """It has given memory back: from now on it claims what it still holds. `enter` wakes it."""
@@ -134,7 +140,8 @@ class Gate:
 
     def left(self, name: str, pids: Collection[int]) -> None:
         """Its processes are reaped; its claim goes when their memory has."""
-        self.loaded(name)
+        self._turns.give(name)
+        self._up.discard(name)
         if name not in self._guests or name in self._leaving:
             return
         self._dead.setdefault(name, set()).update(pids)
@@ -143,17 +150,6 @@ class Gate:
             self._leaving[name] = seeing_off
         else:
             self._forget(name)
-
-    # ---- turns
-
-    async def _take_turns(self, visitor: Visitor) -> None:
-        # All in one order: two that want the same GPUs never wait for each other.
-        for gpu in sorted(visitor.place.gpus, key=lambda gpu: gpu.index):
-            turn = self._turns.setdefault(gpu.uuid, asyncio.Lock())
-            if turn.locked():
-                visitor.waits(f"waits for {self._loading.get(gpu.uuid, 'another')} on {gpu}")
-            await turn.acquire()
-            self._loading[gpu.uuid] = visitor.name
 
     # ---- memory
 
@@ -205,7 +201,7 @@ class Gate:
         dead = {pid for pids in self._dead.values() for pid in pids}
         ours = dead.union(*groups.values())
         others = {
-            name: (claim, held.get(name, 0))
+            name: (claim, self._seen(name, held))
             for name, claim in self.ledger.holders(gpu.uuid).items()
             if name != visitor.name
         }
@@ -217,6 +213,11 @@ class Gate:
             dead_bytes=sum(on_gpu.get(pid, 0) for pid in dead),
             strangers={pid: size for pid, size in on_gpu.items() if pid not in ours},
         )
+
+    def _seen(self, name: str, held: Mapping[str, int]) -> int | None:
+        """What it holds; None where it holds more than can be seen, or has not begun."""
+        is_blind = name not in held or name in self._up
+        return held.get(name) or (None if is_blind else 0)
 
     async def _see_off(self, name: str) -> None:
         deadline = time.monotonic() + self._patience_s

@@ -136,6 +136,7 @@ class Replica(Life[FromWorker]):
                 pass  # too late
             case Loading(progress):
                 self._progress = progress
+                self.vram.loads(progress.phase)
                 self.set("loading", self.reason)
             case Ready(info, timings_s):
                 self._on_ready(info, timings_s)

@@ -20,7 +20,7 @@ class Scene:
     gpu: Gpu
     free_bytes: int
     need_bytes: int
-    others: Mapping[str, tuple[int, int]]  # who else is there: claim, and what it holds
+    others: Mapping[str, tuple[int, int | None]]  # claim, and what it holds; None: not known
     dead_bytes: int  # held by workers that have ended
     strangers: Mapping[int, int]  # by PID, what processes hold that are not ours
 
@@ -28,14 +28,14 @@ class Scene:
 def obstacle(scene: Scene, about: Callable[[int], str] = procfs.command) -> str:
     """What stands in the way; "" if nothing. `about` tells what a PID runs.
 
-    Others may yet take what they were promised, so it is not free. One that seems to hold nothing
-    is one whose processes cannot be seen from here: what it has is missing from the free memory
-    already.
+    Others may yet take what they were promised, so it is not free. What one holds whose processes
+    cannot be seen from here is not known, but missing from the free memory already.
     """
     if scene.dead_bytes:
         held = gib(scene.dead_bytes)
         return f"{held} of {scene.gpu} are still held by a worker of ours that has ended"
-    promised = sum(max(0, claim - held) for claim, held in scene.others.values() if held)
+    known = [(claim, held) for claim, held in scene.others.values() if held is not None]
+    promised = sum(max(0, claim - held) for claim, held in known)
     short = scene.need_bytes - (scene.free_bytes - promised)
     if short <= SLACK_BYTES:
         return ""
@@ -50,7 +50,7 @@ def _to_blame(scene: Scene, about: Callable[[int], str]) -> str:
     over = [
         f"{name} holds {gib(held)} where it claims {gib(claim)}"
         for name, (claim, held) in scene.others.items()
-        if held > claim
+        if held is not None and held > claim
     ]
     largest = sorted(scene.strangers.items(), key=lambda one: -one[1])
     seen = [

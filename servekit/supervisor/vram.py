@@ -78,6 +78,12 @@ class Vram:
         if self._entry is not None:
             await self._entry.gate.fell_asleep(self)
 
+    def loads(self, phase: str) -> None:
+        """It says how far it is; see `wire.values.Progress`."""
+        if self._entry is not None:
+            from_files = phase not in ("fetch", "convert")
+            self._entry.gate.loads(self.name, from_files=from_files)
+
     def leave(self) -> None:
         """Its process is reaped, or was never started."""
         if self._entry is not None:

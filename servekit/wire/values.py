@@ -42,8 +42,7 @@ Capability = Literal[
     "adapters",
 ]
 
-#: How one replica is spread over several GPUs: every layer over all of them; layer after layer;
-#: as llama.cpp splits.
+#: How one replica is spread over its GPUs: each layer over all; layer after layer; as llama.cpp.
 Parallel = Literal["", "tensor", "device_map", "split"]
 GrammarParam = Literal["response_format", "tools", "text.format"]
 

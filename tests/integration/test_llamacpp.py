@@ -58,6 +58,7 @@ def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path) -> None:
         # The pin is there before the interpreter's first instruction: no library can be too early.
         # Nor is there one that could be: torch, which is known to ask for CUDA, is not loaded.
         assert environment(pid)["CUDA_VISIBLE_DEVICES"] == ""
+        assert environment(pid)["GGML_NO_BACKTRACE"] == "1"
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         whole = chat(url)
         pieces = []

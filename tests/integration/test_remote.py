@@ -62,7 +62,8 @@ def instance(upstream: Instance, tmp_path_factory: pytest.TempPathFactory) -> It
         echo("near"),
     ]
     folder = tmp_path_factory.mktemp("instance")
-    with Instance.up(folder, models, env={"FAR_KEY": KEY}) as instance:
+    server = {"legacy": "huixiangdou"}
+    with Instance.up(folder, models, server=server, env={"FAR_KEY": KEY}) as instance:
         instance.until_settled()
         yield instance
 
@@ -154,6 +155,14 @@ def test_completions_embeddings_and_what_is_refused(client: openai.OpenAI) -> No
         client.completions.create(model="far", prompt=[1, 2, 3])
     with pytest.raises(openai.BadRequestError, match="context is 8192 tokens"):
         client.chat.completions.create(model="far", messages=user("x"), max_tokens=9000)
+
+
+def test_the_hybrid_of_huixiangdou_s_old_client(instance: Instance) -> None:
+    for backend in ("near", "far"):
+        body = {"prompt": f"<think>\nhm\n</think>\n\n{backend}", "backend": backend}
+        answer = httpx.post(f"{instance.url}/inference", json=body, timeout=30).json()
+        assert answer["error"] == ""
+        assert answer["text"].startswith("far" if backend == "far" else "<think>")
 
 
 def test_a_client_that_leaves_is_seen_upstream(upstream: Instance, instance: Instance) -> None:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.engines.remote.chunks import (
-    MOST_TOKENS,
     Called,
     Choice,
     Function,
     Said,
     Usage,
+    count,
     decode,
     logprobs,
 )
@@ -44,7 +44,7 @@ class Answer:
         self.counted = False  # the endpoint has told the counts
         self._request = request
         self._estimate = prompt_tokens
-        self._usage = Usage()
+        self._counts = (0, 0)
         self._left = most_chars
         self._chars = 0
         self._pieces: list[str] = []
@@ -61,26 +61,26 @@ class Answer:
         chunk = decode(data)
         self._count(chunk.usage)
         for choice in chunk.choices or ():
-            if choice.index == 0 and self.finish is None:
+            if not choice.index and self.finish is None:
                 self._choose(choice)
 
     def _count(self, usage: Usage | None) -> None:
         """Counts that cannot be are none."""
-        if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
+        if usage is None:
             return
-        counts = (usage.prompt_tokens, usage.completion_tokens)
-        if all(0 <= count < MOST_TOKENS for count in counts):
-            self._usage, self.counted = usage, True
+        prompt, completion = count(usage.prompt_tokens), count(usage.completion_tokens)
+        if prompt is not None and completion is not None:
+            self._counts, self.counted = (prompt, completion), True
 
     def _choose(self, choice: Choice) -> None:
-        if choice.text:
-            self._keep(choice.text)
+        if self._request.messages is None:
+            self._keep(choice.text or "")  # in no frames
         for said in (choice.delta, choice.message):
-            if said is not None:
+            if said is not None and self._request.messages is not None:
                 self._say(said)
         if choice.logprobs and self._request.params.logprobs is not None:
             self._logprobs += logprobs(choice.logprobs)
-        if choice.finish_reason is not None:
+        if choice.finish_reason:  # "" is no end, to some
             self._end(choice.finish_reason, choice.stop_reason)
 
     def _say(self, said: Said) -> None:
@@ -143,6 +143,8 @@ class Answer:
         self._keep(text.translate(_UNMARKED))
 
     def _keep(self, text: str) -> None:
+        if not text:
+            return
         self._chars += len(text)
         if self._chars > self._left:
             raise lie(f"it is longer than {self._left} characters")
@@ -191,13 +193,13 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         """As the endpoint counts, or an estimate where it tells none."""
-        return self._estimate if not self.counted else self._usage.prompt_tokens or 0
+        return self._counts[0] if self.counted else self._estimate
 
     @property
     def tokens(self) -> int:
         """Of the completion; as `prompt_tokens`."""
         if self.counted:
-            return self._usage.completion_tokens or 0
+            return self._counts[1]
         return math.ceil(self._chars / _CHARS_PER_TOKEN)
 
 

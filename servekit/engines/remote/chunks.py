@@ -10,12 +10,14 @@ from servekit.engines.remote.refusals import lie, told_in_answer
 from servekit.wire.messages import TokenLogprob
 
 #: Counts beyond it are lies.
-MOST_TOKENS = 2**40
+_MOST_TOKENS = 2**40
 
 
 class Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    """Counts; wrong ones are no reason to lose an answer, and are looked at by who takes them."""
+
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
 
 
 class Function(msgspec.Struct):
@@ -40,7 +42,7 @@ class Said(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    index: int = 0
+    index: int | None = None
     delta: Said | None = None
     message: Said | None = None
     text: str | None = None
@@ -56,6 +58,11 @@ class Chunk(msgspec.Struct):
 
 
 _chunks = msgspec.json.Decoder(Chunk)
+
+
+def count(told: Any) -> int | None:
+    """A count of tokens, None where it cannot be one."""
+    return told if type(told) is int and 0 <= told < _MOST_TOKENS else None
 
 
 def decode(data: bytes) -> Chunk:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from servekit.engines.remote.chunks import MOST_TOKENS, Usage
+from servekit.engines.remote.chunks import Usage
+from servekit.engines.remote.chunks import count as counted
 from servekit.engines.remote.refusals import lie, told_in_answer
 
 
@@ -45,8 +46,7 @@ def vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
     found = [_vector(order[at].embedding) for at in range(count)]
     if len(set(map(len, found))) > 1 or not found[0] or len(found[0]) % 4:
         raise lie("its embeddings differ in length, or have none")
-    used = answer.usage.prompt_tokens if answer.usage is not None else None
-    return found, used if used is not None and 0 <= used < MOST_TOKENS else None
+    return found, None if answer.usage is None else counted(answer.usage.prompt_tokens)
 
 
 def _place(one: Embedded, at: int) -> int:

@@ -26,9 +26,8 @@ from servekit.errors import EndpointFailed
 
 #: Of an error; more says nothing more.
 _MOST_ERROR_BYTES = 64 * 2**10
-#: Of an answer in one piece, such as embeddings; and of a list of models.
+#: Of an answer in one piece, such as embeddings.
 MAX_WHOLE_BYTES = 64 * 2**20
-MAX_LIST_BYTES = 4 * 2**20
 #: The first pause; each is twice the one before, up to the longest, less a random part.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 20.0
@@ -127,14 +126,14 @@ class Endpoint:
         finally:
             await response.aclose()
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """The status and body of a plain question, asked once. Raises Refused."""
+    async def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """The status of a plain question, asked once, and how its body begins. Raises Refused."""
         request = self._client.build_request("GET", self._address.url + path)
         try:
             async with asyncio.timeout(self._address.connect_timeout_s):
                 response = await self._send(request)
                 try:
-                    return response.status_code, await _read(response, MAX_LIST_BYTES)
+                    return response.status_code, await _read(response, most_bytes)
                 finally:
                     await response.aclose()
         except TimeoutError:

@@ -26,6 +26,8 @@ from servekit.wire.messages import ChatMessage, Generate, SamplingParams
 #: Models that think want more than a token or two, or say that it was not enough.
 _TOKENS = 16
 _MOST_CHARS = 2**20
+#: Of a list of models: some have hundreds.
+_MOST_LIST_BYTES = 4 * 2**20
 _HELLO = "Say hello."
 #: How a list of models says how long a context is: vLLM and servekit; OpenRouter; Mistral; Groq.
 _CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
@@ -70,7 +72,7 @@ def greeting(manner: Manner, *, embeds: bool) -> Errand:
 
 async def _list(endpoint: Endpoint) -> list[Any] | None:
     """The models that it lists; None where it has no list. Raises Refused if it is not there."""
-    status, body = await endpoint.get("/models")
+    status, body = await endpoint.get("/models", _MOST_LIST_BYTES)
     if status != 200:
         return None
     try:

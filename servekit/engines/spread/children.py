@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class Children:
             with contextlib.suppress(OSError):
                 child.channel.shutdown(socket.SHUT_RDWR)
                 child.lifeline.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_GRACE_S * 2)
+        self._thread.join()  # a matter of _GRACE_S
 
     # ---- in the thread
 
@@ -169,9 +170,10 @@ class Children:
                 pass
 
     def _end_all(self) -> None:
+        deadline = time.monotonic() + (_GRACE_S if self._closing.is_set() else 0)
         for child in self._children:
             try:
-                child.process.wait(_GRACE_S if self._closing.is_set() else 0)
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()

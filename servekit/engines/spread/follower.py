@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from servekit.engines import device_memory, kv_cache, processor, sleeping, weights
 from servekit.engines.spread import group, messages, packing
+from servekit.errors import LoadError
 from servekit.wire.messages import WorkerSpec
 
 
@@ -53,7 +54,8 @@ class Follower:
                 raise  # the others wait for this rank, and are told by its death only
             traceback.print_exception(error)
             scarce = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            return messages.Failed(f"rank {self._rank}: {error}", scarce)
+            permanent = isinstance(error, LoadError) and error.permanent
+            return messages.Failed(f"rank {self._rank}: {error}", scarce, permanent)
         return messages.Done(self._free_bytes())
 
     def _free_bytes(self) -> int:

@@ -34,8 +34,9 @@ def device_of(spec: WorkerSpec, rank: int) -> torch.device:
 
 def join(device: torch.device, rank: int, size: int, store: str) -> None:
     """Meet the others. From here on nothing of this process is on another GPU than its own."""
-    for name, value in (*_ENVIRONMENT.items(), ("LOCAL_RANK", str(rank))):
-        os.environ.setdefault(name, value)  # transformers finds its GPU by the last
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers finds its GPU by it
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     cuda = device.type == "cuda"
     library: Any = dist  # which does not say what it exports
     if cuda:

@@ -130,8 +130,10 @@ class Ranks:
         failures = self._await_answers()
         if failures:
             self._undo(undo)
-            kind = MemoryError if any(failure.out_of_memory for failure in failures) else LoadError
-            raise kind("; ".join(failure.message for failure in failures))
+            told = "; ".join(failure.message for failure in failures)
+            if any(failure.out_of_memory for failure in failures):
+                raise MemoryError(told)
+            raise LoadError(told, permanent=any(failure.permanent for failure in failures))
 
     def _undo(self, undo: messages.ToRank | None) -> None:
         if undo is not None:

@@ -78,6 +78,7 @@ class Failed(Message, frozen=True):
 
     message: str
     out_of_memory: bool = False
+    permanent: bool = True
 
 
 ToRank = Begin | MakePages | DropPages | Run | FallAsleep | WakeUp

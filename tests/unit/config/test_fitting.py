@@ -68,13 +68,18 @@ WRONG = [
     ),
     (
         "engine: echo, path: x, gpus_per_replica: 2",
-        "models[0].gpus_per_replica: the engine echo runs a replica on one GPU, not on several.",
+        "models[0].gpus_per_replica: the engine echo cannot be spread over several GPUs.",
     ),
     ("engine: echo, path: x, parallel: tensor", "the engine echo has no `parallel: tensor`."),
     (
         "engine: llamacpp, path: m.gguf, idle_sleep_s: 9",
         "models[0].idle_sleep_s: the engine llamacpp cannot sleep; `idle_unload_s` unloads a "
         "model, whatever runs it.",
+    ),
+    ("path: ./f, device: cpu, memory: 4GiB", "models[0].memory: `device: cpu` uses no GPUs."),
+    (
+        "path: ./f, device: cpu, gpus_per_replica: 2",
+        "models[0].gpus_per_replica: `device: cpu` uses no GPUs.",
     ),
     (
         "engine: vllm, path: ./f, device: cpu",

@@ -93,6 +93,19 @@ def test_it_is_gone_when_its_package_is(site: Path, tmp_path: Path) -> None:
     plugins.look_again()
     assert "but is the text 'acme'" in complaints(path)[0]
     assert KINDS["acme"] is plugins.UNTOLD  # what runs yet is known yet
+    with pytest.raises(KeyError):
+        plugins.kind_of("acme")
+
+
+def test_a_description_that_breaks_harms_nothing_that_runs(site: Path, tmp_path: Path) -> None:
+    described = "from servekit.config.plugins import UNTOLD as KIND\n"
+    bring(site, "acme", "breaks = nowhere:E", "breaks = acme_breaks:KIND", acme_breaks=described)
+    load(model(tmp_path, "breaks"))
+    entries = site / "acme-1.0.dist-info" / "entry_points.txt"
+    entries.write_text(entries.read_text().replace(":KIND", ":GONE"))
+    plugins.look_again()
+    assert "cannot be imported: AttributeError" in complaints(model(tmp_path, "breaks"))[0]
+    assert KINDS["breaks"] is plugins.UNTOLD
 
 
 @pytest.mark.parametrize("name", ["echo", "transformers", "auto"])
@@ -127,7 +140,9 @@ def test_a_description_of_no_use_is_blamed(
     site: Path, tmp_path: Path, module: str, source: str, words: str
 ) -> None:
     bring(site, "acme", "acme = nowhere:Engine", f"acme = {module}:KIND", **{module: source})
-    [line] = complaints(model(tmp_path, "acme"))
+    [line, other] = complaints(model(tmp_path, "acme", ", optons: {a: 1}"))
+    assert "Did you mean 'options'?" in other
+    assert "acme" not in json_schema()["$defs"]["ModelConfig"]["properties"]["engine"]["enum"]
     blamed = f"{module}:KIND, with which acme 1.0 describes its engine 'acme', "
     assert f"models[0].engine: {blamed}" in line and words in line
 

@@ -29,8 +29,9 @@ QUESTIONS = [
     "Describe the moon in detail.",
     "Größe auf Englisch?",
 ]
-#: Of log probabilities, in natural units: two tokens so close are equally good here.
-NEAR = 0.2
+#: Of log probabilities, in natural units: two tokens so close are equally good here. Each of the
+#: two differs by up to 0.2 from what transformers makes of the same weights unrounded.
+NEAR = 0.5
 
 
 @pytest.fixture(scope="module")

@@ -273,6 +273,10 @@ def test_a_key_that_is_not_there(tmp_path: Path) -> None:
     assert told.value.permanent
 
 
+def test_it_may_be_told_to_end_before_it_has_begun(tmp_path: Path) -> None:
+    create(spec(tmp_path, "openai", "kimi", url="http://127.0.0.1:9/v1")).close()
+
+
 async def test_many_at_once(tmp_path: Path) -> None:
     async with reached(tmp_path) as (liar, client):
         liar.answers.extend([said(*"abcdefgh")] * 64)

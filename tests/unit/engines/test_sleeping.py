@@ -20,7 +20,7 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that its weights are seen in this process's memory."""
-    return write_tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=1024)
+    return write_tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=2048)
 
 
 def loader(folder: Path, dtype: str) -> Callable[[], Any]:
@@ -51,7 +51,7 @@ def test_its_memory_is_given_back_and_it_says_the_same_again(large: Path, dtype:
     awake = resident()
     bed.sleep()
     ctypes.CDLL(None).malloc_trim(0)
-    assert awake - resident() > 0.8 * size_of(model) > 10 * MIB
+    assert awake - resident() > 0.6 * size_of(model) > 20 * MIB
     bed.wake()
     assert torch.equal(logits(model), before)
 

@@ -97,6 +97,28 @@ async def test_loads_that_share_a_gpu_take_turns(gate: Gate, nvml: Nvml, process
     assert gate.ledger.holders("GPU-0") == {"a/0": 40 * GIB, "b/0": 40 * GIB}
 
 
+async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promised(
+    gate: Gate, nvml: Nvml, process: int
+) -> None:
+    first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
+    third = worker("c", GPUS[:1], 1)
+    assert await gate.enter(first) == ""
+    first.pid = process
+    gate.loads("a/0", from_files=False)
+    gate.loads("a/0", from_files=False)
+    nvml.held[1] = {"GPU-0": 20}
+    assert "80.0 GiB free, less 60.0 GiB that others were promised" in await gate.enter(second)
+    nvml.held[1] = {}
+    assert await gate.enter(second) == ""
+    gate.loads("a/0", from_files=True)
+    gate.left("b/0", ())
+    entering = asyncio.create_task(gate.enter(third))
+    await until(lambda: third.told == ["waits for a/0 on GPU 0 (H200)"])
+    gate.loads("a/0", from_files=True)
+    gate.loaded("a/0")
+    assert await entering == ""
+
+
 async def test_memory_promised_to_another_is_not_free(gate: Gate, nvml: Nvml, process: int) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
     assert await gate.enter(first) == ""

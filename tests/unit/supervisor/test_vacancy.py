@@ -14,11 +14,14 @@ GPU = Gpu(0, "GPU-0", "H200", 100 * GIB, 100 * GIB)
 def said(
     free: float,
     need: float,
-    others: dict[str, tuple[int, int]] | None = None,
+    others: dict[str, tuple[int, int | None]] | None = None,
     dead: int = 0,
     strangers: dict[int, int] | None = None,
 ) -> str:
-    claims = {name: (claim * GIB, held * GIB) for name, (claim, held) in (others or {}).items()}
+    claims = {
+        name: (claim * GIB, None if held is None else held * GIB)
+        for name, (claim, held) in (others or {}).items()
+    }
     held = {pid: size * GIB for pid, size in (strangers or {}).items()}
     scene = Scene(GPU, int(free * GIB), int(need * GIB), claims, dead * GIB, held)
     return obstacle(scene, {7: "python train.py"}.get)  # type: ignore[arg-type]
@@ -30,12 +33,13 @@ def said(
         (100, 100, {}),
         (40, 40, {"a/0": (60, 60)}),
         (70, 40, {"a/0": (60, 30)}),  # it may take 30 more
-        (40, 40, {"a/0": (60, 0)}),  # what it holds cannot be seen
+        (40, 40, {"a/0": (60, None)}),  # what it holds cannot be seen
+        (100, 40, {"a/0": (60, 0)}),  # nothing yet
         (40 - SLACK_BYTES / GIB, 40, {}),
         (0, 0, {}),  # takes what is free
     ],
 )
-def test_what_is_there(free: float, need: float, others: dict[str, tuple[int, int]]) -> None:
+def test_what_is_there(free: float, need: float, others: dict[str, tuple[int, int | None]]) -> None:
     assert said(free, need, others) == ""
 
 

@@ -112,6 +112,14 @@ def _vllm(folder: Path) -> WorkerSpec:
     return spec("vllm", path, options=options, **fields)
 
 
+def _llamacpp(folder: Path) -> WorkerSpec:
+    from tests.unit.engines.origins import write_tiny_gguf
+
+    path = write_tiny_gguf(folder / "tiny.gguf", float32=True, context=512)
+    options = {"threads": 1, "slots": SLOTS, "cache_type": "f32"}
+    return spec("llamacpp", path, options=options)
+
+
 def _markov(folder: Path) -> WorkerSpec:
     options = {"order": 4, "slots": SLOTS}
     return spec("markov", markov.write_corpus(folder), max_context=2**16, options=options)
@@ -135,5 +143,6 @@ SUBJECTS = [
     Subject("transformers", _transformers("continuous"), adapter=_lora),
     Subject("transformers-static", _transformers("static"), adapter=_lora),
     Subject("vllm", _vllm, modules=("vllm",), gpu=True, adapter=_lora, exact=False),
+    Subject("llamacpp", _llamacpp, modules=("xllamacpp", "llama_cpp")),
     Subject("markov", _markov, site=markov.install),
 ]

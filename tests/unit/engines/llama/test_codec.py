@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from servekit.engines.base import TooManyTokens
+from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.llama.codec import LlamaCodec
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage, Grammar
@@ -86,6 +87,15 @@ def test_a_model_without_a_template(codec: LlamaCodec) -> None:
     assert not bare.chat
     with pytest.raises(RequestError, match="no chat template"):
         bare.render_chat([ChatMessage("user", "Hi")])
+
+
+def test_how_the_model_writes_calls_is_told_by_its_template(codec: LlamaCodec) -> None:
+    source = (Path(__file__).parents[1] / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    qwen = LlamaCodec(codec._vocabulary, source)
+    found = find_dialect(qwen.template)
+    assert found.tools == "hermes"
+    assert (found.think_begin, found.think_end) == ("<think>", "</think>")
+    assert takes_tools(qwen.template)
 
 
 def test_sentencepieces_first_space_is_not_the_texts(tmp_path: Path) -> None:

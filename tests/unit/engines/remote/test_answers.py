@@ -160,6 +160,25 @@ def test_a_whole_answer_where_a_stream_was_asked_for() -> None:
     assert last.text.endswith("Hi")
 
 
+def test_an_empty_reason_is_no_end_and_no_place_is_the_first() -> None:
+    one = answer()
+    for text in ("a", "b"):
+        one.take(
+            json.dumps({"choices": [{"delta": {"content": text}, "finish_reason": ""}]}).encode()
+        )
+    assert (one.piece(1).text, one.finish) == ("ab", None)
+
+
+def test_a_plain_completion_has_no_frames_and_a_chat_nothing_without() -> None:
+    marked = f"{MARKS[2]}id{MARKS[3]}f{MARKS[4]}"
+    plain = answer(messages=None, prompt="x")
+    plain.take(chunk({"reasoning_content": "hm"}, text=marked))
+    assert plain.piece(1).text == marked
+    chat = answer()
+    chat.take(chunk({"content": "a"}, text=marked))
+    assert chat.piece(1).text == "a"
+
+
 def test_other_choices_and_what_follows_the_end_are_not_ours() -> None:
     one = answer()
     one.take(chunk({"content": "a"}))
@@ -175,6 +194,8 @@ def test_other_choices_and_what_follows_the_end_are_not_ours() -> None:
 @pytest.mark.parametrize(
     "usage",
     [None, {}, {"prompt_tokens": -1, "completion_tokens": 3}, {"prompt_tokens": 3},
+     {"prompt_tokens": "many", "completion_tokens": 1.5},
+     {"prompt_tokens": True, "completion_tokens": 1},
      {"prompt_tokens": 2**50, "completion_tokens": 1}],
 )  # fmt: skip
 def test_counts_that_cannot_be_are_estimated(usage: Any) -> None:
@@ -229,7 +250,7 @@ def test_a_stream_that_ends_without_an_end() -> None:
         b'{"choices": 7}',
         b'{"choices": [{"delta": {"content": 7}}]}',
         b'{"choices": [{"delta": {"tool_calls": [7]}}]}',
-        b'{"usage": {"prompt_tokens": "many"}}',
+        b'{"usage": 7}',
         b"\xff\xfe",
         json.dumps({"error": {"message": "wrong"}}).encode(),
         json.dumps({"error": "wrong"}).encode(),

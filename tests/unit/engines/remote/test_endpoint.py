@@ -190,7 +190,7 @@ async def test_nobody_there() -> None:
             await heard(endpoint)
         assert told.value.error.status == 503
         with pytest.raises(Refused, match="does not answer"):
-            await endpoint.get("/models")
+            await endpoint.get("/models", 99)
 
 
 async def test_a_key_that_is_said_in_an_error_is_not_passed_on() -> None:

@@ -9,9 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engines.harness import Harness, make_spec
+from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
 
 ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="session")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a vocabulary that two can share evenly, which transformers 5.17 insists on."""
+    return write_tiny_llama(tmp_path_factory.mktemp("even"), spare_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def alone(even: Path) -> Iterator[Harness]:
+    """The same on one device."""
+    engine = Harness(make_spec(even))
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from tests.unit.engines.test_embedding import TEXTS, qwen3, submit, vectors
 Opened = Callable[..., AbstractContextManager[Harness]]
 
 
-def test_each_rank_holds_its_part_only(tiny_model: Path, two_ranks: Opened) -> None:
-    with two_ranks(tiny_model, options={"kv_cache_bytes": 2**20}) as engine:
+def test_each_rank_holds_its_part_only(even: Path, two_ranks: Opened) -> None:
+    with two_ranks(even, options={"kv_cache_bytes": 2**20}) as engine:
         cache = engine.engine._runner._processor.cache
         allocators = getattr(cache, "cache_allocators", None)
         heads = {a.num_key_value_heads for a in allocators.values()} if allocators else {1}

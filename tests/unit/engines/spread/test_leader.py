@@ -25,15 +25,13 @@ Opened = Callable[..., AbstractContextManager[Harness]]
 
 
 @pytest.fixture(scope="module", params=["continuous", "static"])
-def spread(
-    request: pytest.FixtureRequest, tiny_model: Path, two_ranks: Opened
-) -> Iterator[Harness]:
-    with two_ranks(tiny_model, options={"batching": request.param}) as engine:
+def spread(request: pytest.FixtureRequest, even: Path, two_ranks: Opened) -> Iterator[Harness]:
+    with two_ranks(even, options={"batching": request.param}) as engine:
         yield engine
 
 
-def test_greedy_in_a_crowd_is_what_generate_says(spread: Harness, tiny_model: Path) -> None:
-    expected = reference(tiny_model, PROMPTS, 24)
+def test_greedy_in_a_crowd_is_what_generate_says(spread: Harness, even: Path) -> None:
+    expected = reference(even, PROMPTS, 24)
     jobs = []
     for seed, prompt in enumerate(PROMPTS):
         jobs.append(spread.submit(prompt, max_tokens=24, ignore_eos=True))
@@ -48,7 +46,9 @@ def test_it_says_how_it_is_spread(spread: Harness) -> None:
     assert info.sleeps
 
 
-def test_seeds_grammars_and_log_probabilities_are_as_on_one(spread: Harness, tiny: Harness) -> None:
+def test_seeds_grammars_and_log_probabilities_are_as_on_one(
+    spread: Harness, alone: Harness
+) -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 0.8, "top_k": 30, "seed": 5, "max_tokens": 12},
         {"grammar": JSON, "max_tokens": 60, "logprobs": 3},
@@ -57,9 +57,9 @@ def test_seeds_grammars_and_log_probabilities_are_as_on_one(spread: Harness, tin
     ]
     jobs = [spread.submit(PROMPTS[0], **params) for params in asked]
     for job, params in zip(jobs, asked, strict=True):
-        here = tiny.submit(PROMPTS[0], **params)
-        assert spread.tokens(job) == tiny.tokens(here)
-        found, expected = spread.logprobs(job), tiny.logprobs(here)
+        here = alone.submit(PROMPTS[0], **params)
+        assert spread.tokens(job) == alone.tokens(here)
+        found, expected = spread.logprobs(job), alone.logprobs(here)
         assert [one.logprob for one in found] == pytest.approx(
             [one.logprob for one in expected], abs=1e-3
         )
@@ -92,8 +92,8 @@ def test_adapters_are_refused_by_a_sentence(spread: Harness) -> None:
         spread.engine.load_adapter(AdapterSpec("a", "/nowhere"))
 
 
-def test_what_cannot_be_shared_is_refused_before_anything_starts(tiny_model: Path) -> None:
-    engine = TransformersEngine(make_spec(tiny_model, gpus=3, parallel="tensor"))
+def test_what_cannot_be_shared_is_refused_before_anything_starts(even: Path) -> None:
+    engine = TransformersEngine(make_spec(even, gpus=3, parallel="tensor"))
     with pytest.raises(LoadError, match="4 attention heads and 2 of keys and values") as caught:
         engine.load(lambda progress: None)
     assert "parallel: device_map" in str(caught.value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from servekit.supervisor.gpus import gpu_memory_by_pid
-from tests.unit.engines.harness import PROMPTS, Harness, reference, write_tiny_llama
+from tests.unit.engines.harness import PROMPTS, Harness, reference
 
 Opened = Callable[..., AbstractContextManager[Harness]]
 pytestmark = [
@@ -20,12 +20,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 CUDA: dict[str, Any] = {"device": "cuda", "dtype": "float32", "options": {"kv_cache_bytes": 2**26}}
-
-
-@pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a vocabulary that two can share evenly, which transformers 5.17 insists on."""
-    return write_tiny_llama(tmp_path_factory.mktemp("even"), spare_tokens=1)
 
 
 def said(one: Harness) -> list[list[int]]:
