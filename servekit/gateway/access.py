@@ -19,8 +19,8 @@ from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway import bounds
 from servekit.gateway.caller import Caller
 from servekit.gateway.verifier import Verifier
+from servekit.wire.access import RequestLimits
 from servekit.wire.messages import AccessRules, Spent
-from servekit.wire.values import RequestLimits
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call

@@ -79,7 +79,7 @@ class Account:
 
     def held(self, prompt: Prompt) -> int:
         """Tokens of a prompt that its cache holds, in blocks of its own."""
-        if not self.block or not prompt.blocks:
+        if not self.block:
             return 0
         tokens = self.prefixes.match(prompt.blocks) * BLOCK_TOKENS
         return tokens - tokens % self.block
@@ -94,15 +94,21 @@ class Account:
         """Look what has become of its calls; the lengths of answers that have ended."""
         if target.last_id != self._last_id:
             self._catch_up(target, answer)
+        ended: Sequence[int] = ()
+        if len(self._debts) != len(target.calls):
+            ended = [self._close(id) for id in self._debts.keys() - target.calls.keys()]
         if self._unread:
             self._note_read()
-        if len(self._debts) == len(target.calls):
-            return ()
-        return [self._close(id) for id in self._debts.keys() - target.calls.keys()]
+        return ended
 
     def _note_read(self) -> None:
-        for id in [id for id, debt in self._unread.items() if len(debt.emitted) > debt.began]:
-            debt = self._unread.pop(id)
+        """Prompts are read in the order in which they came: the first that is not ends the look."""
+        unread = self._unread
+        while unread:
+            id, debt = next(iter(unread.items()))
+            if len(debt.emitted) <= debt.began:
+                return
+            del unread[id]
             self.owed -= debt.prompt
             debt.prompt = 0.0
 
@@ -145,7 +151,7 @@ class Balancer(Generic[T]):
             return None
         accounts = [self._account(replica) for replica in able]
         prompt = self._read(call, able[0], accounts)
-        held = [account.held(prompt) for account in accounts]
+        held = [account.held(prompt) if prompt.blocks else 0 for account in accounts]
         facts = [
             self._facts(replica, account, tokens)
             for replica, account, tokens in zip(able, accounts, held, strict=True)

@@ -13,7 +13,8 @@ import msgspec
 
 from servekit.errors import RequestError
 from servekit.gateway.schema import INT64
-from servekit.wire.values import Grammar, RequestLimits
+from servekit.wire.access import RequestLimits
+from servekit.wire.values import Grammar
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call

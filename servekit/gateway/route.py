@@ -45,7 +45,7 @@ class Route:
         self._balancer: Balancer[Replica] = Balancer()
         self._balancer.set_status(status)
         self.adapters: Sequence[Route] = ()  # by which requests may name it, too
-        self._followers: set[Call] = set()  # whose clients want to know their places
+        self.followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
         self.in_flight = 0
         self.was_ready = False
@@ -235,22 +235,26 @@ class Route:
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
     def follow(self, call: Call) -> None:
-        """Have a call told its place now and, on change, once a second, while it waits."""
+        """Have a call told its place now and, on change, once a second; see `place_after`."""
         if (place := self.position(call)) is None:
             return
         call.place = place
-        if not self._followers:
-            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
-        self._followers.add(call)
+        if not self.followers:
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
+        self.followers.add(call)
 
-    def _announce(self) -> None:
+    def _announce_again(self) -> None:
+        if self.announce():
+            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
+
+    def announce(self) -> bool:
+        """Tell the followers their places where they changed; whether any are left."""
         places = {call: place for place, call in enumerate(self.order())}
-        self._followers = {call for call in self._followers if call in places}
-        for call in self._followers:
+        self.followers = {call for call in self.followers if call in places}
+        for call in self.followers:
             if call.place != places[call]:
                 call.tell(places[call])
-        if self._followers:
-            asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce)
+        return bool(self.followers)
 
 
 def describe(replica: ReplicaStatus) -> str:

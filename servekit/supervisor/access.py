@@ -12,8 +12,8 @@ from pathlib import Path
 from servekit.config.access import KeyConfig
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
 from servekit.config.schema import Config, ModelConfig
+from servekit.wire.access import RequestLimits
 from servekit.wire.messages import AccessRules, KeyRule
-from servekit.wire.values import RequestLimits
 
 #: Of the digests of keys that we have in the clear: no two instances have the same.
 _SALT = secrets.token_bytes(32)

@@ -25,17 +25,15 @@ from typing import Any, Literal
 
 from servekit.wire import adapters as a
 from servekit.wire import residency as r
+from servekit.wire.access import AccessRules, KeyRule, KeyUse
 from servekit.wire.value import Message
 from servekit.wire.values import (
-    AccessRules,
     Capability,
     ChatMessage,
     Delta,
     Dialect,
     GatewayStatus,
     Grammar,
-    KeyRule,
-    KeyUse,
     ModelInfo,
     ModelStatus,
     Progress,

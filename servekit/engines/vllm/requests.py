@@ -116,7 +116,8 @@ def output_of(
     logprobs = None
     if output.new_logprobs is not None:
         logprobs = scores(output.new_logprobs, len(ids), piece)
-    cached = int(getattr(output, "num_cached_tokens", 0) or 0)  # not all releases tell
+    stats = output.prefill_stats  # told once, with the first token
+    cached = 0 if stats is None else int(stats.num_cached_tokens)
     match output.finish_reason:
         case None:
             return StepOutput(job_id, ids, logprobs=logprobs, cached_tokens=cached)

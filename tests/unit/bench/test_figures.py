@@ -86,5 +86,10 @@ def test_the_cost_of_choosing_is_measured() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    for row in ("| auto, 4 replicas", "| round_robin, 4 replicas", "| auto, 1 replicas"):
+    for row in (
+        "one choice among 4 |",
+        "| auto, 4 replicas",
+        "| round_robin, 4 replicas",
+        "| auto, 1 replicas",
+    ):
         assert row in done.stdout

@@ -16,8 +16,9 @@ from servekit.gateway.bounds import (
     check_schema,
 )
 from servekit.gateway.call import Call
+from servekit.wire.access import RequestLimits
 from servekit.wire.messages import AccessRules, ChatMessage, SamplingParams
-from servekit.wire.values import Grammar, RequestLimits
+from servekit.wire.values import Grammar
 from tests.unit.gateway.conftest import Service
 
 LIMITS = RequestLimits(messages=2, stop_strings=1, images=1, json_depth=8, schema_depth=3)

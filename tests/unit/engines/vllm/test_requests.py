@@ -26,8 +26,11 @@ def piece(token: int) -> bytes:
     return b"<%d>" % token
 
 
-def output(ids: list[int], reason: int | None = None, logprobs: Any = None) -> Any:
-    return SimpleNamespace(new_token_ids=ids, finish_reason=reason, new_logprobs=logprobs)
+def output(ids: list[int], reason: int | None = None, logprobs: Any = None, cached: int = 0) -> Any:
+    stats = SimpleNamespace(num_cached_tokens=cached) if cached else None
+    return SimpleNamespace(
+        new_token_ids=ids, finish_reason=reason, new_logprobs=logprobs, prefill_stats=stats
+    )
 
 
 def test_a_plain_request_draws_by_no_seed_of_its_own() -> None:
@@ -84,6 +87,11 @@ def test_what_a_step_brings(
 def test_any_other_end_is_an_error(reason: int) -> None:
     found = requests.output_of(4, output([7], reason), EOS, piece)
     assert found.error and found.finish is None and not found.token_ids
+
+
+def test_what_the_prompt_had_in_the_cache_is_told() -> None:
+    assert requests.output_of(4, output([7], cached=48), EOS, piece).cached_tokens == 48
+    assert requests.output_of(4, output([7]), EOS, piece).cached_tokens == 0
 
 
 def test_logprobs_are_of_the_token_and_of_the_best() -> None:

@@ -1,0 +1,57 @@
+"""Who may do what, as gateways are told it, and what they tell each other of it.
+
+Imported by way of `servekit.wire.messages`.
+"""
+
+from __future__ import annotations
+
+from servekit.wire.value import Value
+
+
+class KeyRule(Value, frozen=True):
+    """One API key as gateways know it: what recognises it, and what its holder may do.
+
+    One of `hash` (as the file has it) and `digest` (`config.keys.fast_digest`, of a key that the
+    supervisor has in the clear) is set.
+    """
+
+    name: str
+    hash: str = ""
+    digest: bytes = b""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    models: tuple[str, ...] | None = None  # by their own names; None: all
+    priority: int = 0
+    admin: bool = False
+
+
+class KeyUse(Value, frozen=True):
+    """What one key has used at one gateway since it was last told, and what it has under way."""
+
+    name: str
+    requests: int
+    tokens: int
+    active: int
+
+
+class RequestLimits(Value, frozen=True):
+    """What one request may hold; see `config.access.LimitsConfig`."""
+
+    messages: int = 4096
+    stop_strings: int = 32
+    images: int = 16
+    json_depth: int = 64
+    schema_depth: int = 16
+
+
+class AccessRules(Value, frozen=True):
+    """Who may do what. Without keys, whoever reaches the port may do all but administer."""
+
+    keys: tuple[KeyRule, ...] = ()
+    salt: bytes = b""  # of every `digest`
+    cors: tuple[str, ...] = ()  # origins, or "*"
+    log_prompts: bool = False
+    limits: RequestLimits = RequestLimits()
+    certificate: str = ""  # changes when the TLS files do: read them again
+    runtime_adapters: bool = False  # without keys: whoever reaches the port may load adapters
