@@ -106,6 +106,9 @@ def pack(wants: Sequence[Want], rooms: Mapping[Gpu, int]) -> dict[str, list[Slot
 
 
 def _found(wants: list[Want], rooms: Mapping[Gpu, int]) -> Board:
+    kept = _kept(wants, rooms, beyond_least=True)
+    if all(len(kept.slots_of(want)) >= want.least for want in wants):
+        return kept  # nobody is new: none has to give anything up
     kept = _kept(wants, rooms)
     attempts: list[tuple[Board, _Order]] = [(Board(rooms), "emptiest"), (Board(rooms), "fullest")]
     if kept.placed:
@@ -127,12 +130,13 @@ def _difficulty(want: Want, rooms: Mapping[Gpu, int]) -> tuple[object, ...]:
     return not want.stays, -want.width, -share, len(want.claims)
 
 
-def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int]) -> Board:
-    """Everybody where it is, as far as that is still right."""
+def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int], *, beyond_least: bool = False) -> Board:
+    """Everybody where it is, as far as that is still right; all of those that grow, or the least."""
     board = Board(rooms)
     for want in wants:
         for slot in want.held:
-            enough = len(board.slots_of(want)) >= want.least
+            wanted = math.inf if beyond_least and want.grows else want.least
+            enough = len(board.slots_of(want)) >= wanted
             if not enough and len(slot) == want.width and board.fits(want, slot):
                 board.placed.append((want, slot))
     return board

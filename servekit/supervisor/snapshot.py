@@ -36,7 +36,7 @@ def why(
     name: str,
     fleets: Sequence[Fleet],
     others: Sequence[Life[Any]],
-    residence: Callable[[Fleet], Residence | None],
+    residence: Callable[[Fleet, bool], Residence | None],
 ) -> Why | Refused:
     """What became of a model, by its name, an alias, an adapter or a replica; or of a gateway."""
     for fleet in fleets:
@@ -46,7 +46,7 @@ def why(
             return Why(model.name, explained, _stories(fleet), named)
         stories = _stories(fleet)
         if name in (model.name, *model.aliases):
-            return Why(model.name, explained, stories, adapters, residence(fleet))
+            return Why(model.name, explained, stories, adapters, residence(fleet, True))
         if own := tuple(story for story in stories if story.name == name):
             return Why(model.name, explained, own)
     for life in others:

@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -224,8 +223,7 @@ class Supervisor:
 
     def why(self, name: str) -> Why | Refused:
         others: list[Life[Any]] = [*self._gateways, *self._fleets.standbys()]
-        told = partial(self._residents.residence, for_operators=True)
-        return snapshot.why(name, self._fleets.everyone(), others, told)
+        return snapshot.why(name, self._fleets.everyone(), others, self._residents.residence)
 
     async def reload(self) -> Accepted | Refused:
         return await self._fleets.reload()
