@@ -131,7 +131,7 @@ def _difficulty(want: Want, rooms: Mapping[Gpu, int]) -> tuple[object, ...]:
 
 
 def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int], *, beyond_least: bool = False) -> Board:
-    """Everybody where it is, as far as that is still right; all of those that grow, or the least."""
+    """Everybody where it is, where that is still right; of those that grow all, or the least."""
     board = Board(rooms)
     for want in wants:
         for slot in want.held:
