@@ -1,9 +1,9 @@
 """What it costs to swap two models that do not fit together: cold, with sleep, and grouped.
 
-    python -m tests.bench.swap [--engine transformers] [--path PATH] [--prompts 6] [--json]
+    python -m tests.bench.swap [--engine transformers] [--path PATH] [--device cpu] [--prompts 6]
 
-Both models are the same file under two names, on the CPU, each with a claim of 60 % of this
-machine's memory. Prompts alternate between them: one after the other, so that each has to wait for
+Both models are the same file under two names, each with a claim of 60 % of this machine's memory,
+or of its first GPU's. Prompts alternate between them: one after the other, so that each has to wait for
 a swap, cold (which loads each time) and with `idle_sleep_s`; then all at once, so that they are
 served in groups. Each way begins with neither of the two awake, and its time is a ratio to the
 first way's.
@@ -46,19 +46,19 @@ class Swaps:
     wakes: int
 
 
-def measure(engine: str, path: str, prompts: int) -> list[Swaps]:
+def measure(engine: str, path: str, prompts: int, device: str = "cpu") -> list[Swaps]:
     """Cold, with sleep, grouped."""
     with tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder:
         cold = Path(folder) / "cold"
         cold.mkdir()
-        with Instance.up(cold, models(engine, path, sleeps=False)) as instance:
+        with Instance.up(cold, models(engine, path, device, sleeps=False)) as instance:
             instance.until_settled()
             for name in "ab":  # fetched and converted, and it is known what a load takes
                 ask(instance.url, name)
             found = [_one_by_one(instance, "cold", prompts), _at_once(instance, prompts)]
         warm = Path(folder) / "warm"
         warm.mkdir()
-        with Instance.up(warm, models(engine, path, sleeps=True)) as instance:
+        with Instance.up(warm, models(engine, path, device, sleeps=True)) as instance:
             instance.until_settled()
             for name in "aba":
                 ask(instance.url, name)
@@ -66,9 +66,10 @@ def measure(engine: str, path: str, prompts: int) -> list[Swaps]:
     return found
 
 
-def models(engine: str, path: str, *, sleeps: bool) -> list[dict[str, Any]]:
-    keys: dict[str, Any] = {"engine": engine, "path": path, "device": "cpu", "memory": CLAIM}
-    options = {"kv_cache_bytes": 2**26} if engine == "transformers" else {"load_s": 2.0}
+def models(engine: str, path: str, device: str, *, sleeps: bool) -> list[dict[str, Any]]:
+    keys: dict[str, Any] = {"engine": engine, "path": path, "device": device, "memory": CLAIM}
+    keys |= {"gpus": [0]} if device == "cuda" else {}
+    options = {"load_s": 2.0} if engine == "echo" else {"kv_cache_bytes": 2**26}
     keys |= {"load": "on_demand", "options": options}
     keys |= {"idle_sleep_s": 3600.0} if sleeps else {}
     return [{"name": name, **keys} for name in "ab"]
@@ -136,12 +137,15 @@ def figures(prompts: int, found: Sequence[Swaps]) -> list[Figure]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.swap", description=__doc__)
-    parser.add_argument("--engine", default="transformers", choices=("transformers", "echo"))
+    parser.add_argument(
+        "--engine", default="transformers", choices=("transformers", "vllm", "echo")
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--path", default=DEMO)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    found = measure(options.engine, options.path, options.prompts)
+    found = measure(options.engine, options.path, options.prompts, options.device)
     if options.json:
         print(json.dumps([asdict(one) for one in found]))
     else:

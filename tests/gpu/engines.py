@@ -91,11 +91,14 @@ def held_by_group(pid: int) -> dict[str, int]:
 
 def sharing(path: Path, device: str) -> list[Row]:
     """Two models and two engines on one GPU, at rest and under load."""
-    place = {"gpus": [0]} if device == "cuda" else {}
+    place: dict[str, Any] = {"gpus": [0]}
     first = "vllm" if device == "cuda" else "transformers"
+    if device == "cpu":
+        place = {"options": {"kv_cache_bytes": 2**26}}
+    share = 1 if device == "cuda" else 8  # of this machine's memory, which may be little
     models = [
-        entry("v", first, path, device, memory=f"{CLAIMS['v'] // GIB}GiB", **place),
-        entry("t", "transformers", path, device, memory=f"{CLAIMS['t'] // GIB}GiB", **place),
+        entry("v", first, path, device, memory=f"{CLAIMS['v'] // share}B", **place),
+        entry("t", "transformers", path, device, memory=f"{CLAIMS['t'] // share}B", **place),
     ]
     with serving(models) as instance:
         by_v, by_t = texts(instance, "v"), texts(instance, "t")
