@@ -3,8 +3,8 @@
     python -m tests.bench.swap [--engine transformers] [--path PATH] [--device cpu] [--prompts 6]
 
 Both models are the same file under two names, each with a claim of 60 % of this machine's memory,
-or of its first GPU's. Prompts alternate between them: one after the other, so that each has to wait for
-a swap, cold (which loads each time) and with `idle_sleep_s`; then all at once, so that they are
+or of its first GPU's. Prompts alternate between them: one after the other, so that each has to wait
+for a swap, cold (which loads each time) and with `idle_sleep_s`; then all at once, so that they are
 served in groups. Each way begins with neither of the two awake, and its time is a ratio to the
 first way's.
 """

@@ -40,7 +40,7 @@ def write_middle(folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=-(-len(tokenizer) // 8) * 8,  # what ranks can share
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=28,
