@@ -259,6 +259,7 @@ _OURS = {
         env={
             "DO_NOT_TRACK": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # or they come on top of the claim
         },

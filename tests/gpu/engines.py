@@ -2,6 +2,7 @@
 
 --model PATH     a folder of safetensors; by default a random Llama of 0.35e9 parameters
 --device cpu     try the script itself, with transformers alone
+--dtype float32  where texts are to be equal: in bfloat16 near-ties are decided by rounding
 --only NAME      one of: sharing, tensor
 
 - sharing: vLLM and transformers on one GPU, each within what the file gives it.
@@ -89,7 +90,7 @@ def held_by_group(pid: int) -> dict[str, int]:
 # ---------------------------------------------------------------- side by side
 
 
-def sharing(path: Path, device: str) -> list[Row]:
+def sharing(path: Path, device: str, dtype: str) -> list[Row]:
     """Two models and two engines on one GPU, at rest and under load."""
     place: dict[str, Any] = {"gpus": [0]}
     first = "vllm" if device == "cuda" else "transformers"
@@ -97,8 +98,16 @@ def sharing(path: Path, device: str) -> list[Row]:
         place = {"options": {"kv_cache_bytes": 2**26}}
     share = 1 if device == "cuda" else 8  # of this machine's memory, which may be little
     models = [
-        entry("v", first, path, device, memory=f"{CLAIMS['v'] // share}B", **place),
-        entry("t", "transformers", path, device, memory=f"{CLAIMS['t'] // share}B", **place),
+        entry("v", first, path, device, memory=f"{CLAIMS['v'] // share}B", dtype=dtype, **place),
+        entry(
+            "t",
+            "transformers",
+            path,
+            device,
+            memory=f"{CLAIMS['t'] // share}B",
+            dtype=dtype,
+            **place,
+        ),
     ]
     with serving(models) as instance:
         by_v, by_t = texts(instance, "v"), texts(instance, "t")
@@ -140,14 +149,14 @@ def _ended(instance: Instance) -> list[Row]:
 # ---------------------------------------------------------------- over several GPUs
 
 
-def tensor(path: Path, device: str) -> list[Row]:
+def tensor(path: Path, device: str, dtype: str) -> list[Row]:
     """vLLM on one GPU, and over two."""
     if device == "cpu" or gpu_count() < 2:
         return [Row("vLLM over two GPUs", "not here")]
-    with serving([entry("v", "vllm", path, device, replicas=1)]) as instance:
+    keys: dict[str, Any] = {"replicas": 1, "dtype": dtype, "options": {"enforce_eager": True}}
+    with serving([entry("v", "vllm", path, device, **keys)]) as instance:
         alone = texts(instance, "v")
-    spread = entry("v", "vllm", path, device, replicas=1, gpus_per_replica=2)
-    with serving([spread]) as instance:
+    with serving([entry("v", "vllm", path, device, gpus_per_replica=2, **keys)]) as instance:
         [replica] = instance.model("v").replicas
         both = texts(instance, "v")
         held = held_by_group(replica.pid)
@@ -184,13 +193,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.engines")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--only", choices=CHECKS)
     args = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory(prefix="servekit-model-") as folder:
         path = args.model or write_middle(Path(folder) / "middle")
         for check in [args.only] if args.only else CHECKS:
-            for row in globals()[check](path, args.device):
+            for row in globals()[check](path, args.device, args.dtype):
                 mark = {True: "yes", False: "NO", None: ""}[row.ok]
                 print(f"| {row.what:<64} | {row.measured:<52} | {mark:<3} |", flush=True)
                 failed |= row.ok is False
