@@ -182,9 +182,13 @@ def test_logprobs_are_of_the_tokens(engine: Running, reference: list[int]) -> No
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_it_goes_on_where_another_worker_stopped(engine: Running, sampled: bool) -> None:
+def test_it_goes_on_where_another_worker_stopped(
+    engine: Running, subject: Subject, sampled: bool
+) -> None:
     if not engine.info.resumes:
         pytest.skip("it does not resume")
+    if sampled and not subject.seeds_go_on:
+        pytest.skip("its seeds do not go on")
     params: Params = {"max_tokens": 20, "ignore_eos": True}
     params |= {"temperature": 1.0, "seed": 11} if sampled else {}
     whole = engine.generate(PROMPT, **params)
