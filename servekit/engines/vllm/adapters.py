@@ -79,7 +79,9 @@ class Adapters:
         from vllm.lora.request import LoRARequest
 
         number, self._next = self._next, self._next + 1
-        request = LoRARequest(spec.name, number, str(found.folder))
+        # vLLM's prefix cache tells adapters by name: what another one of this name has left there
+        # must not be found.
+        request = LoRARequest(f"{spec.name}#{number}", number, str(found.folder))
         try:
             self._core.call("add_lora", request)
         except Exception as error:  # whatever the core has raised comes as this

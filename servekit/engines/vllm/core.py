@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +19,9 @@ from servekit.errors import EngineFailed, LoadError
 
 #: How long the core may take for what is no request: to load an adapter, to sleep, to wake.
 _CALL_S = 600.0
+#: How often it is looked whether it is alive meanwhile.
+_LOOK_EVERY_S = 0.2
+_DEAD = "vLLM's engine core has died; its log says why."
 
 
 class Core:
@@ -50,7 +55,7 @@ class Core:
         """Have the core do something else, and wait for it.
 
         As `SyncMPClient.call_utility`, which would hold the socket until it is answered. Raises
-        Exception with the core's own words.
+        Exception with the core's own words, EngineFailed if it dies over it.
         """
         from vllm.v1.engine import EngineCoreRequestType
 
@@ -59,7 +64,7 @@ class Core:
         self._client.utility_results[call_id] = answer
         with self._sending:
             self._client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
-        return answer.result(_CALL_S)
+        return wait_for(answer, lambda: bool(self._client.resources.engine_dead), _CALL_S)
 
     def next(self, timeout_s: float) -> Any | None:
         """What the next step has brought, an `EngineCoreOutputs`; None if nothing has come.
@@ -70,7 +75,7 @@ class Core:
             found = self._client.outputs_queue.get(timeout=timeout_s)
         except queue.Empty:
             if self._client.resources.engine_dead:
-                raise EngineFailed("vLLM's engine core has died; its log says why.") from None
+                raise EngineFailed(_DEAD) from None
             return None
         if isinstance(found, Exception):
             raise found
@@ -104,6 +109,17 @@ def _start(asked: dict[str, Any], model: str) -> Any:
             f"vLLM's engine did not start; the lines before this say why ({first_line(error)}).",
             permanent=False,
         ) from error
+
+
+def wait_for(answer: Future[Any], dead: Callable[[], bool], limit_s: float) -> Any:
+    """What the core answers. vLLM leaves open for good what a core has died over."""
+    until = time.monotonic() + limit_s
+    while not futures.wait([answer], _LOOK_EVERY_S).done:
+        if dead():
+            raise EngineFailed(_DEAD)
+        if time.monotonic() > until:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+    return answer.result()
 
 
 def version() -> str:

@@ -184,13 +184,14 @@ class VllmEngine(Engine):
             requests.request(name, ids, None, pooling_params=PoolingParams(task="embed"))
             for name, ids in zip(names, job.inputs, strict=True)
         ]
-        self._held.embeddings[job.id] = Embedding(names, [b""] * len(names), len(names))
-        self._send(job.id, names, made)
+        self._send(job.id, names, made, Embedding(names, [b""] * len(names), len(names)))
 
     def _name(self, job_id: int) -> str:
         return f"{job_id}#{next(self._serial)}"
 
-    def _send(self, job_id: int, names: list[str], made: Sequence[Any]) -> None:
+    def _send(
+        self, job_id: int, names: list[str], made: Sequence[Any], texts: Embedding | None = None
+    ) -> None:
         with self._changing:
             if self.fatal is not None or self._closing:
                 raise EngineFailed(_GONE)
@@ -199,6 +200,8 @@ class VllmEngine(Engine):
             if not self._held.names:
                 self._progress_at = time.monotonic()  # what was idle until now is not late
             self._held.names[job_id] = names
+            if texts is not None:
+                self._held.embeddings[job_id] = texts
             self._held.jobs |= dict.fromkeys(names, job_id)
         try:
             self._core.add(made)
@@ -332,6 +335,7 @@ class VllmEngine(Engine):
             ids = list(self._held.names)
             self._held.names.clear()
             self._held.jobs.clear()
+            self._held.embeddings.clear()
         self._probes.fail(error)
         if ids:
             self._emit([StepOutput(job_id, [], error=_GONE) for job_id in ids])

@@ -40,7 +40,7 @@ class Probes:
             logprobs=_LOGPROBS,
             detokenize=False,
         )
-        lora = LoRARequest("probe", adapter, "/") if adapter else None
+        lora = LoRARequest(f"probe#{adapter}", adapter, "/") if adapter else None
         outputs = self._ask(prompt, lora, sampling_params=params)
         return [
             tuple(map(float, row))

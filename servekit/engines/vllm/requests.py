@@ -88,7 +88,8 @@ def sampling_arguments(
         "skip_clone": True,
     }
     if job.params.seed is not None:
-        made["seed"] = job.params.seed if not done else hash((job.params.seed, done)) & _MASK
+        seed = job.params.seed if not done else hash((job.params.seed, done))
+        made["seed"] = seed & _MASK  # to vLLM -1 is none at all
     if not made["ignore_eos"]:
         made["stop_token_ids"] = sorted(set(eos) - {primary_eos})
     if bias := _bias(job, sampling):

@@ -67,6 +67,12 @@ def test_a_seed_goes_on_with_other_noise_always_the_same() -> None:
     assert later["seed"] != asked([7, 8], seed=5)["seed"]
 
 
+def test_each_seed_is_one_to_vllm_too() -> None:
+    """Of which -1 means none."""
+    given = [asked(seed=seed)["seed"] for seed in (-1, -2, 0, 2**63 - 3)]
+    assert len(set(given)) == 4 and min(given) >= 0
+
+
 @pytest.mark.parametrize(
     ("ids", "reason", "told", "finish"),
     [
