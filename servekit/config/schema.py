@@ -182,7 +182,7 @@ class ModelConfig(Section):
     gpus: Annotated[tuple[Gpu, ...] | None, Field(min_length=1)] = None
     """GPUs this model may use, by NVML index or UUID; by default any."""
     replicas: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
-    """Workers, each on a GPU of its own. auto: the free GPUs, shared evenly; one on a CPU."""
+    """Workers, no two on one GPU. auto: one, and the free GPUs, shared evenly; one on a CPU."""
     gpus_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that one replica is spread over."""
     parallel: Literal["auto", "tensor", "device_map", "split"] = "auto"
