@@ -3,7 +3,7 @@
 vLLM's `AsyncLLM` is a client of an engine core, which runs elsewhere, and a loop that turns the
 core's outputs into text and hands each request's to a queue and a task of its own. The worker makes
 text itself, so this engine is a client of the same core and takes its outputs as they come: one
-list for each step, of all requests. Written for vLLM 0.20, and checked when it is loaded.
+list for each step, of all requests. Written for vLLM 0.20; another is refused (`core.KNOWN`).
 
     arguments    from a WorkerSpec to vLLM's own
     requests     jobs as the core takes them, and what it brings as the worker takes it

@@ -138,6 +138,8 @@ def effect(with_it: Scores, without: Scores) -> float:
 
     Only the first token is compared: what follows may go on after another one.
     """
+    if not (with_it and without):
+        raise LoadError("vLLM gave a probe of the adapter up; its log says why.", permanent=False)
     if not all(math.isfinite(value) for scores in with_it for value in scores):
         raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)
     changes = [abs(a - b) for a, b in zip(with_it[0], without[0], strict=True)]

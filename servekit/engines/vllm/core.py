@@ -17,6 +17,8 @@ from typing import Any
 
 from servekit.errors import EngineFailed, LoadError
 
+#: Releases that this was written for and tried with; pyproject.toml bounds the extra likewise.
+KNOWN = "0.20."
 #: How long the core may take for what is no request: to load an adapter, to sleep, to wake.
 _CALL_S = 600.0
 #: How often it is looked whether it is alive meanwhile.
@@ -95,6 +97,11 @@ def _start(asked: dict[str, Any], model: str) -> Any:
         raise LoadError(
             f"vLLM cannot be imported: {error}. pip install 'servekit[vllm]'"
         ) from error
+    if not version().startswith(KNOWN):
+        raise LoadError(
+            f"This engine is written for vLLM {KNOWN} and uses parts of it that change; here is "
+            f"{version()}. pip install 'servekit[vllm]' brings the right one."
+        )
     try:
         config = EngineArgs(**asked).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM raises many kinds for what it does not support

@@ -255,10 +255,10 @@ class VllmEngine(Engine):
     def close(self) -> None:
         with self._changing:
             self._closing = True
-        if self._thread is not None:
-            self._core.close()
-            if self._thread is not threading.current_thread():
-                self._thread.join(CLOSE_TIMEOUT_S)
+        if (core := getattr(self, "_core", None)) is not None:
+            core.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     # ---------------------------------------------------------------- asleep
 
