@@ -162,8 +162,8 @@ async def test_refusals_look_as_described(tmp_path: Path) -> None:
 async def test_a_supervisor_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, path: str
 ) -> None:
-    monkeypatch.setattr(admin, "ANSWER_S", 0.05)
-    monkeypatch.setattr(admin, "RELOAD_S", 0.05)
+    for limit in ("ANSWER_S", "RELOAD_S", "RESIDE_S"):
+        monkeypatch.setattr(admin, limit, 0.05)
     for operators in (None, tmp_path / "nobody.sock"):
         async with client(operators) as http:
             assert error(await http.request(method, path))[:2] == (503, "supervisor_unavailable")
