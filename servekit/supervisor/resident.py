@@ -170,6 +170,8 @@ class Resident:
         """Forget an operator's wish that has come true."""
         if _HAS.get(self.wish) == self.tier:
             self.wish = ""
+        if self.tier == "resident":
+            self._asked_at = None  # also where it was so before it was asked for
 
     # ---- what it knows
 
