@@ -83,18 +83,25 @@ class Fleets:
         return True
 
     def _taken(self, replica: Replica, gpu: Gpu) -> int:
-        """What a worker has been promised of a GPU, or will be again; asleep, what it has kept."""
-        if gpu not in replica.place.gpus:
+        """What a worker has been promised of a GPU, or will be again; asleep, what it has kept.
+
+        One that has failed has no process, and may never have one again.
+        """
+        if gpu not in replica.place.gpus or replica.state == "failed":
             return 0
         if replica.state == "asleep":
             return self.gate.ledger.claim_of(replica.name).get(gpu.uuid, 0)
         return replica.place.claims[replica.place.gpus.index(gpu)]
 
     def in_vain(self) -> str:
-        """Why the start has failed: no model has served yet, and none ever will. "" otherwise."""
+        """Why the start has failed: no model has served yet, and none ever will. "" otherwise.
+
+        What is loaded later has no part in it: a request that came to nothing ends no instance.
+        """
         replicas = self.replicas()
         self._has_served |= any(replica.state == "ready" for replica in replicas)
-        may_come = self._has_served or any(not fleet.wanted for fleet in self.served)
+        later = any(not one.wanted or one.model.load != "on_start" for one in self.served)
+        may_come = self._has_served or later
         if may_come or not replicas or not all(replica.gave_up for replica in replicas):
             return ""
         reasons = dict.fromkeys(f"{one.model.name}: {one.reason}" for one in replicas)
