@@ -51,6 +51,7 @@ class Yard(Protocol):
     def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
     def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
     def has_room(self, model: ModelConfig, slot: Slot) -> bool: ...
+    def is_taken(self, name: str) -> bool: ...
 
 
 class Fleet:
@@ -272,6 +273,8 @@ class Fleet:
         threads = None if slot else self._threads
         if not self.replicas:
             self._next_index = 0
+        while self._yard.is_taken(f"{model.name}/{self._next_index}"):
+            self._next_index += 1  # the file has it again, and its workers of before yet drain
         claims = self._yard.claims(model, slot)
         place = Assignment(model.name, self._next_index, slot, threads, claims)
         self._next_index += 1

@@ -82,6 +82,10 @@ class Fleets:
                 return False
         return True
 
+    def is_taken(self, name: str) -> bool:
+        """Whether a worker is called so, of a model that the file does not have any more, too."""
+        return any(replica.name == name for replica in self.replicas())
+
     def _taken(self, replica: Replica, gpu: Gpu) -> int:
         """What a worker has been promised of a GPU, or will be again; asleep, what it has kept.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.instance import Instance
+from tests.integration.instance import Instance, write_config
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_residents import complete, health, on_demand, run, text, until_tier
 
@@ -48,3 +49,29 @@ def test_to_load_what_is_loaded_changes_nothing(tmp_path: Path) -> None:
         assert text(complete(instance.url, "a")) == "hello"
         assert run(instance, "load", "a").returncode == 0
         assert "unused" in until_tier(instance, "a", "stopped").reason
+
+
+def test_workers_of_a_model_that_is_back_are_not_called_as_those_that_drain(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    """Who has claims and turns on a GPU is known by name."""
+    models = [on_gpu("a", "30%", 20, step_s=0.05), on_gpu("b", "30%", 20)]
+    with Instance.up(tmp_path, models, env=gpus.env) as instance:
+        instance.until_settled()
+        url = instance.url
+
+        def workers() -> dict[str, str]:
+            status = instance.status()
+            return {r.name: r.state for m in status.models if m.name == "a" for r in m.replicas}
+
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(complete, url, "a", tokens=100)
+            instance.until("it runs", lambda: instance.replica("a/0").running)
+            write_config(tmp_path, models[1:])
+            assert run(instance, "reload").returncode == 0
+            write_config(tmp_path, models)
+            assert run(instance, "reload").returncode == 0
+            instance.until("both are there", lambda: workers().get("a/1") == "ready")
+            assert workers()["a/0"] == "draining"
+            assert text(long.result()) == "hello" * 20
+        instance.until("the old one is gone", lambda: workers() == {"a/1": "ready"})
