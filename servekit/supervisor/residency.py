@@ -259,10 +259,14 @@ def _make_room(
 ) -> tuple[list[Step], str]:
     """Who goes for it, if that is enough; and what it waits for. What will be free is kept."""
     lacking = room.lacks(one.need)
-    able = [o for o in others if o.load == "on_demand" and o.tier in ("resident", "asleep")]
-    able = [other for other in able if any(other.held.get(at) for at in lacking)]
+    goers = [other for other in others if other.load == "on_demand"]
+    goers = [other for other in goers if any(other.held.get(at) for at in lacking)]
+    able = [other for other in goers if other.tier in ("resident", "asleep")]
     short = _short(one, room)
     if not _covers(able, lacking):
+        # those that are coming may go once they have come
+        if _covers(goers, lacking):
+            return [], f"{short}; it waits for {_names(goers)}"
         return [], f"{short}, {STAY}"
     ready = [other for other in able if _may_go(other, one, now)]
     victims = _victims(ready, lacking, now)
@@ -270,8 +274,12 @@ def _make_room(
     reason = f"evicted for {one.name}, {short}"
     steps = [_gone(each, room, reason, sleeps=each in sleepers) for each in victims]
     room.keep(one.need)
-    names = ", ".join(sorted(other.name for other in victims or able)) or "what is leaving"
+    names = _names(victims or able) or "what is leaving"
     return steps, f"{short}; it waits for {names}"
+
+
+def _names(models: Iterable[Facts]) -> str:
+    return ", ".join(sorted(one.name for one in models))
 
 
 def _short(one: Facts, room: _Room) -> str:

@@ -166,6 +166,10 @@ class Resident:
             return f"{model.name} is {self.tier}; only a model that is loaded can be put to sleep"
         return ""
 
+    def refuse(self) -> None:
+        """What an operator has asked for cannot be: it does not come about later, either."""
+        self.wish, self._asked_at = "", None
+
     def settle(self) -> None:
         """Forget an operator's wish that has come true."""
         if _HAS.get(self.wish) == self.tier:

@@ -181,7 +181,7 @@ class Residents:
             return Accepted(f"{name} is {row.tier}")
         while row.wish:
             if why := self._hopeless(row):
-                row.wish = ""
+                row.refuse()
                 return Refused(f"{name} cannot be {_DONE[wish.want]}: {why}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.settle()

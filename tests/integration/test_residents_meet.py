@@ -10,7 +10,15 @@ import pytest
 
 from tests.integration.instance import Instance, write_config
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
-from tests.integration.test_residents import complete, health, on_demand, run, text, until_tier
+from tests.integration.test_residents import (
+    complete,
+    health,
+    on_demand,
+    residence,
+    run,
+    text,
+    until_tier,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,3 +83,19 @@ def test_workers_of_a_model_that_is_back_are_not_called_as_those_that_drain(
             assert workers()["a/0"] == "draining"
             assert text(long.result()) == "hello" * 20
         instance.until("the old one is gone", lambda: workers() == {"a/1": "ready"})
+
+
+def test_what_an_operator_was_refused_does_not_come_later(tmp_path: Path) -> None:
+    models = [
+        on_demand("a", load="manual"),
+        on_demand("b", load="manual"),
+        on_demand("c", memory="10%"),
+    ]
+    with Instance.up(tmp_path, models) as instance:
+        instance.until_settled()
+        assert run(instance, "load", "a").returncode == 0
+        refused = run(instance, "load", "b")
+        assert (refused.returncode, "and the others stay" in refused.stderr) == (1, True)
+        assert run(instance, "unload", "a").returncode == 0
+        assert text(complete(instance.url, "c")) == "hello"  # what is to come is begun by then
+        assert residence(instance, "b").tier == "stopped"
