@@ -97,7 +97,7 @@ class Route:
         """
         residence = self.status.residence
         if self.ready or residence is None:
-            return self.ready
+            return self.ready and not self.in_trouble
         at_start = residence.load == "on_start" and residence.tier == "coming"
         return residence.tier in ("stopped", "asleep", "leaving", "coming") and not at_start
 
