@@ -88,6 +88,7 @@ class Vram:
         """Its process is reaped, or was never started."""
         if self._entry is not None:
             self._entry.gate.left(self.name, self._pids)
+        self._pids = set()  # in its next life they may be anybody's
 
     # ---- its figures
 

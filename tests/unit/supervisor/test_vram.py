@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
-from servekit.supervisor.gate import Gate
+from servekit.supervisor.gate import Gate, Reading
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.ledger import Ledger
 from servekit.supervisor.placement import Assignment
@@ -42,3 +43,22 @@ def test_excess_and_strays_are_told_apart() -> None:
     assert vram.alert == f"{vram.stray}; {vram.excess}"
     vram.forget()
     assert (vram.pid, vram.alert, vram.by_gpu) == (0, "", {})
+
+
+async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> None:
+    ledger, held = Ledger(GPUS), {os.getpid(): {"GPU-0": 5 * GIB}}
+    free = {gpu.uuid: gpu.total_bytes for gpu in GPUS}
+    gate = Gate(ledger, lambda: Reading(free, held))
+    place = Assignment("a", 0, GPUS[:1], None, (40 * GIB,))
+    vram = Vram(place, GPUS, Entry(gate, (1,)), lambda what: None)
+    for pid, reused in ((os.getpid(), False), (2**22 + 1, True)):
+        held.clear()  # the last one's memory is gone
+        assert await vram.enter() == ""
+        vram.begin(pid)
+        if reused:
+            held[os.getpid()] = {"GPU-0": 5 * GIB}
+        vram.forget()
+        vram.leave()
+        async with asyncio.timeout(5):
+            while ledger.claim_of("a/0"):  # noqa: ASYNC110 - the ledger tells nobody
+                await asyncio.sleep(0.01)
