@@ -42,15 +42,24 @@ class AdapterRoute(Route):
     def hopeless(self) -> bool:
         return self.adapter.state == "failed" or self.base.hopeless
 
+    @property
+    def available(self) -> bool:
+        return self._is_loaded and self.base.available
+
+    @property
+    def _is_loaded(self) -> bool:
+        """Or will be with its base, which is not there now."""
+        residence = self.base.status.residence
+        away = residence is not None and residence.tier != "resident"
+        return self.adapter.state == "serving" or (away and self.adapter.state == "loading")
+
     def check_loaded(self) -> None:
         """Raise ModelUnavailable unless the adapter serves wherever its base does."""
         name, state = self.adapter.name, self.adapter.state
         if state == "failed":
             message = f"the adapter {name!r} cannot serve: {self.adapter.reason}"
             raise ModelUnavailable(message, retry_after_s=30.0, param="model")
-        residence = self.base.status.residence
-        away = residence is not None and residence.tier != "resident"
-        if state != "serving" and not (away and state == "loading"):
+        if not self._is_loaded:
             message = f"the adapter {name!r} is being loaded"
             raise ModelUnavailable(message, retry_after_s=5.0, param="model")
 

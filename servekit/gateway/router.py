@@ -101,13 +101,13 @@ class Router:
         return model in self._names
 
     def models(self) -> Iterator[Route]:
-        """What the caller of this moment may use: the models, and the adapters that serve."""
+        """What the caller of this moment may use: the models, and the adapters that can serve."""
         for route in self.routes.values():
             name = route.status.name
             if self.access.may_use(name):
                 yield route
             for one in route.adapters:
-                if one.ready and self.access.may_use(one.status.name, name):
+                if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
 
     def open(self, call: Call, timeout_s: float | None = None) -> Call:

@@ -10,6 +10,7 @@ import pytest
 from servekit.errors import ModelUnavailable
 from servekit.gateway.call import Call
 from servekit.gateway.router import Router
+from servekit.wire.adapters import AdapterState, AdapterStatus
 from servekit.wire.messages import ModelInfo, ModelStatus, SamplingParams, Topology
 from servekit.wire.residency import KeepAlive, LoadMode, Residence, Residency, Wanted
 from tests.unit.gateway.conftest import until
@@ -33,8 +34,8 @@ class Seen:
         self.router.apply(Topology((status,)))
 
 
-def call() -> Call:
-    return Call("m", SamplingParams(max_tokens=1), prompt="x")
+def call(model: str = "m") -> Call:
+    return Call(model, SamplingParams(max_tokens=1), prompt="x")
 
 
 @pytest.mark.parametrize("tier", ["stopped", "asleep", "leaving", "coming"])
@@ -50,6 +51,32 @@ async def test_a_request_for_a_model_that_is_away_waits_and_is_told_of_at_once(
     assert len(seen.told) == 1  # the next look tells of it
     await until(lambda: len(seen.told) == 2)
     assert seen.told[-1] == Wanted("m", 2, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tier", "state", "listed"),
+    [
+        ("asleep", "serving", True),
+        ("stopped", "loading", True),
+        ("stopped", "failed", False),
+        ("failed", "serving", False),
+        ("resident", "loading", False),
+    ],
+)
+async def test_an_adapter_of_a_model_that_is_away_can_be_asked_and_is_listed(
+    tier: Residency, state: AdapterState, listed: bool
+) -> None:
+    seen = Seen()
+    adapter = AdapterStatus("x", "/x", state)
+    away = Residence("on_demand", tier)
+    status = ModelStatus("m", "echo", "x", 0, (), INFO, adapters=(adapter,), residence=away)
+    seen.router.apply(Topology((status,)))
+    assert [one.status.name for one in seen.router.models()] == ["m", *["x"] * listed]
+    if listed:
+        seen.router.open(call("x"))
+    else:
+        with pytest.raises(ModelUnavailable):
+            seen.router.open(call("x"))
 
 
 async def test_what_went_meanwhile_is_told_anew() -> None:
