@@ -98,7 +98,8 @@ class Replica(Life[FromWorker]):
         self.vram = Vram(place, gpus, entry, self._told_to_wait)
 
     async def enter(self) -> str:
-        return await self.vram.enter()
+        async with self.slumber.entering:
+            return await self.vram.enter()
 
     def leave(self) -> None:
         self.vram.leave()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from servekit.supervisor.tasks import unless
 from servekit.wire.residency import Asleep, Awake, NotDone, Sleep, Wake
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Slumber:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._answer: asyncio.Future[Answer] | None = None
+        #: Held by who enters: should it die while it wakes, its next life comes after that.
+        self.entering = asyncio.Lock()
 
     async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
         """Put it to sleep, once what runs is done; why not, "" where it sleeps.
@@ -51,12 +54,21 @@ class Slumber:
         """Wake it, and have it serve; why not, "" where it does."""
         replica = self._replica
         child = replica.child
-        if reason := await replica.vram.enter():
+        if child is None:
+            return f"worker {replica.name} is {replica.state}"
+        async with self.entering:
+            reason = await unless(child.exited, replica.vram.enter())
+            if replica.child is not child:
+                replica.vram.leave()  # it may have been let in after its death
+        if reason is None or replica.child is not child:
+            return "its worker died"
+        if reason:
             return reason
         try:
             answer = await self._send(Wake(), replica.model.load_timeout_s)
         finally:
-            replica.vram.loaded()
+            if replica.child is child:
+                replica.vram.loaded()
         if isinstance(answer, NotDone):
             return answer.message
         log.info("awake", child=replica.name, after_s=answer.took_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tests.integration.instance import Instance, write_config
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_residents import (
     complete,
+    count,
     health,
     on_demand,
     residence,
@@ -99,3 +102,28 @@ def test_what_an_operator_was_refused_does_not_come_later(tmp_path: Path) -> Non
         assert run(instance, "unload", "a").returncode == 0
         assert text(complete(instance.url, "c")) == "hello"  # what is to come is begun by then
         assert residence(instance, "b").tier == "stopped"
+
+
+def test_one_that_dies_while_it_waits_to_wake_is_loaded_anew(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    model = {**on_demand_gpu("a", "6GiB", 1), "idle_sleep_s": 0.3}
+    with Instance.up(tmp_path, [model], env=gpus.env) as instance:
+        instance.until_settled()
+        url = instance.url
+        assert text(complete(url, "a")) == "hello"
+        until_tier(instance, "a", "asleep")
+        gpus.hold({os.getpid(): 96})
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(complete, url, "a")
+
+            def progress() -> bool:
+                told = instance.replica("a/0").progress
+                return told is not None and "too few" in told.phase
+
+            instance.until("it waits for memory", progress)
+            os.kill(instance.replica("a/0").pid, signal.SIGKILL)
+            instance.until("that is the end of it", lambda: "its worker died" in instance.log)
+            gpus.hold({})
+            assert text(waits.result()) == "hello"
+        assert count(instance, "loading", "a") == 2
