@@ -133,7 +133,8 @@ class Residents:
         refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
-        row.kept = rooms.kept(row.fleet, self._fleets.gate.ledger)
+        if not why:  # else what it holds is what it held awake
+            row.kept = rooms.kept(row.fleet, self._fleets.gate.ledger)
         if why:
             log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
             row.sleepless(time.monotonic(), why)

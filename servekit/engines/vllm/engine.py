@@ -75,6 +75,7 @@ class VllmEngine(Engine):
         tokenizer = weights.load_tokenizer(folder, self.spec)
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self._pieces = Pieces(tokenizer)
+        self._parameters = stated.parameters(folder)
         self._embeds = pooling.is_embedder(folder)
         memory = arguments.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         asked = arguments.arguments(self.spec, folder, memory, embeds=self._embeds)
@@ -124,6 +125,7 @@ class VllmEngine(Engine):
         tokens = int(cache.num_gpu_blocks or 0) * block
         caches = bool(cache.enable_prefix_caching)
         return ModelInfo(
+            parameters=self._parameters,
             max_context=int(model.max_model_len),
             slots=int(config.scheduler_config.max_num_seqs),
             chat=self.codec.chat,

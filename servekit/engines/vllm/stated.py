@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 
 from servekit.engines.grammar import Grammars
+from servekit.headers import safetensors
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,14 @@ def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
     stated = own.to_diff_dict()
     sampling = {name: stated[name] for name in _DEFAULTS if stated.get(name) is not None}
     return Stated(frozenset(known), known[0] if known else None, sampling)
+
+
+def parameters(folder: Path) -> int:
+    """How many numbers its weights have, by their headers; 0 where there are none to read."""
+    try:
+        return sum(safetensors.elements(folder).values())
+    except (OSError, ValueError):  # random ones, or of another format
+        return 0
 
 
 def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
