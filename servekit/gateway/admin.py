@@ -196,7 +196,7 @@ def _add_reside(app: FastAPI, supervisor: Supervisor, want: Want, summary: str) 
         name=want,
         tags=["administration"],
         response_model=dict[str, Any],
-        responses=_refusals(401, 403, 404, 409, 429, 503, 504),
+        responses=_refusals(400, 401, 403, 404, 409, 429, 503, 504) | _WRONG_WAIT,
         openapi_extra={"parameters": [_NAME, _WAIT]},
     )
     async def reside(request: Request) -> Response:
@@ -237,3 +237,8 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     schema = {"$ref": "#/components/schemas/OpenAIError"}
     content = {"application/json": {"schema": schema}}
     return {code: {"description": _REFUSALS[code], "content": content} for code in statuses}
+
+
+_WRONG_WAIT: dict[int | str, dict[str, Any]] = {
+    400: _refusals(400)[400] | {"description": "`wait` is neither true nor false"}
+}

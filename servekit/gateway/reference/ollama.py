@@ -8,7 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from servekit.gateway.reference.openai import ChatLogprob
 
-DoneReason = Literal["stop", "length", "load"]
+DoneReason = Literal["stop", "length", "load", "unload"]
 
 
 class OllamaFunction(Struct):

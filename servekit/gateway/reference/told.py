@@ -126,7 +126,7 @@ TOLD = {
     "OllamaChat.model": "The model, as it was asked for",
     "OllamaGenerated.model": "The model, as it was asked for",
     "done": "Whether it is over",
-    "done_reason": "Why it is over; `load`: nothing was asked",
+    "done_reason": "Why it is over; `load`, `unload`: nothing was asked",
     "total_duration": "ns from request to end",
     "load_duration": "ns of waiting for a worker",
     "prompt_eval_count": "Tokens of the prompt",
