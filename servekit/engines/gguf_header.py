@@ -13,23 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from servekit.errors import LoadError
+from servekit.headers.gguf import Cursor
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
-#: Longer arrays are vocabularies; numbers of layers are shorter.
-_MOST_KEPT = 1024
 _SPECIAL = (
     *(("bos_token", "bos"), ("eos_token", "eos")),
     *(("unk_token", "unknown"), ("pad_token", "padding")),
@@ -67,11 +52,10 @@ def read_header(path: Path, *, part: bool = False) -> Header:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-class _Reader:
+class _Reader(Cursor):
     def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data = data
+        super().__init__(data)
         self._path = path
-        self._at = 0
 
     def header(self, part: bool) -> Header:
         magic, version, tensors, fields = self._unpack("4sIQQ")
@@ -116,42 +100,3 @@ class _Reader:
         kind, offset = self._unpack("IQ")
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         return name, elements, offset, elements // block * block_bytes
-
-    def _field(self) -> tuple[str, Any]:
-        name = self._string()
-        (kind,) = self._unpack("I")
-        return name, self._value(kind)
-
-    def _value(self, kind: int) -> Any:
-        """A metadata value; long arrays are skipped over: vocabularies, of no use here."""
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array()
-        return self._unpack(_scalar(kind))[0]
-
-    def _array(self) -> list[Any] | None:
-        kind, count = self._unpack("IQ")
-        if kind in _SCALARS and count <= _MOST_KEPT:
-            return list(self._unpack(f"{count}{_SCALARS[kind]}"))
-        if kind in _SCALARS:
-            self._at += struct.calcsize("<" + _SCALARS[kind]) * count
-        else:
-            for _ in range(count):
-                self._value(kind)
-        return None
-
-    def _string(self) -> str:
-        (length,) = self._unpack("Q")
-        return bytes(self._unpack(f"{length}s")[0]).decode(errors="replace")
-
-    def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self._data, self._at)
-        self._at += struct.calcsize("<" + layout)
-        return values
-
-
-def _scalar(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise ValueError(f"it has a metadata value of unknown type {kind}")
-    return _SCALARS[kind]

@@ -137,8 +137,8 @@ class LoopedEngine(Engine):
                 commands, self._commands = self._commands, deque()
                 if self._closing:
                     return False
-            for command in commands:
-                command()
+            while commands:  # none is kept while waiting: it may hold an adapter that is gone
+                commands.popleft()()
             if self._runner.running or self._runner.waiting:
                 return True
 
@@ -164,14 +164,17 @@ class LoopedEngine(Engine):
             live = [output for row, output in outputs if not row.cancelled]
             for output in live:
                 if output.finish is not None or output.error is not None:
-                    del self._rows[output.id]
-            if live:
-                self._emit(live)
+                    self._end(self._rows.pop(output.id))
+            if heard := [output for output in live if output.id >= 0]:
+                self._emit(heard)
+
+    def _end(self, row: Request) -> None:
+        """A request is over; those of the engine's own, below 0, are told here alone."""
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self.fatal = error
-            lost, self._rows = list(self._rows), {}
+            lost, self._rows = [key for key in self._rows if key >= 0], {}
             self._commands.clear()
         message = f"The engine failed: {type(error).__name__}: {error}"
         if lost:

@@ -61,27 +61,12 @@ def _read(path: Path) -> Gguf:
         raise ValueError(f"{path} is no GGUF file that can be read: {error}") from error
 
 
-class _Reader:
+class Cursor:
+    """Goes through a header, value after value. Raises ValueError, and what `struct` does."""
+
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
-
-    def read(self) -> Gguf:
-        magic, version, tensors, fields = self._unpack("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not start as one")
-        metadata = dict(self._field() for _ in range(fields))
-        elements = sum(self._tensor() for _ in range(tensors))
-        alignment = int(metadata.get("general.alignment") or 32)
-        start = -(-self._at // alignment) * alignment
-        return Gguf(metadata, elements, max(0, len(self._data) - start))
-
-    def _tensor(self) -> int:
-        self._string()
-        (dimensions,) = self._unpack("I")
-        shape = self._unpack(f"{dimensions}Q")
-        self._unpack("IQ")
-        return math.prod(shape)
 
     def _field(self) -> tuple[str, Any]:
         name = self._string()
@@ -89,11 +74,12 @@ class _Reader:
         return name, self._value(kind)
 
     def _value(self, kind: int) -> Any:
+        """A metadata value; long arrays are skipped over: vocabularies, of no use here."""
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
             return self._array()
-        return self._unpack(_SCALARS[kind])[0]
+        return self._unpack(_scalar(kind))[0]
 
     def _array(self) -> list[Any] | None:
         kind, count = self._unpack("IQ")
@@ -114,3 +100,28 @@ class _Reader:
         values = struct.unpack_from("<" + layout, self._data, self._at)
         self._at += struct.calcsize("<" + layout)
         return values
+
+
+class _Reader(Cursor):
+    def read(self) -> Gguf:
+        magic, version, tensors, fields = self._unpack("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("it does not start as one")
+        metadata = dict(self._field() for _ in range(fields))
+        elements = sum(self._tensor() for _ in range(tensors))
+        alignment = int(metadata.get("general.alignment") or 32)
+        start = -(-self._at // alignment) * alignment
+        return Gguf(metadata, elements, max(0, len(self._data) - start))
+
+    def _tensor(self) -> int:
+        self._string()
+        (dimensions,) = self._unpack("I")
+        shape = self._unpack(f"{dimensions}Q")
+        self._unpack("IQ")
+        return math.prod(shape)
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"it has a metadata value of unknown type {kind}")
+    return _SCALARS[kind]
