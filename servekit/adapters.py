@@ -3,8 +3,7 @@
 `servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
 """
 
-from __future__ import annotations
-
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from servekit.errors import ServekitError
+from servekit.terminal import where
 
 if TYPE_CHECKING:
     from servekit.wire.messages import FromSupervisor, ToSupervisor
@@ -24,8 +24,17 @@ _CHANGE_S = 3600.0
 _ANSWER_S = 10.0
 
 Name = Annotated[str, typer.Argument(help="The name that requests use.")]
+Served = Annotated[
+    str, typer.Argument(help="The name that requests use.", autocompletion=where.adapters)
+]
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="Its base; not needed where one model is served.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Its base; not needed where one model is served.",
+        autocompletion=where.models,
+    ),
 ]
 RunDirectory = Annotated[
     Path | None,
@@ -61,7 +70,7 @@ def add(
     sys.stdout.write(f"{done.message}\n")
 
 
-def rm(name: Name, run_dir: RunDirectory = None) -> None:
+def rm(name: Served, run_dir: RunDirectory = None) -> None:
     """Unload an adapter, once the requests for it are done."""
     from servekit.wire.adapters import RemoveAdapter
     from servekit.wire.messages import Accepted
@@ -91,7 +100,7 @@ def ls(
     show(adapter_table(answer.adapters))
 
 
-def _ask(run_dir: Path | None, question: ToSupervisor, kind: type[A], timeout_s: float) -> A:
+def _ask(run_dir: Path | None, question: "ToSupervisor", kind: type[A], timeout_s: float) -> A:
     import asyncio
 
     from servekit.supervisor.control import ask

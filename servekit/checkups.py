@@ -3,8 +3,7 @@
 `servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
 """
 
-from __future__ import annotations
-
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -2,8 +2,7 @@
 `servekit --help` answers at once. Exit codes: 0 done, 1 the machine is in the way, 2 the input is.
 """
 
-from __future__ import annotations
-
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
 import contextlib
 import os
 import shlex
@@ -14,8 +13,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from servekit import adapters, checkups, residents
+from servekit import adapters, checkups, measure, residents
+from servekit.docs import command
 from servekit.errors import ConfigError, ServekitError
+from servekit.terminal import chat, events, init, logs, top, where
+from servekit.terminal.where import RunDirectory
 
 if TYPE_CHECKING:
     from servekit.config.schema import Config
@@ -26,7 +28,6 @@ A = TypeVar("A")
 
 app = typer.Typer(
     help="Serve your own models on your own GPUs: one command, every GPU pinned, nothing lost.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its help takes twice as long to come as the plain one
@@ -40,12 +41,6 @@ adapter = typer.Typer(
 app.add_typer(adapter, name="adapter")
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
-RunDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir", envvar="SERVEKIT_RUN_DIR", help="Sockets, logs and lock of one instance."
-    ),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -78,11 +73,18 @@ def up(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only warnings and errors; no banner.")
     ] = False,
+    log_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="pretty or json; by default as the file says.")
+    ] = "",
 ) -> None:
     """Serve the models of a file until told to stop."""
     with _one_sentence():
+        if log_format not in ("", "pretty", "json"):
+            raise ConfigError(f"--log-format is pretty or json, not {log_format!r}")
         plan = _plan(_source(config, host, port, insecure=insecure))
-        raise typer.Exit(_run(plan, _run_dir(run_dir, plan.config), quiet=quiet))
+        as_json = (log_format or plan.config.logging.format) == "json"
+        folder = _run_dir(run_dir, plan.config)
+        raise typer.Exit(_run(plan, folder, quiet=quiet, as_json=as_json))
 
 
 @app.command()
@@ -101,7 +103,11 @@ def ps(
     run_dir: RunDirectory = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     timings: Annotated[
-        bool, typer.Option("--timings", help="How long each phase of a start took.")
+        bool, typer.Option("--timings", help="How each process came up: how long each phase took.")
+    ] = False,
+    ready: Annotated[
+        bool,
+        typer.Option("--ready", help="Only exit with 1, and say so, if a model cannot answer."),
     ] = False,
 ) -> None:
     """Show the processes of a running instance."""
@@ -109,6 +115,11 @@ def ps(
         from servekit.wire.messages import GetStatus, Status
 
         status = _ask(_run_dir(run_dir), GetStatus(), Status)
+        if ready:
+            from servekit.supervisor.notify import refuse_unready
+
+            refuse_unready(status)
+            return
         if as_json:
             import json
 
@@ -117,13 +128,19 @@ def ps(
             print(json.dumps(as_builtins(status), indent=2))
             return
         from servekit.tables import show, status_tables
+        from servekit.timings import timing_tables
 
-        show(*status_tables(status, timings=timings))
+        show(*(timing_tables(status) if timings else status_tables(status)))
 
 
 @app.command()
 def why(
-    name: Annotated[str, typer.Argument(help="A model, an alias, or a process such as MODEL/0.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A model, an alias, or a process such as MODEL/0.", autocompletion=where.workers
+        ),
+    ],
     run_dir: RunDirectory = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -142,7 +159,7 @@ def why(
         from servekit.stories import why_tables
         from servekit.tables import show
 
-        show(*why_tables(answer))
+        show(*why_tables(answer), *events.earlier(_run_dir(run_dir), name, answer.model))
 
 
 @app.command()
@@ -196,29 +213,6 @@ def chaos(
         raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
 
 
-@app.command()
-def init(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
-    ] = Path("servekit.yaml"),
-    from_huixiangdou: Annotated[
-        Path | None,
-        typer.Option("--from-huixiangdou", metavar="CONFIG_INI", help="Carry over what this says."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
-) -> None:
-    """Write a first configuration file, or one from HuixiangDou's config.ini."""
-    with _one_sentence():
-        from servekit import huixiangdou
-        from servekit import init as first
-
-        carried = None if from_huixiangdou is None else huixiangdou.convert(from_huixiangdou)
-        first.write(output, carried.text if carried else first.FIRST, force=force)
-        print(f"wrote {output}; check it with: servekit check {shlex.quote(str(output))}")
-        for line in carried.left_out if carried else ():
-            print(f"not carried over: {line}", file=sys.stderr)
-
-
 @key.command("new")
 def key_new(
     name: Annotated[str, typer.Option(help="Whose it is; shown in logs.")] = "default",
@@ -245,6 +239,14 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
+@app.command("metrics")
+def reference() -> None:
+    """Print what /metrics has, each with its labels, as a table in Markdown."""
+    from servekit.metrics import reference as table
+
+    print(table())
+
+
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
     """Turn our own errors into a sentence on stderr and an exit code."""
@@ -259,15 +261,22 @@ def _one_sentence() -> Iterator[None]:
 
 app.command("doctor")(_one_sentence()(checkups.doctor))
 app.command("trace-cuda")(_one_sentence()(checkups.trace_cuda))
+app.command("bench")(_one_sentence()(measure.bench))
+app.command("docs")(_one_sentence()(command.docs))
+app.command("init")(_one_sentence()(init.init))
+app.command("events")(_one_sentence()(events.events))
+app.command("logs")(_one_sentence()(logs.logs))
+app.command("top")(_one_sentence()(top.top))
+app.command("chat")(_one_sentence()(chat.chat))
 for change in (residents.load, residents.unload, residents.sleep, residents.wake):
     app.command()(_one_sentence()(change))
-for command in (adapters.add, adapters.rm, adapters.ls):
-    adapter.command()(_one_sentence()(command))
+for what in (adapters.add, adapters.rm, adapters.ls):
+    adapter.command()(_one_sentence()(what))
 
 
 def _source(
     path: Path, host: str | None = None, port: int | None = None, *, insecure: bool = False
-) -> Source:
+) -> "Source":
     from servekit.supervisor.planning import Source
 
     given = {"host": host, "port": port}
@@ -275,35 +284,37 @@ def _source(
     return Source(path.absolute(), said, insecure)
 
 
-def _plan(source: Source) -> Plan:
+def _plan(source: "Source") -> "Plan":
     from servekit.supervisor.gpus import find_gpus
 
     return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def _run(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
+def _run(plan: "Plan", run_dir: Path, *, quiet: bool, as_json: bool) -> int:
     from servekit.tracing.guard import guarded
 
     with guarded("supervisor"):
-        return _supervise(plan, run_dir, quiet=quiet)
+        return _supervise(plan, run_dir, quiet=quiet, as_json=as_json)
 
 
-def _supervise(plan: Plan, run_dir: Path, *, quiet: bool) -> int:
+def _supervise(plan: "Plan", run_dir: Path, *, quiet: bool, as_json: bool) -> int:
     import asyncio
 
     from servekit import logs
     from servekit.display import Words, watch
     from servekit.supervisor.ground import Ground
-    from servekit.supervisor.supervisor import Supervisor
 
     server = plan.config.server
-    ground = Ground.take(run_dir, server.host, server.port, server.legacy_port)
-    logs.configure("supervisor", level="warning" if quiet else "info")
+    outlived = plan.config.launcher == "ray"
+    ground = Ground.take(run_dir, server.host, server.port, server.legacy_port, inherits=outlived)
+    from servekit.supervisor.supervisor import Supervisor  # not before: a busy port is told at once
+
+    logs.configure("supervisor", json=as_json, level="warning" if quiet else "info")
 
     words = Words(server.ui, _down_command(ground.run_dir.path))
 
     async def live() -> int:
-        with watch(words, quiet=quiet) as display:
+        with watch(words, quiet=quiet, as_json=as_json) as display:
             return await Supervisor(plan, ground, dict(os.environ), display).live()
 
     return asyncio.run(live())
@@ -315,7 +326,7 @@ def _down_command(run_dir: Path) -> str:
     return f"servekit down --run-dir {shlex.quote(str(run_dir))}"
 
 
-def _run_dir(given: Path | None, settings: Config | None = None) -> Path:
+def _run_dir(given: Path | None, settings: "Config | None" = None) -> Path:
     from servekit.supervisor.run_dir import default_path
 
     if given is not None:
@@ -325,7 +336,7 @@ def _run_dir(given: Path | None, settings: Config | None = None) -> Path:
     return default_path(os.environ)
 
 
-def _ask(run_dir: Path, question: ToSupervisor, kind: type[A], timeout_s: float = 10.0) -> A:
+def _ask(run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0) -> A:
     """The answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 

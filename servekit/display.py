@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from servekit.plain import plain
 from servekit.tables import note, progress_text, state
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
 
@@ -38,8 +38,6 @@ _OURS = frozenset(
     {"event", "level", "logger", "timestamp", "process", "child", "self"}
     | {"args", "exc_info", "stack_info", "stacklevel", "extra"}
 )
-#: Escapes and control characters would move the cursor of whoever reads the log.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +49,11 @@ class Words:
 
 
 @contextlib.contextmanager
-def watch(words: Words, *, quiet: bool) -> Iterator[Display]:
-    """A display for as long as an instance lives."""
+def watch(words: Words, *, quiet: bool, as_json: bool = False) -> Iterator[Display]:
+    """A display for as long as an instance lives. JSON has lines of the log alone."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    picture = _Picture(console) if console.is_terminal and not quiet else None
-    display = Display(console, picture, words, quiet=quiet)
+    picture = _Picture(console) if console.is_terminal and not (quiet or as_json) else None
+    display = Display(console, picture, words, quiet=quiet, as_json=as_json)
     try:
         yield display
     finally:
@@ -66,9 +64,16 @@ class Display:
     """The supervisor's observer."""
 
     def __init__(
-        self, console: Console, picture: _Picture | None, words: Words, *, quiet: bool
+        self,
+        console: Console,
+        picture: _Picture | None,
+        words: Words,
+        *,
+        quiet: bool,
+        as_json: bool = False,
     ) -> None:
         self._words = words
+        self._as_json = as_json
         self._console = console
         self._picture = picture
         self._announced = quiet
@@ -95,6 +100,9 @@ class Display:
         if settled(status):
             self.close()
             self._announced = True
+            if self._as_json:
+                log.info("up", url=status.url, models=[one.name for one in status.models])
+                return
             boxed = self._console.is_terminal
             self._console.print(banner(status, self._words, boxed=boxed), soft_wrap=not boxed)
         elif self._picture is not None:
@@ -240,8 +248,8 @@ def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
             level = fields.get("level", "info")
             event = str(fields.get("event", text))
             rest = {key: value for key, value in fields.items() if key not in _OURS}
-            return level if level in _LEVELS else "info", _CONTROL.sub("", event), rest
-    return "info", _CONTROL.sub("", text), {}
+            return level if level in _LEVELS else "info", plain(event), rest
+    return "info", plain(text), {}
 
 
 def _replicas(status: Status) -> Iterator[ReplicaStatus]:

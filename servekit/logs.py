@@ -9,12 +9,29 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import structlog
 
+
+def _nobody() -> str:
+    return ""
+
+
+#: The id of the request that a line is about, "" for none. A gateway puts its own here.
+request_id: Callable[[], str] = _nobody
+
+
+def _with_request(logger: Any, name: str, line: MutableMapping[str, Any]) -> Any:
+    if "request" not in line and (id := request_id()):
+        line["request"] = id
+    return line
+
+
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.contextvars.merge_contextvars,
+    _with_request,
     structlog.stdlib.add_logger_name,
     structlog.processors.add_log_level,
     structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),

@@ -1,7 +1,6 @@
 """`servekit load`, `unload`, `sleep` and `wake`: what operators do to the models of an instance."""
 
-from __future__ import annotations
-
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
 import os
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.errors import ServekitError
+from servekit.terminal import where
 
 if TYPE_CHECKING:
     from servekit.wire.messages import ModelStatus
@@ -19,7 +19,10 @@ _LOOK_EVERY_S = 0.2
 #: Others may have to finish what they run before, and a large model takes minutes.
 _PATIENCE_S = 3600.0
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Its name, or an alias.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Its name, or an alias.", autocompletion=where.models),
+]
 RunDirectory = Annotated[
     Path | None,
     typer.Option(
@@ -49,7 +52,7 @@ def wake(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) ->
     _reside(model, "wake", run_dir, wait=not no_wait)
 
 
-def _reside(model: str, want: Want, run_dir: Path | None, *, wait: bool) -> None:
+def _reside(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
     import asyncio
 
     from servekit.supervisor.run_dir import default_path
@@ -60,7 +63,7 @@ def _reside(model: str, want: Want, run_dir: Path | None, *, wait: bool) -> None
     typer.echo(f"{said} after {time.monotonic() - began:.1f} s" if wait else said)
 
 
-async def _ask(path: Path, model: str, want: Want, *, wait: bool) -> str:
+async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
     """What the supervisor answers in the end; how it stands until then goes to stderr."""
     import asyncio
 
@@ -80,7 +83,7 @@ async def _ask(path: Path, model: str, want: Want, *, wait: bool) -> str:
     return answer.message
 
 
-async def _look(path: Path, model: str) -> ModelStatus | None:
+async def _look(path: Path, model: str) -> "ModelStatus | None":
     from servekit.supervisor.control import ask
     from servekit.wire.messages import GetStatus, Status
 
@@ -89,7 +92,7 @@ async def _look(path: Path, model: str) -> ModelStatus | None:
     return next((one for one in models if model in (one.name, *one.aliases)), None)
 
 
-def _progress(found: ModelStatus | None) -> str:
+def _progress(found: "ModelStatus | None") -> str:
     """Its tier, with the progress of a load, or what it waits for."""
     from servekit.tables import progress_text
 

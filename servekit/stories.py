@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from servekit.plain import plain
 from servekit.tables import size, state
+from servekit.timings import how_far
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ReplicaHistory, Why
 from servekit.wire.residency import Residence
-from servekit.wire.values import ExitRecord
+from servekit.wire.values import ExitRecord, ScaleStatus
 
 #: Last lines shown of each death but the newest, of which all are.
 _FEW_LINES = 3
-#: Escape sequences, and what else would move a terminal's cursor or hide text (C0, C1, bidi).
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    r"|[\u202a-\u202e\u2066-\u2069\u200e\u200f]"
-)
-
-
-def plain(text: str) -> str:
-    """Text that a child wrote, as a terminal may safely show it."""
-    return _CONTROL.sub("", text)
 
 
 def why_tables(why: Why) -> Sequence[RenderableType]:
@@ -34,6 +25,8 @@ def why_tables(why: Why) -> Sequence[RenderableType]:
     shown: list[RenderableType] = [Text(diagnosis(why), style="bold")]
     if why.breaker != "closed":
         shown.append(Text(f"breaker: {plain(why.breaker)}", style="red"))
+    if why.scale is not None:
+        shown.append(Text(_scale(why.scale)))
     for adapter in why.adapters:
         shown += ["", *_adapter(adapter)]
     for replica in why.replicas:
@@ -65,6 +58,16 @@ def _standing(residence: Residence | None) -> str:
     if reason.startswith(tier):
         return reason
     return f"{tier}; {reason}" if reason else tier
+
+
+def _scale(scale: ScaleStatus) -> str:
+    """Between which numbers it scales, what was last done and why, and what keeps it from more."""
+    said = [f"replicas: {scale.desired}, between {scale.min} and {scale.max} by its load"]
+    if scale.at:
+        said.append(f"{time.strftime('%H:%M:%S', time.localtime(scale.at))} {plain(scale.reason)}")
+    if scale.waits:
+        said.append(f"not scaled up: {plain(scale.waits)}")
+    return "; ".join(said)
 
 
 def _sentence(exit_: ExitRecord) -> str:
@@ -133,6 +136,8 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
     if exit_.out_of_memory:
         facts.append(f"probably out of memory ({exit_.out_of_memory})")
     yield Text(f"    {'; '.join(facts)}", style="dim")
+    if exit_.start is not None:
+        yield Text(f"    {plain(how_far(exit_.start))}", style="dim")
     for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
         yield Text(f"    | {plain(line)}", style="dim")
 

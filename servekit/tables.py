@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.config import installed
+from servekit.plain import plain
 from servekit.supervisor.planning import Plan
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
@@ -75,12 +76,16 @@ def _engines() -> Iterator[Text]:
 
 
 def _places(plan: Plan) -> Table:
-    table = _table("WORKER", "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
     models = {model.name: model for model in plan.config.models}
+    by_need = any(model.load != "on_start" for model in plan.config.models)
+    load = ("LOAD",) if by_need else ()
+    table = _table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
     for place in plan.places:
         model = models[place.model]
         threads = "" if place.threads is None else str(place.threads)
-        table.add_row(place.name, model.engine, place.device, threads, model.dtype, model.path)
+        told = (model.load,) if by_need else ()
+        shown = (model.engine, place.device, threads, model.dtype, model.path)
+        table.add_row(place.name, *told, *shown)
     return table
 
 
@@ -105,7 +110,7 @@ def _needs(plan: Plan) -> Table:
     return table
 
 
-def status_tables(status: Status, *, timings: bool) -> Sequence[RenderableType]:
+def status_tables(status: Status) -> Sequence[RenderableType]:
     """A running instance: its workers, its gateways, the supervisor itself."""
     head = Text(
         f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
@@ -116,7 +121,9 @@ def status_tables(status: Status, *, timings: bool) -> Sequence[RenderableType]:
     shown: list[RenderableType] = [head]
     if any(model.residence is not None for model in status.models):
         shown.append(_residents(status))
-    shown.append(_workers(status, timings=timings))
+    if any(model.scale is not None for model in status.models):
+        shown.append(_scales(status))
+    shown.append(_workers(status))
     return [*shown, *([adapter_table(adapters)] if adapters else []), _gateways(status)]
 
 
@@ -134,9 +141,29 @@ def _residents(status: Status) -> Table:
             str(residence.waiting),
             duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
             "-" if leaves_s is None else duration(leaves_s),
-            Text(residence.reason),
+            Text(plain(residence.reason)),
         )
     return table
+
+
+def _scales(status: Status) -> Table:
+    """The models whose number of replicas follows their load."""
+    table = _table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
+    queued = {one.model: one.queued for one in status.traffic}
+    for model in status.models:
+        if (scale := model.scale) is not None:
+            ago = f"{duration(time.time() - scale.at)} ago" if scale.at else "-"
+            said = "; ".join(filter(None, (scale.reason, scale.waits)))
+            waits = str(queued.get(model.name, 0))
+            table.add_row(Text(model.name), span(model), waits, ago, Text(plain(said)))
+    return table
+
+
+def span(model: ModelStatus) -> str:
+    """ "2 (1–4)": the replicas that serve, and between which numbers it scales."""
+    scale = model.scale
+    serving = sum(replica.state == "ready" for replica in model.replicas)
+    return str(serving) if scale is None else f"{serving} ({scale.min}–{scale.max})"
 
 
 def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:
@@ -161,16 +188,15 @@ def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> Renderable
 def adapter_note(adapter: AdapterStatus) -> str:
     """Why it has failed, else why it is run as it is; `why` tells what was measured of it."""
     if adapter.reason:
-        return adapter.reason
-    return adapter.path if adapter.info is None else adapter.info.why.rstrip(".")
+        return plain(adapter.reason)
+    return plain(adapter.path if adapter.info is None else adapter.info.why).rstrip(".")
 
 
-def _workers(status: Status, *, timings: bool) -> Table:
+def _workers(status: Status) -> Table:
     table = _table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
-    table.add_column("TIMINGS" if timings else "NOTE")
+    table.add_column("NOTE")
     for model in status.models:
         for replica in (*model.replicas, *model.standbys):
-            last = timings_of(replica) if timings else note(model, replica)
             table.add_row(
                 replica.name,
                 state(replica.state),
@@ -181,7 +207,7 @@ def _workers(status: Status, *, timings: bool) -> Table:
                 str(replica.restarts),
                 str(replica.running),
                 str(replica.waiting),
-                Text(last),
+                Text(note(model, replica)),
             )
     return table
 
@@ -214,6 +240,10 @@ def state(name: str) -> Text:
 
 def note(model: ModelStatus, replica: ReplicaStatus) -> str:
     """What there is to say of a replica: its progress, why it is down, else what it runs."""
+    return plain(_note(model, replica))
+
+
+def _note(model: ModelStatus, replica: ReplicaStatus) -> str:
     if replica.stray or replica.excess:
         return "; ".join(filter(None, (replica.stray, replica.excess)))
     if replica.trouble:
@@ -233,10 +263,6 @@ def gpu_use(replica: ReplicaStatus) -> str:
     """What it holds on GPUs, and of how much that it was promised."""
     held = size(replica.gpu_bytes)
     return f"{held} of {size(replica.claim_bytes)}" if replica.claim_bytes else held
-
-
-def timings_of(replica: ReplicaStatus) -> str:
-    return ", ".join(f"{phase} {time_s:.2f} s" for phase, time_s in replica.timings_s.items())
 
 
 def progress_text(progress: Progress) -> str:

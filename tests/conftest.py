@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
-# Under nohup, or in the background of some shells, hangups are ignored, and so they would be by
-# every process that the tests start: servekit takes them for reloads, but not where they are off.
+# Under nohup, or in the background of some shells, hangups or Ctrl-C are ignored, and so they would
+# be by every process that the tests start: servekit heeds them, but not where they are off.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Who ends the tests by SIGTERM ends what they have started, too: fixtures are torn down, as after
+# Ctrl-C. By itself it would leave instances behind, which outlive whoever has started them.
+if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+# Where bytecode is not kept, each of the many processes that the tests start would compile servekit
+# anew: a third of a second that a user's machine spends once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Five seconds, unless it is told otherwise: on a busy machine that is a process that starts.
+for _what in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)
 
 INTEGRATION = Path(__file__).parent / "integration"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n 2`, run all that starts real processes on one side and the rest beside it.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lanes", action="store_true", help="also run what takes minutes each")
 
-    Instances would only be in each other's way; unit tests leave half of two cores to one.
-    """
-    if not config.pluginmanager.hasplugin("dsession") and not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        if INTEGRATION in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("integration"))
-    items.sort(key=lambda item: INTEGRATION not in item.path.parents)  # the longest goes first
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What starts real processes comes first: the longest files do not end up last."""
+    items.sort(key=lambda item: INTEGRATION not in item.path.parents)
+    if not config.getoption("--lanes"):
+        for item in items:
+            if item.get_closest_marker("lane"):
+                item.add_marker(pytest.mark.skip(reason="a slow lane: pytest --lanes"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
@@ -52,6 +52,8 @@ class KeyConfig(Section):
     """Of requests that do not say; none gets ahead of it. Lower is earlier."""
     admin: bool = False
     """May use the administration over HTTP, too."""
+    metrics: bool = False
+    """May read /metrics, which tells of all models and keys; so may one with `admin`."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> KeyConfig:
@@ -91,8 +93,23 @@ class LimitsConfig(Section):
 class LoggingConfig(Section):
     """What is written to the log."""
 
+    format: Literal["pretty", "json"] = "pretty"
+    """How `servekit up` writes its log, its children's lines in it: for people, or an object in
+    each line. `--log-format` says otherwise. What children write in files is JSON in any case."""
     prompts: bool = False
     """Each request's prompt. Off: no prompt is ever in a log, in `why` or in a message."""
+
+
+class TracingConfig(Section):
+    """Spans of requests, exported by OpenTelemetry (the extra `servekit[otel]`)."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    """A receiver of OTLP over HTTP, such as http://localhost:4318. OpenTelemetry's own environment
+    variables, such as OTEL_EXPORTER_OTLP_HEADERS, say the rest."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The share of requests that is traced. A client that sends `traceparent` decides itself."""
+    service: Annotated[str, Field(min_length=1, max_length=256)] = "servekit"
+    """`service.name` of the spans."""
 
 
 Origin = Annotated[str, Field(pattern=_ORIGIN)]

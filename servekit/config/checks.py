@@ -12,6 +12,7 @@ from servekit.config.engines import KINDS, EngineKind
 from servekit.config.installed import Machine, lacking
 from servekit.config.nodes import Node, find
 from servekit.config.problems import Problem, dotted, short
+from servekit.config.scale import ReplicaRange
 from servekit.config.schema import Config, ModelConfig, names_of
 
 Place = tuple[str | int, ...]
@@ -62,9 +63,12 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
             yield Problem((*at, *lack.at), message, at_key=lack.at_key)
     if kind.adapters:
         yield from _adapters(config, at, folder)
+    if kind.instead in config.options:
+        yield from _library(config, (*at, "options", kind.instead), folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
     yield from _residency(config, at)
+    yield from _scaling(config, at)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
@@ -78,6 +82,48 @@ def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
         yield Problem((*at, "idle_unload_s"), message)
 
 
+def _scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    """What is said of scaling where nothing scales, or could not come back from nothing."""
+    if not isinstance(config.replicas, ReplicaRange):
+        if "scale" in config.model_fields_set:
+            message = "only with `replicas: {min: …, max: …}` is a model scaled."
+            yield Problem((*at, "scale"), message, at_key=True)
+    elif config.replicas.min == 0 and config.load != "on_demand":
+        message = "0 replicas answer nobody; only with `load: on_demand` does a request bring one."
+        yield Problem((*at, "replicas", "min"), message)
+
+
+def tracing(config: Config, machine: Machine) -> Iterator[Problem]:
+    """What tracing lacks on this machine."""
+    if config.tracing is not None and not machine.has("opentelemetry.exporter.otlp.proto.http"):
+        message = "OpenTelemetry's exporter is not installed; pip install 'servekit[otel]'."
+        yield Problem(("tracing",), message, at_key=True)
+
+
+def launcher(config: Config, machine: Machine | None) -> Iterator[Problem]:
+    """What cannot be where workers are placed by a cluster, and what is not installed for it."""
+    if config.launcher == "local":
+        if config.ray is not None:
+            yield Problem(("ray",), "only `launcher: ray` reads this.", at_key=True)
+        return
+    for module, package in _OF_RAY if machine is not None else ():
+        if machine is not None and not machine.has(module):
+            message = f"{package} is not installed; pip install 'servekit[ray]'."
+            yield Problem(("launcher",), message, at_key=True)
+            break
+    if config.gpus.reserve is not None:
+        yield Problem(("gpus", "reserve"), _BY_RAY, at_key=True)
+    for i, model in enumerate(config.models):
+        for key in ("gpus", "memory", "standby"):
+            if key in model.model_fields_set:
+                yield Problem(("models", i, key), _BY_RAY, at_key=True)
+
+
+#: What `launcher: ray` needs, by module and package.
+_OF_RAY = (("ray", "ray"), ("cryptography", "cryptography"))
+_BY_RAY = "with `launcher: ray` workers get whole GPUs, and Ray says which: leave this out."
+
+
 def kind_of(config: ModelConfig) -> EngineKind:
     """The kind of a model's engine; where `auto` is not resolved, of one that it may become."""
     if config.engine == "auto":
@@ -85,13 +131,15 @@ def kind_of(config: ModelConfig) -> EngineKind:
     return KINDS[config.engine]
 
 
-def here(config: ModelConfig, at: Place, machine: Machine) -> Iterator[Problem]:
-    """What a model's engine lacks on this machine."""
+def here(
+    config: ModelConfig, at: Place, machine: Machine, *, elsewhere: bool = False
+) -> Iterator[Problem]:
+    """What a model's engine lacks on this machine; `elsewhere`: its workers are on others."""
     kind = KINDS[config.engine]
-    if remedy := lacking(kind, machine.has):
+    if remedy := lacking(kind, machine.has, config.options):
         message = f"the engine {config.engine} is not installed; {remedy}."
         yield Problem((*at, "engine"), message)
-    elif kind.gpu == "must" and not machine.has_gpu and config.device == "auto":
+    elif kind.gpu == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
         message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here."
         yield Problem((*at, "engine"), message)
 
@@ -141,6 +189,18 @@ def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]
             yield Problem((*here, "revision"), message, at_key=True)
 
 
+def _library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    if config.options.get("binding", "auto") != "auto":
+        yield Problem(at, "`binding` says where llama.cpp is, too; leave one out.", at_key=True)
+    try:
+        path = paths.resolve(str(config.options[str(at[-1])]), folder)
+    except ValueError as error:
+        yield Problem(at, f"{error}.")
+        return
+    if not path.is_file() and not any(path.glob("libllama*")):
+        yield Problem(at, f"there is no libllama.so in {path}.")
+
+
 def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:
     if config.device == "cpu":
         yield Problem((*at, "gpus"), "`device: cpu` uses no GPUs.", at_key=True)
@@ -148,9 +208,12 @@ def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterat
         if gpu in gpus[:i]:
             yield Problem((*at, "gpus", i), f"the GPU {gpu} stands twice.")
     each = config.gpus_per_replica
-    if isinstance(config.replicas, int) and config.replicas * each > len(gpus):
+    most = config.replicas.max if isinstance(config.replicas, ReplicaRange) else config.replicas
+    too_many = isinstance(most, int) and most * each > len(gpus)
+    if too_many and config.memory is None:  # with it they may share
         need = "a GPU" if each == 1 else f"{each} GPUs"
-        message = f"{config.replicas} replicas need {need} each, and `gpus` lists {len(gpus)}."
+        message = f"{most} replicas need {need} each, and `gpus` lists {len(gpus)}; "
+        message += "with `memory`, what each may take, they can share."
         yield Problem((*at, "replicas"), message)
 
 

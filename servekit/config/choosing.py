@@ -40,7 +40,10 @@ def choose(asks: Asked, machine: Machine) -> Choice:
     first, what = ("llamacpp", "a GGUF file") if is_gguf else ("vllm", "on a GPU")
     if obstacle := _obstacle(first, asks, machine):
         return Choice("transformers", f"{what}; {first}{_praise(first)}, {obstacle}")
-    return Choice(first, f"{what}, and {found(KINDS[first], machine.has)} is installed")
+    kind = KINDS[first]
+    if kind.instead in asks.options:
+        return Choice(first, f"{what}, and its options name a {kind.instead}")
+    return Choice(first, f"{what}, and {found(kind, machine.has)} is installed")
 
 
 def _praise(engine: str) -> str:
@@ -51,5 +54,5 @@ def _obstacle(engine: str, asks: Asked, machine: Machine) -> str:
     kind = KINDS[engine]
     if lack := next(lacks(kind, asks, unknown_too=True), None):
         return lack.what
-    remedy = lacking(kind, machine.has)
+    remedy = lacking(kind, machine.has, asks.options)
     return f"is not installed ({remedy})" if remedy else ""

@@ -31,6 +31,14 @@ class TransformersOptions(Section):
     """Continuous batching where the model supports it; static runs one request at a time."""
     attention: str | None = None
     """transformers' attn_implementation; by default the best one installed."""
+    decode: Literal["auto", "graph", "eager"] = "eager"
+    """Steps in which every request brings one token: as CUDA graphs, each started before the last
+    one's tokens are known, or one by one as the library does it; auto is graph on a GPU where it
+    passes its test. It is young: eager by default."""
+    decode_attention: Literal[
+        "auto", "triton", "flash2", "flash3", "flash4", "torch", "reference"
+    ] = "auto"
+    """Their attention: servekit's own kernel in Triton, or a package's; auto is the best found."""
     max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
     """Highest rank of a LoRA adapter that is loaded; more is refused."""
 
@@ -142,6 +150,9 @@ class LlamaCppOptions(Section):
     """Make embeddings in this way instead of text. auto: if the file names one."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
+    library: str | None = None
+    """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
+    of a package: how any build of it for GPUs is had."""
 
 
 def _header(name: str) -> str:
@@ -199,6 +210,8 @@ class EngineKind:
     #: Being able to import one of these is to have it; with `extra` pip installs the first.
     modules: tuple[str, ...] = ()
     extra: str = ""
+    #: The option that names a library to use instead of them.
+    instead: str = ""
     gpu: Literal["never", "may", "must"] = "may"
     adapters: bool = False
     #: Its libraries take seconds of a core to import, and survive a fork.
@@ -271,6 +284,7 @@ _OURS = {
         frozenset({"gguf"}),
         modules=("xllamacpp", "llama_cpp"),
         extra="llamacpp",
+        instead="library",
         parallel=("split",),
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
     ),

@@ -48,6 +48,7 @@ class Asked:
     sleeps: bool = False
     on_cpu: bool = False  # it says so
     remote: bool = False  # its options name an endpoint
+    options: frozenset[str] = frozenset()  # their names
 
 
 def asked(model: ModelConfig, folder: Path) -> Asked:
@@ -65,6 +66,7 @@ def asked(model: ModelConfig, folder: Path) -> Asked:
         sleeps=model.idle_sleep_s is not None,
         on_cpu=model.device == "cpu",
         remote="url" in model.options,
+        options=frozenset(model.options),
     )
 
 

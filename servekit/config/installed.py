@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from servekit.config import plugins
@@ -14,10 +14,10 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python"}
 
 
 def is_there(module: str) -> bool:
-    """Whether a top-level module can be imported; a folder that merely has its name is none."""
+    """Whether a module can be imported; a folder that merely has its name is none."""
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # something has put a module without a spec there
+    except (ModuleNotFoundError, ValueError):  # its parent is not there, or one without a spec
         return False
     return spec is not None and spec.origin is not None
 
@@ -35,9 +35,11 @@ def found(kind: EngineKind, has: Callable[[str], bool] = is_there) -> str:
     return next((module for module in kind.modules if has(module)), "")
 
 
-def lacking(kind: EngineKind, has: Callable[[str], bool] = is_there) -> str:
-    """What would install the engine; "" if it is there."""
-    if not kind.modules or found(kind, has):
+def lacking(
+    kind: EngineKind, has: Callable[[str], bool] = is_there, options: Collection[str] = ()
+) -> str:
+    """What would install the engine; "" if it is there, or the model's `options` name one."""
+    if not kind.modules or kind.instead in options or found(kind, has):
         return ""
     return f"pip install '{f'servekit[{kind.extra}]' if kind.extra else kind.modules[0]}'"
 

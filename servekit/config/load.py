@@ -132,10 +132,14 @@ def _own_options(
 def _meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:
     problems = [*checks.run_dir(config, folder), *checks.keys(config)]
     problems += [*checks.tls(config, folder), *checks.legacy(config)]
+    problems += checks.launcher(config, machine)
+    elsewhere = config.launcher == "ray"
+    if machine is not None:
+        problems += checks.tracing(config, machine)
     for i, model in enumerate(config.models):
         problems += checks.model(model, ("models", i), folder)
         if machine is not None:
-            problems += checks.here(model, ("models", i), machine)
+            problems += checks.here(model, ("models", i), machine, elsewhere=elsewhere)
     return problems
 
 
@@ -168,7 +172,11 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
             for adapter in model.adapters
         )
     }
-    if checks.kind_of(model).reads_files:
+    kind = checks.kind_of(model)
+    if kind.instead in model.options:
+        library = paths.resolve(str(model.options[kind.instead]), folder)
+        update["options"] = {**model.options, kind.instead: str(library)}
+    if kind.reads_files:
         with contextlib.suppress(ValueError):  # of an engine that needs no files
             update["path"] = paths.check(model.path, folder).text
     return model.model_copy(update=update)

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from servekit.config import plugins
 from servekit.config.engines import ENGINE_OPTIONS
 from servekit.config.nodes import Loc, Node, find, place
+from servekit.config.scale import BRANCHES, ReplicaRange, ScaleConfig
 from servekit.config.schema import (
     AdapterConfig,
     Config,
@@ -111,6 +112,7 @@ def explain(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ()) -> lis
 
 def _trim(loc: tuple[str | int, ...], error: ErrorDetails, root: Node) -> tuple[str | int, ...]:
     """Cut what pydantic appends for its own use: a union's branch, `[key]`."""
+    loc = tuple(part for part in loc if part not in BRANCHES)
     depth = find(root, loc).depth
     return loc[: depth + 1] if error["type"] == "missing" else loc[:depth]
 
@@ -202,6 +204,10 @@ def _section(loc: Loc, root: Node) -> type[Section] | None:
             return AdapterConfig
         case ("models", int(), "sampling"):
             return SamplingDefaults
+        case ("models", int(), "replicas"):
+            return ReplicaRange
+        case ("models", int(), "scale"):
+            return ScaleConfig
         case ("models", int() as index, "options"):
             engine = find(root, ("models", index, "engine"))
             name = engine.node.value if engine.depth == 3 else "transformers"

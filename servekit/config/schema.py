@@ -15,8 +15,17 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 from pydantic_core import PydanticKnownError
 
 from servekit.config import memory, plugins
-from servekit.config.access import KeyConfig, LimitsConfig, LoggingConfig, Origin, TlsConfig
+from servekit.config.access import (
+    KeyConfig,
+    LimitsConfig,
+    LoggingConfig,
+    Origin,
+    TlsConfig,
+    TracingConfig,
+)
+from servekit.config.cluster import RayConfig
 from servekit.config.engines import KINDS
+from servekit.config.scale import MOST, Replicas, ScaleConfig
 from servekit.config.section import Section as Section  # for those who import it from here
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
@@ -122,12 +131,18 @@ class ServerConfig(Section):
     """Serve HTTPS instead of HTTP."""
     cors: tuple[Origin, ...] = ()
     """Web pages that may use the API, by origin (https://app.example), or `*`. By default none."""
+    hosts: tuple[Host, ...] = ()
+    """Names that requests may come by, such as a proxy's, where it listens on loopback without
+    `keys`; there other names are refused, for a web page could have made one point here."""
     limits: LimitsConfig = LimitsConfig()
     """What one request may hold."""
     legacy: Literal["huixiangdou"] | None = None
     """Answer as HuixiangDou's LLM server does, too: /inference and /stream."""
     legacy_port: Port | None = None
     """A second port for those, such as 8888; by default they are at `port` only."""
+    open_metrics: bool = False
+    """With `keys`: let whoever reaches the port read /metrics; by default it takes one with
+    `metrics: true`. Without `keys` whoever reaches the port may, whatever this says."""
     runtime_adapters: bool = False
     """Without `keys`: let whoever reaches the port load adapters, from any path here, and unload
     them. With `keys` it takes one with `admin: true`, whatever this says."""
@@ -181,8 +196,11 @@ class ModelConfig(Section):
     """auto: GPUs if there are any, else the CPU. cuda: a GPU or an error."""
     gpus: Annotated[tuple[Gpu, ...] | None, Field(min_length=1)] = None
     """GPUs this model may use, by NVML index or UUID; by default any."""
-    replicas: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
-    """Workers, no two on one GPU. auto: one, and the free GPUs, shared evenly; one on a CPU."""
+    replicas: Replicas = "auto"
+    """Workers, no two on one GPU. auto: one, and the free GPUs, shared evenly; one on a CPU.
+    {min, max}: as many between these as its load takes; see `scale`."""
+    scale: ScaleConfig = ScaleConfig()
+    """When one is added or goes, with `replicas: {min, max}`."""
     gpus_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that one replica is spread over."""
     parallel: Literal["auto", "tensor", "device_map", "split"] = "auto"
@@ -238,9 +256,9 @@ class ModelConfig(Section):
 
     @field_validator("replicas")
     @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and not 1 <= value <= 256:
-            raise ValueError("must be between 1 and 256, or auto")
+    def _positive(cls, value: object) -> object:
+        if isinstance(value, int) and not 1 <= value <= MOST:
+            raise ValueError(f"must be between 1 and {MOST}, auto, or {{min, max}}")
         return value
 
     def engine_options(self) -> Section:
@@ -264,10 +282,16 @@ class Config(Section):
     """The public side."""
     gpus: GpusConfig = GpusConfig()
     """What concerns all GPUs of this machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """Where workers run: on this machine, or in a Ray cluster that it is a node of."""
+    ray: RayConfig | None = None
+    """The cluster, with `launcher: ray`."""
     keys: Annotated[tuple[KeyConfig, ...], Field(max_length=10_000)] = ()
     """API keys. With none, whoever reaches the port may use all."""
     logging: LoggingConfig = LoggingConfig()
     """The log."""
+    tracing: TracingConfig | None = None
+    """Spans of requests; by default none are made."""
     run_dir: Path | None = None
     """Sockets, logs and the lock, relative to this file; by default under XDG_RUNTIME_DIR. One
     instance each."""

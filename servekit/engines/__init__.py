@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
+from servekit.engines.phases import phase
 from servekit.errors import LoadError
 
 if TYPE_CHECKING:
-    from servekit.engines.base import Engine
+    from servekit.engines.base import Engine, Report
     from servekit.wire.messages import WorkerSpec
 
 #: Registry name to "module:class"; imported only in the worker that runs it.
@@ -27,6 +28,15 @@ ENGINES = {
     "vllm": "servekit.engines.vllm.engine:VllmEngine",
 }
 
+#: What takes long to import of what an engine needs, in this order; each is a phase of its own.
+LIBRARIES = {
+    "transformers": ("torch", "transformers"),
+    "vllm": ("torch", "transformers", "vllm"),
+}
+
+#: Engines whose files are brought by `source`, and whether they load a GGUF file's conversion.
+FETCHES = {"transformers": True, "vllm": True, "llamacpp": False}
+
 #: The entry points of other packages' engines, "module:class" as here.
 GROUP = "servekit.engines"
 
@@ -34,6 +44,14 @@ GROUP = "servekit.engines"
 def create(spec: WorkerSpec) -> Engine:
     """Make the engine that `spec.engine` names. Raises LoadError if there is none."""
     return _kind(spec.engine)(spec)
+
+
+def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
+    """Begin to fetch the model's files, so that `create` may import meanwhile."""
+    if (converts := FETCHES.get(spec.engine)) is not None:
+        from servekit.engines import ahead
+
+        ahead.begin(spec, report, converts=converts)
 
 
 def prepare(spec: WorkerSpec) -> None:
@@ -62,7 +80,11 @@ def _kind(name: str) -> type[Engine]:
         return _brought(name)
     module, _, attribute = target.partition(":")
     with _no_collections():
-        kind: type[Engine] = getattr(import_module(module), attribute)
+        for library in LIBRARIES.get(name, ()):
+            with phase(library):
+                import_module(library)
+        with phase("engine"):
+            kind: type[Engine] = getattr(import_module(module), attribute)
     return kind
 
 

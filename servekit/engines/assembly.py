@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -16,6 +16,9 @@ from servekit.engines import device_memory, kv_cache, paged_attention, probe
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.base import StepOutput
 from servekit.engines.continuous import ContinuousRunner
+from servekit.engines.decode import wishes
+from servekit.engines.decode.path import Wish
+from servekit.engines.phases import phase
 from servekit.engines.rows import Row
 from servekit.engines.spread import plan
 from servekit.engines.spread.leader import Ranks
@@ -72,25 +75,51 @@ def assemble(
     reason = "the configuration says static" if wish == "static" else _obstacle(model, spec)
     if not reason:
         attention = str(model.config._attn_implementation)
-        for by_request in _attentions(model, spec):
+        for way in _ways(model, spec):
             try:
-                return _continuous(model, spec, chat, by_request, attention, ranks)
-            except _NOT_PAGEABLE as error:
+                return _continuous(model, spec, chat, way, attention, ranks)
+            except LoadError:
+                raise
+            except Exception as error:
+                if way.decode is None and not isinstance(error, _NOT_PAGEABLE):
+                    raise
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
-                log.warning("%s: continuous batching failed its test: %s", spec.model, reason)
+                log.warning("%s: %s failed its test: %s", spec.model, way, reason)
     if wish == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("%s runs one request at a time: %s", spec.model, reason)
     return _static(model, spec, chat, "" if wish == "static" else f": {reason}")
 
 
-def _attentions(model: PreTrainedModel, spec: WorkerSpec) -> tuple[bool, ...]:
+class _Way(NamedTuple):
+    """How to run batches; `why` the library decodes, for people, where that says something."""
+
+    by_request: bool
+    decode: Wish | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return "decoding by itself" if self.decode else "continuous batching"
+
+
+def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
     """What to try: attention request by request, and else the library's over the whole batch."""
-    own = model.config._attn_implementation == "sdpa"
-    if spec.options.get("attention") is None and own:
-        return (True, False) if paged_attention.suits(model.config.get_text_config()) else (False,)
-    return (False,)
+    own = model.config._attn_implementation == "sdpa" and spec.options.get("attention") is None
+    if own and paged_attention.suits(model.config.get_text_config()):
+        why = ""
+        try:
+            context, size = _context(model, spec), _block_size(spec)
+            with phase("kernels"):
+                wish = wishes.wish(model, spec, context, size)
+            yield _Way(True, wish)
+            why = "its decoding failed its test"
+        except LookupError as error:
+            why = str(error)
+        if why and spec.options.get("decode") == "graph":
+            raise LoadError(f"options.decode is graph, and {why}.")
+        yield _Way(True, None, why)
+    yield _Way(False)
 
 
 def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
@@ -110,24 +139,33 @@ def _continuous(
     model: PreTrainedModel,
     spec: WorkerSpec,
     chat: bool,
-    by_request: bool,
+    way: _Way,
     attention: str,
     ranks: Ranks | None,
 ) -> tuple[CausalRunner, ModelInfo]:
     context = _context(model, spec)
     size = _plan(model, spec, context, ranks)
-    runner = _with_less_on_failure(
-        lambda halvings: ContinuousRunner(
-            model, size.halved(halvings), by_request=by_request, ranks=ranks
+    with phase("cache"):
+        runner = _with_less_on_failure(
+            lambda halvings: ContinuousRunner(
+                model,
+                size.halved(halvings),
+                by_request=way.by_request,
+                ranks=ranks,
+                decode=way.decode,
+            )
         )
-    )
     try:
-        probe.check(model, runner, attention)
+        with phase("proof"):
+            probe.check(model, runner, attention)
     except BaseException:
         runner.close()
         raise
     size = runner.plan
     detail = f"continuous batching, {runner.attention}, {size.blocks} × {size.block_size} tokens"
+    how = runner.decodes or (way.why and f"the library's, since {way.why}")
+    detail += f"; decoding: {how}" if how else ""
+    log.info("%s runs with %s", spec.model, detail)
     total = size.bytes * (1 if ranks is None else ranks.size)
     info = _info(model, spec, chat, runner, size.slots, total, detail, context)
     if runner.shares_prefixes:
@@ -205,11 +243,15 @@ def _plan(
         cuda=spec.device == "cuda",
         available_bytes=_available_bytes(model, spec, ranks),
         max_context=context,
-        block_size=options.get("block_size") or 32,
+        block_size=_block_size(spec),
         slots=options.get("slots"),
         batch_tokens=options.get("max_batch_tokens"),
         cache_bytes=stated and stated // count,
     )
+
+
+def _block_size(spec: WorkerSpec) -> int:
+    return spec.options.get("block_size") or 32
 
 
 def _available_bytes(model: PreTrainedModel, spec: WorkerSpec, ranks: Ranks | None) -> int:

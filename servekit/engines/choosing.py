@@ -81,6 +81,12 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
     return mixed & _MASK32, mixed >> 32
 
 
+def noise_base(seed: int) -> int:
+    """What positions are added to in `noise_keys`, as a signed 64-bit number."""
+    mixed = _splitmix64(seed & _MASK64)
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
 def _splitmix64(state: int) -> int:
     state = (state + 0x9E3779B97F4A7C15) & _MASK64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64

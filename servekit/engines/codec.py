@@ -9,6 +9,7 @@ rules are. Both cost the same for the thousandth token as for the first.
 from __future__ import annotations
 
 import codecs
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -134,11 +135,16 @@ class _BytePieces:
         self._backend = backend
         self._silent = silent  # tokens without text
         self._known: dict[int, bytes] = {}
+        self.texts: dict[
+            int, str
+        ] = {}  # of those that have been looked up and are text by themselves
 
     def of(self, token: int) -> bytes:
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._look_up(token)
+            with contextlib.suppress(UnicodeDecodeError):
+                self.texts[token] = piece.decode()
         return piece
 
     def _look_up(self, token: int) -> bytes:
@@ -165,18 +171,31 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
+#: What an incremental decoder says that has nothing of a character.
+_SETTLED = (b"", 0)
+
+
 class ByteDecoder:
     """Joins the tokens' bytes and decodes UTF-8 as it completes."""
 
     def __init__(self, pieces: _BytePieces) -> None:
         self._pieces = pieces
+        self._texts = pieces.texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False  # for the rest of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(map(self._pieces.of, token_ids)))
+        if len(token_ids) == 1 and not self._waits:  # as in most steps
+            text = self._texts.get(token_ids[0])
+            if text is not None:
+                return text
+        text = self._utf8.decode(b"".join(map(self._pieces.of, token_ids)))
+        self._waits = self._utf8.getstate() != _SETTLED
+        return text
 
     def flush(self) -> str:
         self._utf8.reset()  # what waits is the beginning of a character that will never come
+        self._waits = False
         return ""
 
 

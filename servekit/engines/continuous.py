@@ -11,8 +11,9 @@ scheduler, prefix sharing, model runner) and call the three steps of its loop ou
 - A chunk of a long prompt brings no output, but is progress; here it is seen as such.
 - `add_request` blocks for ten seconds on a full queue, and says None when the loop is dead.
 
-Batches are synchronous and without CUDA graphs: penalties need the last token on the host before
-the next is drawn, and our sampler's work depends on who is in the batch.
+The library's batches are synchronous and without CUDA graphs. It reads prompts, and runs adapters;
+steps in which every request brings one token are ours where that is wished for (`decode.path`), and
+the two take turns, so that neither a long prompt nor many requests that decode hold up the others.
 """
 
 from __future__ import annotations
@@ -26,20 +27,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessorList,
-)
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from servekit.engines import groups, paged_attention, processor
+from servekit.engines import groups, hooks, paged_attention, processor
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.adapters.mixing import Mixing, Part
 from servekit.engines.base import StepOutput
+from servekit.engines.decode.path import Path, Wish
 from servekit.engines.kv_cache import Plan
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampler
 from servekit.engines.spread.leader import Ranks
 
 log = logging.getLogger(__name__)
@@ -68,16 +65,18 @@ class ContinuousRunner:
         *,
         by_request: bool,
         ranks: Ranks | None = None,
+        decode: Wish | None = None,
     ) -> None:
+        """`decode` needs `by_request`, and one rank."""
         self._model = model
         self.plan = plan
         self._ranks = ranks
         self._mixing = Mixing(model)
         self.plain_attention = str(model.config._attn_implementation)
         self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
-        self._sampling = _SamplingHook()
+        self._sampling = hooks.SamplingHook()
         self._manager.logit_processor = self._sampling
-        self._manager.output_router = _Discard()
+        self._manager.output_router = hooks.Discard()
         if by_request:
             model.set_attn_implementation(paged_attention.NAME)
         self.by_request = by_request
@@ -86,6 +85,10 @@ class ContinuousRunner:
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
         self._idle_steps = 0
+        self._wish = decode
+        self._decoder: Path | None = None
+        self._reading = False  # the last step was the library's
+        self._full = False  # the library cannot begin anything until something ends
         self._processor: Any = None
         self.make_pages()
         self.capacity = processor.capacity(self._pages, plan)
@@ -104,6 +107,11 @@ class ContinuousRunner:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def decodes(self) -> str:
+        """How steps of one token each are made, in a few words; "" where the library makes them."""
+        return "" if self._decoder is None else self._decoder.how
 
     @property
     def kv_used(self) -> float:
@@ -132,6 +140,9 @@ class ContinuousRunner:
 
     def cancel(self, row: Row) -> None:
         """Drop a row now: its slot and blocks are free for the next step."""
+        self._full = False
+        if self._decoder is not None:
+            self._decoder.leave(row.key)
         if self._rows.pop(row.key, None) is None:
             self._waiting = deque(other for other in self._waiting if other is not row)
             return
@@ -146,6 +157,31 @@ class ContinuousRunner:
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Run one forward pass; returns what it brought. Any exception ends the engine."""
         self._admit()
+        decoder = self._decoder
+        if decoder is None:
+            return self._step_of_library()
+        if decoder.seated and (self._reading or self._full or not self._others(decoder)):
+            self._reading = False
+            return self._decode(decoder)
+        outputs = decoder.land()
+        outputs += self._step_of_library()
+        self._reading = True
+        decoder.take_in()
+        return outputs
+
+    def _decode(self, decoder: Path) -> list[tuple[Row, StepOutput]]:
+        self._mixing.step = None  # none of these has an adapter
+        outputs = decoder.step()
+        self._full &= not any(output.finish or output.error for _, output in outputs)
+        return outputs
+
+    def _others(self, decoder: Path) -> bool:
+        """There are requests that the library has to run."""
+        scheduler = self._processor.scheduler
+        known = len(scheduler.active_requests) + len(scheduler.waiting_requests)
+        return bool(known > len(decoder.seated))
+
+    def _step_of_library(self) -> list[tuple[Row, StepOutput]]:
         processor = self._processor
         if not processor.prepare_next_batch():
             self._be_patient()
@@ -175,11 +211,17 @@ class ContinuousRunner:
         made.scheduler.rows = self._rows
         groups.keep_prefixes_apart(made.cache, self._rows)
         self._processor = made
+        if self._wish is not None:
+            slots = self.plan.slots
+            self._decoder = Path(self._model, made, self._rows, slots, self._wish)
+            made.scheduler.elsewhere = self._decoder.seated
+            made.scheduler.ample = self._decoder.pages.is_ample
 
     def drop_pages(self) -> None:
         """Free the cache, and all else that is left of the last step."""
         self._mixing.step = None
         self._sampling.forget()
+        self._drop_decoder()
         self._processor = None
         self._manager.batch_processor = None
         gc.collect()
@@ -194,9 +236,15 @@ class ContinuousRunner:
         """Free the cache."""
         self._rows.clear()
         self._waiting.clear()
+        self._drop_decoder()
         self._processor = None
         self._manager.batch_processor = None
         gc.collect()
+
+    def _drop_decoder(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
 
     # ---- inside a step
 
@@ -213,6 +261,9 @@ class ContinuousRunner:
         return sum(_promise(row) for row in self._rows.values())
 
     def _be_patient(self) -> None:
+        if self._decoder is not None and self._decoder.seated:
+            self._full = True
+            return
         self._idle_steps += bool(self._rows)
         if self._idle_steps > PATIENCE:
             raise SchedulerStuck("the scheduler does not run any of the waiting requests")
@@ -270,48 +321,3 @@ def _state(row: Row) -> RequestState:
         max_new_tokens=row.remaining,
         eos_token_id=sorted(row.eos),
     )
-
-
-class _Discard(OutputRouter):
-    """The library queues finished outputs for someone to fetch; tokens are read elsewhere."""
-
-    def deliver(self, output: Any) -> None:
-        return None
-
-    def deliver_batch(self, outputs: Any) -> None:
-        return None
-
-
-class _SamplingHook(ContinuousBatchingLogitsProcessorList):
-    """Stands where the library keeps its logits processors, and calls our sampler.
-
-    The library is told to take the argmax. With `do_processing` false it does not come here at
-    all, which is why a batch of plain greedy rows costs nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(LogitsProcessorList())
-        self.rows: dict[str, Row] = {}
-        self._batch: list[Row] = []
-        self._sampler = Sampler()
-
-    def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: Any) -> Any:
-        """Note whose logits will come, in order."""
-        self._batch = [
-            self.rows[future.state.request_id]
-            for future in requests_in_batch
-            if future.has_new_token
-        ]
-        self.do_processing = not all(row.plain for row in self._batch)
-        return arg_storage
-
-    def forget(self) -> None:
-        """Drop the last batch's rows, which hold their adapters."""
-        self._batch = []
-
-    def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
-        for row, logits in zip(self._batch, scores, strict=False):
-            if row.noted is not None:
-                row.noted.append(logits.clone())
-        self._sampler.apply(self._batch, scores[: len(self._batch)])
-        return scores

@@ -76,6 +76,7 @@ class EchoEngine(Engine):
         self._size: int = spec.options.get("embedding_size", 16)
         self._progress_at = time.monotonic()
         self._changed = threading.Condition()
+        self._ending = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._tokens = 0
@@ -211,6 +212,7 @@ class EchoEngine(Engine):
     def close(self) -> None:
         while self._options.get("ignore_sigterm"):
             time.sleep(1)
+        self._ending.set()
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -229,8 +231,9 @@ class EchoEngine(Engine):
                 self._changed.wait_for(lambda: self._closed or (self._runs and not self._hung))
                 if self._closed:
                     return
-            if pause_s := self._step_s + self._read():
-                time.sleep(pause_s)
+            pause_s = self._step_s + self._read()
+            if pause_s and self._ending.wait(pause_s):
+                return
             self._step()
 
     def _read(self) -> float:

@@ -34,12 +34,34 @@ Scheduled = tuple[Any, bool, int, int]
 
 
 class GroupScheduler(FIFOScheduler):
-    """The library's own, on one group at a time. `rows` are those under way, by key."""
+    """The library's own, on one group at a time. `rows` are those under way, by key.
+
+    Those `elsewhere` are run by others, and hold their blocks. Beside them requests are begun only
+    while `ample` blocks are left, and a full cache is waited for: room is not made among the rest.
+    """
 
     rows: Mapping[str, Row] = {}
+    elsewhere: Mapping[str, Any] = {}
     _last = 0  # the group that ran last
 
+    def ample(self) -> bool:
+        return True
+
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Scheduled:
+        if not self.elsewhere:
+            return self._schedule_all(token_budget, cache_budget)
+        away = {k: s for k, s in self.active_requests.items() if k in self.elsewhere}
+        self.active_requests = {k: s for k, s in self.active_requests.items() if k not in away}
+        blocked, self.block_new_requests = self.block_new_requests, not self.ample()
+        try:
+            self.block_new_requests |= blocked
+            found = self._schedule_all(token_budget, cache_budget)
+        finally:
+            self.active_requests = away | self.active_requests
+            self.block_new_requests = blocked
+        return ([], *found[1:]) if found[0] is None else found
+
+    def _schedule_all(self, token_budget: int, cache_budget: int) -> Scheduled:
         groups = {self.rows[key].group for key in (*self.active_requests, *self.waiting_requests)}
         if len(groups) < 2:
             return self._side_by_side(super().schedule_batch(token_budget, cache_budget))

@@ -23,6 +23,7 @@ import msgspec
 from servekit.engines import folder as model_folder
 from servekit.engines.base import Report
 from servekit.engines.cache import Cache, Key, disk_free_bytes
+from servekit.engines.phases import phase
 from servekit.errors import LoadError
 from servekit.wire.messages import Progress
 
@@ -77,10 +78,18 @@ def fetch(
             pin = _read(path)
             if pin is None or not _is_here(pin):
                 kind = _AdapterHub if adapter else _Hub
-                pin = kind(repo, file, trust_remote_code, shared).download(wanted, pin)
+                with phase("fetch"):
+                    pin = kind(repo, file, trust_remote_code, shared).download(wanted, pin)
                 _write(path, pin)
     _announce(pin, path)
     return _snapshot(pin), pin.commit
+
+
+def import_library() -> None:
+    """Import all that `fetch` uses."""
+    from huggingface_hub import HfApi, constants, errors, file_download, snapshot_download
+
+    assert all((HfApi, constants, errors, file_download, snapshot_download))  # it is lazy
 
 
 def _announce(pin: Pin, path: Path) -> None:

@@ -19,6 +19,7 @@ from servekit.engines import embedding, pooling, preparing, sleeping, weights
 from servekit.engines.assembly import Runner, assemble, cpu_threads, vocab_size
 from servekit.engines.base import Report
 from servekit.engines.codec import TokenizerCodec
+from servekit.engines.phases import phase
 from servekit.engines.source import resolve
 from servekit.engines.spread import plan
 from servekit.engines.spread.leader import Ranks, threads_each
@@ -51,12 +52,15 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
     """Fetch and load. Raises LoadError."""
     threads = _threads(spec)
     torch.set_num_threads(threads)
-    folder = Path(resolve(spec.path, spec.revision, report))
+    with phase("files"):
+        folder = Path(resolve(spec.path, spec.revision, report))
     embeds = pooling.is_embedder(folder)
     ranks = _ranks(folder, spec, for_embeddings=embeds)
     try:
-        tokenizer = preparing.tokenizer(folder, spec)
+        with phase("tokenizer"):
+            tokenizer = preparing.tokenizer(folder, spec)
         with (
+            phase("weights"),
             weights.explained(folder, spec),
             _with_all(ranks, folder, threads, for_embeddings=embeds),
         ):

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from servekit.engines.base import Report
+from servekit.engines.phases import phase as timed
 from servekit.wire.messages import Progress
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def held(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
     try:
         if not _take(descriptor):
             log.info("waiting for another worker that prepares the same model (%s)", path.stem)
-            _wait(descriptor, shared, report, phase)
+            with timed("lock"):
+                _wait(descriptor, shared, report, phase)
         shared.unlink(missing_ok=True)  # a dead owner's
         try:
             yield _Shared(report, shared)

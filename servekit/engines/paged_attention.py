@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from servekit.engines.decode.step import Step
+
 #: The name under which the library knows this attention.
 NAME = "paged_by_request"
 #: Requests shorter than this share a group whatever their lengths.
@@ -168,6 +170,9 @@ def attend(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
+    if isinstance(cache.layout, Step):  # one token of each request, all of it on the device
+        layer: Any = module.layer_idx
+        return cache.layout.attend(layer, query, key, value, scaling), None
     layout: Layout = cache.layout
     keys, values = _exchange(cache, key, value, module.layer_idx, layout, kwargs)
     packed = query[0].transpose(0, 1)

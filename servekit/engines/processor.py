@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 
 from servekit.engines import groups
 from servekit.engines.kv_cache import Plan
+from servekit.engines.lazy_zeros import LazyZeros
 
 _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
@@ -56,7 +57,8 @@ def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
 
 def create(made: Any) -> Any:
     """A processor with an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
-    processor = made._create_batch_processor()
+    with LazyZeros():
+        processor = made._create_batch_processor()
     processor.cache.layout = None  # of a step; `paged_attention` finds it there
     return processor
 

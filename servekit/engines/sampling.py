@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,12 +107,17 @@ def _draw_plain(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor) -> 
     """Draw from the whole vocabulary, a few rows at a time."""
     if any(s.min_p for s in samplings):
         logits.masked_fill_(logits < _floor(logits.amax(-1, keepdim=True), samplings), -torch.inf)
+    return loudest(logits, keys)
+
+
+def loudest(logits: Tensor, keys: Tensor) -> Tensor:
+    """The best token of each row under its noise, from the whole vocabulary."""
     vocabulary = logits.shape[1]
     ids = torch.arange(vocabulary, device=logits.device).unsqueeze(0)
     step = max(1, _NOISE_CHUNK // vocabulary)
     parts = [
         (logits[at : at + step] + _gumbel(ids, keys[at : at + step])).argmax(-1)
-        for at in range(0, len(samplings), step)
+        for at in range(0, len(logits), step)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -131,30 +136,47 @@ def _draw_ranked(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor) ->
 def _draw_among(
     logits: Tensor, samplings: Sequence[Sampling], keys: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw among the `width` best; also say for which rows those were all that could be drawn."""
     device = logits.device
-    values, ids = logits.topk(width, dim=-1)
     top_p = _column([s.top_p for s in samplings], device)
     limit = torch.tensor([[s.top_k or logits.shape[1]] for s in samplings], device=device)
-    keep = torch.arange(width, device=device).unsqueeze(0) < limit
+    floor = _logs_of_min_p(samplings, device) if any(s.min_p for s in samplings) else None
+    return among(logits, keys, Bounds(limit, top_p, floor), width)
+
+
+class Bounds(NamedTuple):
+    """What may be drawn, [rows, 1] each."""
+
+    limit: Tensor  # top-k; the vocabulary where it is off
+    top_p: Tensor
+    floor: Tensor | None  # the logarithm of min-p
+
+
+def among(logits: Tensor, keys: Tensor, bounds: Bounds, width: int) -> tuple[Tensor, Tensor]:
+    """Draw among the `width` best; also say for which rows those were all that could be drawn."""
+    limit, top_p, floor = bounds
+    values, ids = logits.topk(width, dim=-1)
+    keep = torch.arange(width, device=logits.device).unsqueeze(0) < limit
     within = values.masked_fill(~keep, -torch.inf)
     whole = torch.where(limit <= width, within.logsumexp(-1, True), logits.logsumexp(-1, True))
     mass = (within - whole).exp()
     before = mass.cumsum(-1) - mass
-    keep &= (before < top_p) | (torch.arange(width, device=device) == 0)
+    keep &= (before < top_p) | (torch.arange(width, device=logits.device) == 0)
     enough = (limit <= width) | ((top_p < 1) & (before[:, -1:] + mass[:, -1:] >= top_p))
     # A top-k deeper than the candidates renormalises over tokens that are not seen here.
     enough &= (limit <= width) | (limit >= logits.shape[1])
-    if any(s.min_p for s in samplings):
-        keep &= values >= _floor(values[:, :1], samplings)
+    if floor is not None:
+        keep &= values >= values[:, :1] + floor
     noisy = (values + _gumbel(ids, keys)).masked_fill(~keep, -torch.inf)
     return ids.gather(1, noisy.argmax(-1, keepdim=True)).squeeze(1), enough.squeeze(1)
 
 
 def _floor(best: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """The lowest logit that min-p lets through, [rows, 1]."""
-    logs = [math.log(s.min_p) if s.min_p else -math.inf for s in samplings]
-    return best + _column(logs, best.device)
+    return best + _logs_of_min_p(samplings, best.device)
+
+
+def _logs_of_min_p(samplings: Sequence[Sampling], device: torch.device) -> Tensor:
+    return _column([math.log(s.min_p) if s.min_p else -math.inf for s in samplings], device)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:

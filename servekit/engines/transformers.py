@@ -28,6 +28,7 @@ from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.loop import LoopedEngine, Request
+from servekit.engines.phases import phase
 from servekit.engines.pieces import Pieces
 from servekit.engines.rest import Rest
 from servekit.engines.rows import Row
@@ -85,14 +86,16 @@ class TransformersEngine(LoopedEngine):
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults = sampling_defaults(model) | stated
         self._pieces = Pieces(tokenizer)
-        self._grammars = preparing.grammars(tokenizer, self.vocab_size, self._eos)
+        with phase("grammars"):
+            self._grammars = preparing.grammars(tokenizer, self.vocab_size, self._eos)
         dialect = self._dialect()
         info = structs.replace(loaded.info, serves=self._served(dialect), dialect=dialect)
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
         self._shelf = Shelf(model, loaded.attention, runner, self.spec, self._between)
-        adapters, refused = self._shelf.load_all(self.spec.adapters)
+        with phase("adapters"):
+            adapters, refused = self._shelf.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
 
     def _dialect(self) -> Dialect:

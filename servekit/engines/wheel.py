@@ -109,13 +109,19 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, said: Path, report: 
             process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
             total = _announced_bytes(said.read_text(errors="replace"))
-            done = max(map(_size, scratch.rglob("*.whl")), default=0)
+            done = largest_wheel(scratch)
             now = Progress("fetch", min(done, total) if total else done, total, "bytes")
             if now != last:
                 report(now)
                 last = now
         else:
             return
+
+
+def largest_wheel(scratch: Path) -> int:
+    """In bytes; folders that pip removes while we look are passed over, which rglob does not do."""
+    found = (Path(folder, name) for folder, _, names in os.walk(scratch) for name in names)
+    return max((_size(path) for path in found if path.suffix == ".whl"), default=0)
 
 
 def _size(path: Path) -> int:

@@ -20,20 +20,31 @@ if __name__ == "__main__":
     parser.add_argument("--ui-socket", type=Path)
     parser.add_argument("--operators", type=Path, help="the supervisor's socket for operators")
     parser.add_argument("--legacy", action="store_true")
+    parser.add_argument("--credentials-fd", type=int, help="where its certificate is to be read")
+    parser.add_argument("--lost-s", type=float, help="after how long a silent worker is lost")
+    parser.add_argument("--heir", type=Path, help="outlive the supervisor, and wait there")
+    parser.add_argument("--grace-s", type=float, default=0.0, help="for so long")
     args = parser.parse_args()
-    die_with(args.parent_pid)
+    if args.heir is None:
+        die_with(args.parent_pid)
 
     from servekit.tracing import guard
 
     guard.stand("gateway")
 
     import faulthandler
+    import signal
     import sys
 
     from servekit import logs
     from servekit.gateway.gateway import Settings, run
+    from servekit.gateway.pool import Reach
+    from servekit.wire.connection import LOST_S
+    from servekit.wire.credentials import read
 
     faulthandler.enable()
+    # Written by a handler in C, so that the stacks come out also while the loop is held up.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     logs.configure(args.name, json=True)
     settings = Settings(
         name=args.name,
@@ -43,6 +54,11 @@ if __name__ == "__main__":
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
         operators=args.operators,
+        reach=Reach(
+            None if args.credentials_fd is None else read(args.credentials_fd),
+            LOST_S if args.lost_s is None else args.lost_s,
+        ),
+        outlive=None if args.heir is None else (args.heir, args.grace_s),
         legacy=args.legacy,
         tls=(args.tls_certificate, args.tls_key) if args.tls_certificate else None,
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from servekit.errors import Forbidden, InvalidKey
-from servekit.gateway import bounds
+from servekit.gateway import bounds, sessions
 from servekit.gateway.caller import Caller
 from servekit.gateway.verifier import Verifier
 from servekit.wire.access import RequestLimits
@@ -105,6 +105,25 @@ class Access:
             raise InvalidKey("this API key is not known here")
         return caller
 
+    async def holder(self, headers: Headers) -> Caller:
+        """Whose page it is: by a session, by a key, or by a key as a browser's password.
+
+        Raises InvalidKey and Busy.
+        """
+        for name, value in headers:
+            if name == b"authorization" and value.startswith(sessions.SCHEME):
+                token = value.removeprefix(sessions.SCHEME).decode("latin-1")
+                return self._signed_in(token)
+        key = key_of(headers, browser=True)
+        return self.known(key) or await self.verify(key)
+
+    def _signed_in(self, token: str) -> Caller:
+        name = sessions.name_in(token, self.rules, time.time())
+        caller = None if name is None else self._callers.get(name)
+        if caller is None:
+            raise InvalidKey("this session is over; sign in again")
+        return caller
+
     async def visitor(self, authorization: str) -> Caller | None:
         """Whose page it is, by its header, and one request more of theirs; None without keys.
 
@@ -112,8 +131,7 @@ class Access:
         """
         if not self.closed:
             return None
-        key = key_of([(b"authorization", authorization.encode("latin-1"))], browser=True)
-        caller = self.known(key) or await self.verify(key)
+        caller = await self.holder([(b"authorization", authorization.encode("latin-1"))])
         if (refused := caller.charge()) is not None:
             raise refused
         return caller
@@ -149,6 +167,13 @@ class Access:
             name = caller.rule.name if caller else ""
             raise Forbidden(f"the key {name!r} may not use {model!r}", param="model")
 
+    def require_metrics(self) -> None:
+        """Raise Forbidden unless the caller of this moment may read /metrics."""
+        caller = ACTING.get()
+        if caller is not None and not (caller.rule.metrics or caller.rule.admin):
+            needs = "/metrics needs a key with `metrics: true`"
+            raise Forbidden(f"{needs}, and the key {caller.rule.name!r} has not")
+
     def require_admin(self) -> Caller:
         """The caller of this moment, who may administer. Raises Forbidden.
 
@@ -174,7 +199,7 @@ def key_of(headers: Headers, *, browser: bool = False) -> bytes:
             other = value.strip()
     if other:
         return other
-    raise refusal("an API key is needed: send it as `Authorization: Bearer KEY`", browser=browser)
+    raise InvalidKey("an API key is needed: send it as `Authorization: Bearer KEY`")
 
 
 def _credentials(value: bytes, browser: bool) -> bytes:
@@ -188,11 +213,3 @@ def _credentials(value: bytes, browser: bool) -> bytes:
         return base64.b64decode(rest, validate=True).partition(b":")[2]
     except binascii.Error:
         return b""
-
-
-def refusal(message: str, *, browser: bool) -> InvalidKey:
-    """An InvalidKey that a browser answers by asking its user for a password."""
-    error = InvalidKey(message)
-    if browser:
-        error.scheme = "Basic"
-    return error

@@ -83,6 +83,11 @@ class Supervisor:
         self._path = path
         self._access = access
 
+    @property
+    def run_dir(self) -> Path | None:
+        """The instance's directory, where the socket is."""
+        return None if self._path is None else self._path.parent
+
     async def status(self) -> Response:
         """As `servekit ps --json`. Raises Forbidden and what `answer_to` raises."""
         self._access.require_admin()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from servekit.gateway.call import Deltas
 from servekit.wire.messages import Delta
 
 _encode = msgspec.json.Encoder().encode
@@ -62,7 +61,17 @@ COMPLETION = Shape(
 class Answer:
     """The encoded parts of one request's answer."""
 
-    __slots__ = ("_event_head", "_event_tail", "_shape", "_started", "_usage", "_whole_head", "id")
+    __slots__ = (
+        "_event_head",
+        "_event_tail",
+        "_shape",
+        "_started",
+        "_text_head",
+        "_text_tail",
+        "_usage",
+        "_whole_head",
+        "id",
+    )
 
     def __init__(self, shape: Shape, model: str, usage: bool) -> None:
         self.id = f"{shape.prefix}{_random_bits(96):024x}"
@@ -77,6 +86,8 @@ class Answer:
         self._whole_head = head % shape.whole + shape.whole_head
         self._event_head = b"data: " + head % shape.chunk
         self._event_tail = b',"usage":null}\n\n' if usage else b"}\n\n"
+        self._text_head = self._event_head + shape.text_head
+        self._text_tail = shape.text_tail + self._event_tail
 
     def whole(self, text: str, last: Delta) -> bytes:
         """The body of an answer that is not streamed."""
@@ -84,16 +95,18 @@ class Answer:
         end = b'%b}],"usage":%b}' % (_reason(last), _usage(last))
         return self._whole_head + _encode(text) + tail + end
 
-    def events(self, deltas: Deltas) -> bytes:
-        """Server-sent events for what one wake-up brought, the closing ones included."""
-        shape, head, tail = self._shape, self._event_head, self._event_tail
-        parts = [] if self._started else self._opening()
-        for delta in deltas:
-            if delta.text:
-                parts += (head, shape.text_head, _encode(delta.text), shape.text_tail, tail)
-        if deltas[-1].finish is not None:
-            parts += self._closing(deltas[-1])
-        return b"".join(parts)
+    def events(self, text: str, last: Delta | None) -> bytes:
+        """Server-sent events for what one wake-up brought: its text as one, and the closing ones.
+
+        A client that keeps up gets an event for each token. One of many tokens is for clients, and
+        the way to them, that are behind.
+        """
+        event = self._text_head + _encode(text) + self._text_tail if text else b""
+        if self._started and last is None:
+            return event
+        opening = () if self._started else self._opening()
+        closing = () if last is None else self._closing(last)
+        return b"".join((*opening, event, *closing))
 
     def _opening(self) -> list[bytes]:
         self._started = True

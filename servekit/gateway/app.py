@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
+from servekit.gateway import login, manual
 from servekit.gateway.adapted import AdapterRoute, base_of
 from servekit.gateway.admin import Supervisor, add_administration
 from servekit.gateway.anthropic import Anthropic
@@ -31,9 +32,12 @@ from servekit.gateway.http import (
 )
 from servekit.gateway.legacy import Legacy
 from servekit.gateway.lora import Lora
+from servekit.gateway.measures import OTHER
+from servekit.gateway.metrics_page import add_metrics
 from servekit.gateway.ollama import Ollama, add_reads
 from servekit.gateway.openai import OpenAI
 from servekit.gateway.openapi import describe_hot_routes
+from servekit.gateway.origin import ORIGIN, Origin
 from servekit.gateway.responses import Responses
 from servekit.gateway.router import Route, Router
 from servekit.gateway.vectors import Vectors
@@ -63,11 +67,22 @@ class Application:
             self.hot |= made.routes
             self.gate.envelopes |= made.envelopes
         self.exchanges = self.gate.exchanges
+        self.login = login.Login(router.access)
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
-        supervisor = Supervisor(operators, router.access)
-        self.hot |= Lora(supervisor, router.access, max_body_bytes).routes
-        self.rest = build_rest(router, supervisor, ui=ui, hot=self.hot)
+        self.supervisor = Supervisor(operators, router.access)
+        self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
+        self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
+        self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
+
+    def count(self, scope: Scope, status: int) -> None:
+        """Count an answer, by a path that is one of ours: clients make up others without end."""
+        path: str = scope["path"]
+        if (route := scope.get("route")) is not None:
+            path = route.path
+        elif path not in self._paths:
+            path = "/ui" if path.startswith("/ui/") else OTHER
+        self.router.measures.answers[path, status] += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -87,6 +102,8 @@ class Application:
             else:
                 refuse = self.gate.envelopes.get(path, send_error)
                 await refuse(send, MethodNotAllowed(path, "POST"))
+        elif self.ui_state and path in login.PATHS:
+            await self.login(scope, receive, send)
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
             await self._ui(scope, receive, send)
         elif scope["method"] == "HEAD":  # uvicorn leaves the body out
@@ -116,14 +133,17 @@ def build_rest(
     app = FastAPIOffline(  # /docs must not need the outside world
         title="servekit",
         version=__version__,
-        description="OpenAI-compatible serving of the models in one configuration file.",
+        description="OpenAI-compatible serving of the models in one configuration file. To read:"
+        f" {', '.join(f'[{name}](/docs/{name})' for name in manual.PAGES)}.",
         docs_url="/docs",
         redoc_url=None,
     )
     _add_health(app, router)
     _add_models(app, router)
     add_reads(app, router)
+    add_metrics(app, supervisor, router.access)
     add_administration(app, supervisor)
+    manual.add_manual(app)
     _add_errors(app)
     describe_hot_routes(app, hot)
 
@@ -275,10 +295,18 @@ class Guard:
     """The outermost layer: an error nobody foresaw is logged and answered in the envelope."""
 
     def __init__(
-        self, app: ASGIApp, log: Any, envelopes: Mapping[str, Refuse] | None = None
+        self,
+        app: ASGIApp,
+        log: Any,
+        envelopes: Mapping[str, Refuse] | None = None,
+        count: Callable[[Scope, int], None] = lambda scope, status: None,
     ) -> None:
-        """`envelopes`: how an error looks where it is not OpenAI's, by path."""
+        """`envelopes`: how an error looks where it is not OpenAI's, by path.
+
+        `count` is told of each answer, with its status.
+        """
         self._app = app
+        self._count = count
         self._log = log
         self._envelopes = envelopes or {}
 
@@ -287,10 +315,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started = False
+        origin = Origin(scope["headers"])
+        ORIGIN.set(origin)  # of this request's own task
 
         def watched(message: Any) -> Awaitable[None]:  # no coroutine of its own: the hot path
             nonlocal started
-            started = True
+            if not started:
+                started = True
+                self._count(scope, message["status"])
+                message = {**message, "headers": [*message.get("headers", ()), origin.header]}
             return send(message)
 
         try:

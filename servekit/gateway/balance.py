@@ -30,7 +30,7 @@ own. The decision is made anew for each request; what runs is never moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -76,7 +76,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | None:
     """The index of the replica that gets the request; None if none has room."""
     if policy == "round_robin":
-        return _in_turn(asked.turn, replicas)
+        return in_turn(asked.turn, len(replicas), lambda at: replicas[at].room)
     able = [at for at, one in enumerate(replicas) if one.room > 0 and one.kv_used < FULL]
     if not able:
         able = [at for at, one in enumerate(replicas) if one.room > 0]
@@ -112,10 +112,13 @@ def _lowest(among: Sequence[int], replicas: Sequence[Facts], costs: Sequence[flo
     return min(equal, key=lambda at: (replicas[at].kv_used, replicas[at].last))
 
 
-def _in_turn(turn: int, replicas: Sequence[Facts]) -> int | None:
-    count = len(replicas)
-    order = ((turn + step) % count for step in range(count))
-    return next((at for at in order if replicas[at].room > 0), None)
+def in_turn(turn: int, count: int, room: Callable[[int], int]) -> int | None:
+    """The index of the next in turn that has room."""
+    for step in range(count):
+        at = (turn + step) % count
+        if room(at) > 0:
+            return at
+    return None
 
 
 def _mixed(value: int) -> int:

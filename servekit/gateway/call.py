@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from servekit.errors import RequestError
 from servekit.gateway import fate
+from servekit.gateway.measures import UNMEASURED, Meter
+from servekit.gateway.origin import ORIGIN
 from servekit.wire.messages import ChatMessage, Delta, Generate, SamplingParams
 
 if TYPE_CHECKING:
@@ -36,7 +38,10 @@ class Call:
     __slots__ = (
         "_error",
         "_handed_over",
+        "_last",
         "_resumed_at",
+        "_said",
+        "_texts",
         "_waiter",
         "_waiting",
         "alone_until",
@@ -47,12 +52,16 @@ class Call:
         "deaths_in_all",
         "done",
         "emitted",
+        "first_s",
         "key",
+        "last_s",
         "limit_s",
         "messages",
+        "meter",
         "model",
         "more",
         "on_cancel",
+        "origin",
         "params",
         "place",
         "priority",
@@ -87,8 +96,11 @@ class Call:
         self.key = key
         self.priority = priority
         self.session = session  # calls of one go to one replica, as far as that is good
+        self.origin = ORIGIN.get()  # the HTTP request that it is of
         self.caller: Caller | None = None  # whose key it came with, where keys are needed
         self.created_s = time.monotonic()
+        self.first_s = self.last_s = 0.0  # when its first token came, and of a stream the last
+        self.meter: Meter = UNMEASURED
         self.deaths = 0  # in a row, see `gateway.fate`
         self.deaths_in_all = 0
         self.alone_until: Literal["", "proven", "done"] = ""  # it is a suspect; what clears it
@@ -105,6 +117,9 @@ class Call:
         self._resumed_at = 0  # tokens there were when this attempt began
         self._handed_over = False  # the consumer has seen something of it
         self._waiting: Deltas = []
+        self._texts: list[str] | None = None  # what waits, for a consumer of text alone
+        self._last: Delta | None = None  # for the same, with `finish`
+        self._said = 0, 0  # tokens of the prompt, and those of them from a cache
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -126,12 +141,30 @@ class Call:
             self._handed_over = True
             deltas, self._waiting = self._waiting, []
             return deltas
+        self._raise()
+        return []
+
+    def read_text(self) -> None:
+        """The consumer wants text, and the last delta: it calls `collect_text` from the start."""
+        self._texts = []
+
+    def collect_text(self) -> tuple[str, Delta | None] | None:
+        """As `collect`: all text that waits, and the last delta of all once it is there."""
+        texts = self._texts
+        if (texts or self._last is not None) and (self.stream or self.done):
+            assert texts is not None
+            self._handed_over = True
+            last, self._last, self._texts = self._last, None, []
+            return texts[0] if len(texts) == 1 else "".join(texts), last
+        self._raise()
+        return None
+
+    def _raise(self) -> None:
         if self._error is not None:
             try:
                 raise self._error
             finally:
                 self._error = None  # or its traceback's frames hold this call, and it them
-        return []
 
     async def place_after(self, seen: int | None) -> int | None:
         """The place in the queue once it is not `seen` any more; None once it does not wait.
@@ -179,12 +212,20 @@ class Call:
 
     def request(self, wire_id: int) -> Generate:
         """The request as the next worker gets it, continued after what others did."""
+        (self.meter.sent_again if self.wire_id else self.meter.sent)(self)
         self.wire_id = wire_id
         self._resumed_at = len(self.emitted)
         if self.place is not None:
             self.tell(None)
         request = Generate(
-            wire_id, self.params, self.prompt, self.messages, list(self.emitted), self.chars
+            wire_id,
+            self.params,
+            self.prompt,
+            self.messages,
+            list(self.emitted),
+            self.chars,
+            request="" if self.origin is None else self.origin.name,
+            trace=self.meter.trace,
         )
         if self.more:
             request = replace(request, **self.more)
@@ -195,13 +236,42 @@ class Call:
         self.place = place
         self._wake()
 
+    def take_one(self, text: str, token_id: int) -> None:
+        """As `take`, of one more token."""
+        self.emitted.append(token_id)
+        self.chars += len(text)
+        if self._texts is not None:
+            self._texts.append(text)
+        else:
+            self._waiting.append(self._one(text, token_id))
+        if self.stream:
+            self.last_s = self.meter.next(self.last_s)
+            self._wake()
+
+    def _one(self, text: str, token_id: int) -> Delta:
+        prompt, cached = self._said
+        return Delta(self.wire_id, text, [token_id], prompt_tokens=prompt, cached_tokens=cached)
+
     def take(self, delta: Delta) -> None:
         """Pass a delta on; the consumer is woken at once if it streams, else at the end."""
-        self.emitted += delta.token_ids
+        if delta.token_ids:
+            if not self.first_s:
+                self.first_s = self.last_s = self.meter.first(self)
+            elif self.stream:  # of what is not, only the first and the last matter
+                self.last_s = self.meter.next(self.last_s)
+            self.emitted += delta.token_ids
         self.chars += len(delta.text)
-        self._waiting.append(delta)
+        self._said = delta.prompt_tokens, delta.cached_tokens
+        if self._texts is None:
+            self._waiting.append(delta)
+        elif delta.text:
+            self._texts.append(delta.text)
         if delta.finish is not None:
             self.done = True
+            self._last = None if self._texts is None else delta
+            if delta.times_ns:
+                self.meter.worked(delta.times_ns)
+            self.meter.ended(self, delta.finish, *self._said, delta.completion_tokens)
             if self.caller is not None:
                 self.caller.settle(self, delta)
         if self.stream or self.done:
@@ -220,8 +290,14 @@ class Call:
         """Forget what has been generated, to begin anew; False if some of it is out already."""
         if self._handed_over:
             return False
-        self.emitted, self.chars, self._waiting = [], 0, []
+        self.emitted, self.chars = [], 0
+        self._forget()
         return True
+
+    def _forget(self) -> None:
+        self._waiting = []
+        if self._texts is not None:
+            self._texts = []
 
     def same_as(self, other: Call) -> bool:
         """The same request, by whomever."""
@@ -232,10 +308,11 @@ class Call:
         """End with an error; later deltas and errors are dropped by the router."""
         self.done = True
         self._error = error
+        self.meter.ended(self, error.code, *self._said, len(self.emitted))
         if self.caller is not None:
             self.caller.settle(self, None)
         if not self.stream:
-            self._waiting = []  # half an answer is none
+            self._forget()  # half an answer is none
         self._wake()
 
     def _wake(self) -> None:

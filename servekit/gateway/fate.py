@@ -36,13 +36,18 @@ from enum import Enum
 
 from servekit.wire.messages import PROOF_TOKENS
 
-__all__ = ["PROOF_TOKENS", "Fate", "deaths_in_a_row", "fate"]
+__all__ = ["NOT_RESUMED", "PROOF_TOKENS", "Fate", "deaths_in_a_row", "fate"]
 
 #: Deaths in a row after which a call is replayed alone, and after which it is quarantined.
 ALONE_AT = 2
 QUARANTINE_AT = 3
 #: Deaths in all that no request survives, whatever it had to show.
 MOST_DEATHS = 16
+#: What a client is told that has seen a part of an answer, of an engine that cannot continue it.
+NOT_RESUMED = (
+    "the worker died in the middle of the answer, and this model's engine cannot go on where"
+    " another left off; ask again"
+)
 
 
 class Fate(Enum):

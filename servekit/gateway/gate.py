@@ -14,22 +14,27 @@ from typing import Any
 
 import structlog
 
-from servekit.errors import Forbidden, InvalidKey, RequestError, ServekitError
+from servekit.errors import InvalidKey, RequestError, ServekitError
+from servekit.gateway import login, manual
 from servekit.gateway.access import ACTING, Access, Headers, key_of
 from servekit.gateway.caller import Caller
 from servekit.gateway.http import ASGIApp, Receive, Scope, Send, send_error
 from servekit.gateway.protocol import Exchange, Handler, Header
+from servekit.gateway.strangers import Strangers
 
 log: Any = structlog.get_logger("servekit.gateway")
 
 #: What load balancers and readers of the documentation ask for; no key is needed.
 OPEN = {"/", "/livez", "/readyz", "/version", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+OPEN |= login.PATHS | manual.PATHS
+#: Open where the file says so.
+METRICS = "/metrics"
 #: Files that /docs is made of.
 OPEN_FOLDER = "/static-offline-docs/"
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 #: Headers that a page may read beside those that every page may.
 EXPOSED = b", ".join(
-    [b"retry-after", b"www-authenticate"]
+    [b"retry-after", b"www-authenticate", b"x-request-id"]
     + [
         b"x-ratelimit-%b-%b" % (which, what)
         for what in (b"requests", b"tokens")
@@ -50,13 +55,16 @@ class Gate:
         #: The hot routes as the protocol is to call them; changed in place with the rules.
         self.exchanges: dict[bytes, Handler] = dict(handlers)
         self.open = True
+        self._strangers: Strangers | None = None
         #: How a refusal looks where it is not OpenAI's envelope, by path.
         self.envelopes: dict[str, Refuse] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         access.on_change(self._on_change)
 
     def _on_change(self) -> None:
-        self.open = not (self._access.closed or self._access.rules.cors)
+        rules = self._access.rules
+        self.open = not (self._access.closed or rules.cors or rules.hosts)
+        self._strangers = Strangers(rules.hosts, rules.cors) if rules.hosts else None
         for path, handler in self._handlers.items():
             self.exchanges[path] = handler if self.open else partial(self._pass, handler)
 
@@ -65,6 +73,8 @@ class Gate:
     def _pass(self, handler: Handler, exchange: Exchange) -> None:
         """Answer a request once it is known whose it is: nearly always at once."""
         exchange.extra = self._cors(exchange.headers)
+        if self._strangers is not None:
+            self._strangers.refuse(exchange.headers)
         if not self._access.closed:
             handler(exchange)
             return
@@ -117,7 +127,9 @@ class Gate:
             await _preflight(send, extra, headers)
             return
         try:
-            if self._access.closed and not _is_open(path):
+            if self._strangers is not None and path not in OPEN:
+                self._strangers.refuse(headers)
+            if self._access.closed and not self._is_open(path):
                 caller = await self._caller(scope)
                 ACTING.set(caller)  # of this request's own task
                 if scope["method"] == "POST" and not _is_page(path):
@@ -126,23 +138,24 @@ class Gate:
                     if refused is not None:
                         raise refused
         except RequestError as error:
+            if isinstance(error, InvalidKey) and _is_page(path) and await login.lead(scope, send):
+                return
             await self.envelopes.get(path, send_error)(_with(send, extra), error)
             return
         await app(scope, receive, _with(send, extra) if extra else send)
 
+    def _is_open(self, path: str) -> bool:
+        if path == METRICS:
+            return self._access.rules.open_metrics
+        return path in OPEN or path.startswith(OPEN_FOLDER)
+
     async def _caller(self, scope: Scope) -> Caller:
-        page = _is_page(scope["path"])
-        headers = scope["headers"]
-        if page:
-            _refuse_strangers(scope)
-        key = key_of(headers, browser=page)
-        caller = self._access.known(key)
-        try:
-            return caller or await self._access.verify(key)
-        except InvalidKey as error:
-            if page:
-                error.scheme = "Basic"
-            raise
+        if _is_page(scope["path"]):
+            login.refuse_strangers(scope)
+            login.find_session(scope)
+            return await self._access.holder(scope["headers"])
+        key = key_of(scope["headers"])
+        return self._access.known(key) or await self._access.verify(key)
 
     # ---- web pages
 
@@ -167,22 +180,9 @@ class Gate:
         )
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN or path.startswith(OPEN_FOLDER)
-
-
 def _is_page(path: str) -> bool:
-    """The chat page: its browser asks for the key as a password."""
+    """The pages of the browser: a session or a password will do, too."""
     return path == "/ui" or path.startswith("/ui/")
-
-
-def _refuse_strangers(scope: Scope) -> None:
-    """A browser sends its password with what other sites make it send, too."""
-    if scope["method"] in ("GET", "HEAD"):
-        return
-    for name, value in scope["headers"]:
-        if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
-            raise Forbidden("another site may not use this page")
 
 
 def _asks_leave(headers: Headers) -> bool:

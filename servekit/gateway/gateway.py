@@ -13,7 +13,8 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,21 +23,26 @@ from typing import Any
 import structlog
 import uvicorn
 
+from servekit.gateway import traces
 from servekit.gateway.app import Application, Guard
 from servekit.gateway.limits import LIMITS, Limits, Sweep
+from servekit.gateway.pool import NEARBY, Reach
 from servekit.gateway.protocol import Handler, Http
 from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
 from servekit.wire.adapters import Told, Unused
 from servekit.wire.connection import Connection, adopt
+from servekit.wire.heritage import await_heir
 from servekit.wire.lifeline import end_group
-from servekit.wire.messages import Drain, Serving, Spent, Stop, ToGateway, Topology, Traffic
+from servekit.wire.messages import Drain, Ping, Serving, Spent, Stop, ToGateway, Topology, Traffic
 
 log: Any = structlog.get_logger("servekit.gateway")
 
 TRAFFIC_EVERY_S = 1.0
 #: For what is cut off to be told so, before its connections close.
 _LAST_WORDS_S = 0.1
+#: Between two looks at whether anybody is left, for a gateway that another has taken over from.
+_LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,9 @@ class Settings:
     operators: Path | None = None  # the socket where the supervisor answers operators
     tls: tuple[Path, Path] | None = None  # certificate and key
     legacy: bool = False  # answer as HuixiangDou's LLM server does, too
+    reach: Reach = NEARBY  # what it needs for workers on other machines
+    #: Serve on without a supervisor: where to wait for the next one, and how long, s.
+    outlive: tuple[Path, float] | None = None
 
 
 def run(settings: Settings) -> int:
@@ -78,6 +87,7 @@ class Gateway:
             lambda adapter: self._control.send(Unused(adapter)),
             lambda use: self._control.send(use),
         )
+        self._router.reach = settings.reach
         self._app = Application(
             self._router,
             settings.max_body_bytes,
@@ -85,8 +95,14 @@ class Gateway:
             legacy=settings.legacy,
             operators=settings.operators,
         )
+        access, measures = self._router.access, self._router.measures
+        access.on_change(lambda: traces.follow(measures, access.rules.tracing, settings.name))
         self._tls = None if settings.tls is None else Tls(*settings.tls)
         self._told = asyncio.Event()
+        self._serial = 0  # of the Topology that holds
+        self._orphaned: asyncio.Task[None] | None = None  # the loop itself keeps no reference
+        self._heir: socket.socket | None = None  # open as long as we serve
+        self._close_doors: Callable[[], None] = lambda: None
         self._stop: asyncio.Future[None] = self._loop.create_future()
         self._control: Connection[ToGateway] = Connection(ToGateway, self._on_message, self._on_eof)
 
@@ -98,8 +114,11 @@ class Gateway:
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
-        app = Guard(self._app, log, self._app.gate.envelopes)
-        async with serving(app, public, self._app.exchanges, limit, tls=tls, also=others):
+        app = Guard(self._app, log, self._app.gate.envelopes, self._app.count)
+        answers = self._router.measures.answers
+        async with serving(
+            app, public, self._app.exchanges, limit, tls=tls, also=others, answers=answers
+        ) as self._close_doors:
             keep_out_of_collections()
             self._control.send(Serving())
             tasks = [self._loop.create_task(self._report())]
@@ -111,6 +130,9 @@ class Gateway:
                 await asyncio.sleep(_LAST_WORDS_S)
             for task in tasks:
                 task.cancel()
+        self._tell_counts()
+        if (tracer := self._router.measures.tracer) is not None:
+            await asyncio.to_thread(tracer.close)
         self._control.close()
         return 0
 
@@ -120,8 +142,11 @@ class Gateway:
                 self._router.apply(message)
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
+                self._serial = message.serial
                 self._control.send(Told(message.serial))
                 self._told.set()
+            case Ping():
+                self._control.send(Told(self._serial))
             case Spent():
                 self._router.access.hear(message)
             case Drain():
@@ -140,9 +165,24 @@ class Gateway:
             self._stop.set_result(None)
 
     def _on_eof(self, error: Exception | None) -> None:
-        if not self._stop.done():
-            log.error("the supervisor is gone", error=str(error or "EOF"))
+        if self._stop.done():
+            return
+        log.error("the supervisor is gone", error=str(error or "EOF"))
+        if self._settings.outlive is None:
             end_group()
+        else:
+            self._orphaned = self._loop.create_task(self._serve_on(*self._settings.outlive))
+
+    async def _serve_on(self, heir: Path, grace_s: float) -> None:
+        """By what was last known, until the next supervisor's gateways serve."""
+        self._heir = await await_heir(heir, self._settings.listen_fds, grace_s)
+        if self._heir is not None:
+            self._close_doors()  # others have the port, and nobody is to be refused here
+            while self._router.in_flight:  # noqa: ASYNC110 - connections go one by one
+                await asyncio.sleep(_LOOK_EVERY_S)
+            self._router.drain()
+            await self._router.idle.wait()
+        self._end()
 
     async def _report(self) -> None:
         last: Traffic | None = None
@@ -150,12 +190,19 @@ class Gateway:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             router = self._router
             queued = {name: route.waiting for name, route in router.routes.items()}
-            now = Traffic(router.requests, router.in_flight, queued)
+            tokens = {name: route.tokens() for name, route in router.routes.items()}
+            waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
+            now = Traffic(router.requests, router.in_flight, queued, tokens, waited)
             if (spent := router.access.spent(self._settings.name)) is not None:
                 self._control.send(spent)
             if now != last:
                 self._control.send(now)
                 last = now
+            self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        if (counted := self._router.measures.take()) is not None:
+            self._control.send(counted)
 
     # ---- the UI
 
@@ -173,7 +220,7 @@ class Gateway:
     async def _serve_ui(self) -> None:
         from servekit.gateway.ui import build
 
-        ui = await asyncio.to_thread(build, self._router)
+        ui = await asyncio.to_thread(build, self._router, self._app.supervisor)
         await ui.startup()
         self._app.ui = ui.app
         keep_out_of_collections()
@@ -217,14 +264,39 @@ async def serving(
     limits: Limits = LIMITS,
     tls: ssl.SSLContext | None = None,
     also: Sequence[socket.socket] = (),
-) -> AsyncIterator[None]:
+    answers: defaultdict[Any, int] | None = None,
+) -> AsyncIterator[Callable[[], None]]:
     """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
 
-    And on the sockets `also`.
+    And on the sockets `also`. `answers` counts those of `hot`, by path and status. What is yielded
+    has nobody connect any more, and those who are connected leave with their next answer.
 
     Signals stay the gateway's: uvicorn's own `serve` would take them over.
     """
-    http: Any = partial(Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits)
+    http = partial(
+        Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers
+    )
+    server = _server(app, http, tls)
+    await server.startup(sockets=[sock, *also])
+    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
+    ticking = asyncio.get_running_loop().create_task(server.main_loop())
+
+    def close_doors() -> None:
+        Http.leaving = True
+        for listening in server.servers:
+            listening.close()
+
+    try:
+        yield close_doors
+    finally:
+        server.should_exit = True
+        await ticking
+        await server.shutdown(sockets=[sock, *also])
+        sweep.end()
+
+
+def _server(app: Any, http: Any, tls: ssl.SSLContext | None) -> uvicorn.Server:
+    """`http` makes the protocol of a connection."""
     config = uvicorn.Config(
         app,
         loop="none",
@@ -245,13 +317,4 @@ async def serving(
     # we say ourselves what we do, and nobody shall fill the log with what is no HTTP
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells of each request to the page
-    await server.startup(sockets=[sock, *also])
-    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
-    ticking = asyncio.get_running_loop().create_task(server.main_loop())
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await ticking
-        await server.shutdown(sockets=[sock, *also])
-        sweep.end()
+    return server

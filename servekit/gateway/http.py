@@ -98,7 +98,7 @@ def error_headers(error: ServekitError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", error.allow.encode())]
     if isinstance(error, InvalidKey):
-        return [(b"www-authenticate", b'%b realm="servekit"' % error.scheme.encode())]
+        return [(b"www-authenticate", b'Bearer realm="servekit"')]
     wait_s = getattr(error, "retry_after_s", None)
     return [] if wait_s is None else [(b"retry-after", str(max(1, round(wait_s))).encode())]
 

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from servekit.errors import RequestError
 from servekit.gateway.http import JSON, envelope
+from servekit.gateway.origin import Origin
 
 #: Where the count of a header's bytes stands while a body comes, whose bytes do not count.
 _BODY = -(1 << 62)
@@ -215,7 +216,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_comes:
             self._abandon(self.cycle)
         body = envelope(error)
-        own = (JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close"))
+        origin = Origin(self.headers or ())  # those that have come, of a request that has begun
+        own = (
+            JSON,
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            origin.header,
+        )
         lines = [b"%b: %b\r\n" % pair for pair in (*self.server_state.default_headers, *own)]
         self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
         self.transport.write_eof()

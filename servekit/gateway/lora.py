@@ -90,18 +90,11 @@ class Lora:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The body of one who may. No web page can send it without asking: it has to be JSON."""
-        self._require_right()
+        require_right(self._access)
         kinds = [value for name, value in scope["headers"] if name == b"content-type"]
         if not kinds or kinds[0].partition(b";")[0].strip().lower() != b"application/json":
             raise RequestError("the body has to be sent as content-type: application/json")
         return await read_body(scope, receive, self._max_body_bytes)
-
-    def _require_right(self) -> None:
-        if not self._access.closed and self._access.rules.runtime_adapters:
-            return
-        caller = ACTING.get()
-        if caller is None or not caller.rule.admin:
-            raise Forbidden(_NEEDS)
 
     async def _load(self, request: LoadLoraAdapterRequest) -> str:
         name, path = request.lora_name, request.lora_path
@@ -130,6 +123,15 @@ class Lora:
         log.info("an adapter's end asked for over HTTP", adapter=name)
         await self._supervisor.answer_to(RemoveAdapter(name), Accepted, CHANGE_S, NothingSuch)
         return f"Success: LoRA adapter '{name}' removed successfully."
+
+
+def require_right(access: Access) -> None:
+    """Raise Forbidden unless the caller of this moment may change adapters."""
+    if not access.closed and access.rules.runtime_adapters:
+        return
+    caller = ACTING.get()
+    if caller is None or not caller.rule.admin:
+        raise Forbidden(_NEEDS)
 
 
 async def _send_text(send: Send, text: str) -> None:

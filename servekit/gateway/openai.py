@@ -2,8 +2,8 @@
 
 Nearly every request goes the short way (`protocol.Exchange`): no task of its own, the answer is
 written in the turn in which it comes. What HTTP makes unusual (pipelined, HTTP/1.0, to be closed,
-100-continue) comes over ASGI, to the same answer. All that waits for a stream leaves in one write,
-each engine step as an event of its own.
+100-continue) comes over ASGI, to the same answer. All that waits for a stream leaves in one write
+and as one event: a client that keeps up gets one for each engine step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from servekit.gateway.asking import (
     check_echo,
     completion_prompts,
     completion_sampling,
-    continues,
-    template_arguments,
 )
-from servekit.gateway.call import Call
+from servekit.gateway.asks import chat_ask, completion_ask
+from servekit.gateway.call import Call, Deltas
 from servekit.gateway.chat import ChatForm, CompletionForm
+from servekit.gateway.cork import Cork
 from servekit.gateway.http import (
     EVENT_STREAM,
     SESSION,
@@ -66,6 +66,7 @@ class OpenAI:
         self._router = router
         self._max_body_bytes = max_body_bytes
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cork = Cork()
         self.routes: dict[str, Callable[[Scope, Receive, Send], Any]] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
@@ -115,24 +116,7 @@ class OpenAI:
 
     def _rich_chat(self, request: ChatRequest, key: str) -> Rich:
         options = request.stream_options
-        ask = Ask(
-            model=request.model,
-            params=chat_sampling(request),
-            messages=chat_messages(request.messages),
-            n=request.n or 1,
-            tools=request.tools or [],
-            tool_choice=request.tool_choice,
-            parallel=request.parallel_tool_calls is not False,
-            template=template_arguments(request),
-            continues=continues(request),
-            reasoning=request.separate_reasoning is not False,
-            stream=bool(request.stream),
-            follow=bool(options and options.queue_position),
-            key=key,
-            priority=request.priority or 0,
-            timeout_s=request.timeout_s,
-            session=request.prompt_cache_key or "",
-        )
+        ask = chat_ask(request, key)
         usage = bool(options and options.include_usage)
         return ask, ChatForm(usage=usage, logprobs=bool(request.logprobs))
 
@@ -154,18 +138,7 @@ class OpenAI:
     def _rich_completion(self, request: CompletionRequest, prompts: list[Prompt], key: str) -> Rich:
         options = request.stream_options
         check_echo(request, prompts)
-        ask = Ask(
-            model=request.model,
-            params=completion_sampling(request),
-            prompts=prompts,
-            n=request.n or 1,
-            stream=bool(request.stream),
-            follow=bool(options and options.queue_position),
-            key=key,
-            priority=request.priority or 0,
-            timeout_s=request.timeout_s,
-            session=request.prompt_cache_key or "",
-        )
+        ask = completion_ask(request, prompts, key)
         usage, logprobs = bool(options and options.include_usage), request.logprobs is not None
         return ask, CompletionForm(usage=usage, logprobs=logprobs, echo=bool(request.echo))
 
@@ -187,7 +160,7 @@ class OpenAI:
         if self._router.chooses:
             call.session = _session(exchange) or request.prompt_cache_key or ""
         self._router.open(call, request.timeout_s)
-        pump = Pump(exchange, call, self._answer_to(shape, request, call))
+        pump = Pump(exchange, call, self._answer_to(shape, request, call), self._cork)
         if call.stream and (options := request.stream_options) and options.queue_position:
             self._router.follow(call)
             pump.tell_places()
@@ -281,8 +254,11 @@ async def whole(answer: Answer, call: Call, send: Send) -> None:
         if not isinstance(error, ClientClosed):
             await send_error(send, error)
         return
-    text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
-    await send_json(send, answer.whole(text, deltas[-1]))
+    await send_json(send, answer.whole(_text(deltas), deltas[-1]))
+
+
+def _text(deltas: Deltas) -> str:
+    return deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
 
 
 async def stream(answer: Answer, call: Call, send: Send, *, started: bool = False) -> None:
@@ -298,7 +274,7 @@ async def stream(answer: Answer, call: Call, send: Send, *, started: bool = Fals
                 started = True
                 await send(STREAM_STARTS)
             more = deltas[-1].finish is None
-            events = answer.events(deltas)
+            events = answer.events(_text(deltas), None if more else deltas[-1])
             await send({"type": "http.response.body", "body": events, "more_body": more})
             if not more:
                 return

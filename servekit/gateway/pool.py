@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import structlog
 
 from servekit.errors import REQUEST_ERRORS, RequestError, WireError, WorkerLost
 from servekit.gateway.call import Call
-from servekit.wire.connection import Connection, dial
+from servekit.wire.address import is_tcp
+from servekit.wire.connection import LOST_S, Connection, dial
+from servekit.wire.credentials import Credentials
 from servekit.wire.messages import (
     PROTOCOL,
     Alone,
@@ -22,11 +24,13 @@ from servekit.wire.messages import (
     Failed,
     Hello,
     ModelInfo,
+    OneEach,
     ReplicaStatus,
     Together,
     Tokens,
     WorkerToGateway,
 )
+from servekit.wire.tls import HUNG_UP, NotTrusted
 
 if TYPE_CHECKING:
     from servekit.gateway.balancer import Account
@@ -35,12 +39,28 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 #: Between attempts to reach a worker that does not answer its socket.
 REDIAL_S = 0.05
+#: The longest between two, where it is on another machine: each may cost a handshake.
+_REDIAL_AT_MOST_S = 1.0
+#: Requests that the log names of those that a worker had when it died.
+_NAMED = 16
+
+
+class Reach(NamedTuple):
+    """What a gateway needs to reach workers on other machines."""
+
+    credentials: Credentials | None = None
+    lost_s: float = LOST_S  # a worker that has not answered for so long is lost
+
+
+#: That of a gateway all of whose workers are on its own machine.
+NEARBY = Reach()
 
 
 class Owner(Protocol):
     """Who is told what becomes of the calls: the router."""
 
     name: str
+    reach: Reach
 
     def on_free(self, replica: Replica) -> None: ...
     def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
@@ -67,6 +87,8 @@ class Replica:
         self.account: Account | None = None  # what it owes and holds, where there is a choice
         self._open_slots = 0  # for ordinary calls
         self._connection: Connection[WorkerToGateway] | None = None
+        self._redial_s = REDIAL_S
+        self._unreached = ""  # why, as the log was told
         self._dialling = asyncio.get_running_loop().create_task(self._dial())
 
     # ---- routing
@@ -136,10 +158,17 @@ class Replica:
 
     def drop(self, call: Call) -> None:
         """Cancel a call that runs here; its slot is free for another one at once."""
-        if self.calls.pop(call.wire_id, None) is not None and self._connection is not None:
+        if self._forget(call.wire_id) is not None and self._connection is not None:
             self._connection.send(Cancel(call.wire_id))
         self._waits_no_more(call.wire_id)
         call.replica = None
+
+    def _forget(self, wire_id: int) -> Call | None:
+        """A call is here no more, for whatever reason."""
+        call = self.calls.pop(wire_id, None)
+        if call is not None and self.account is not None:
+            self.account.end(wire_id, call)
+        return call
 
     def _waits_no_more(self, wire_id: int) -> None:
         if self._asked == wire_id:
@@ -166,22 +195,39 @@ class Replica:
 
     # ---- the connection
 
-    async def _dial(self) -> None:
+    async def _dial(self, after_s: float = 0.0) -> None:
+        reach = self.owner.reach
         while self.wanted:
+            if after_s:
+                await asyncio.sleep(after_s)
             try:
-                self._connection = await dial(self.socket, self._factory)
-            except OSError:
-                await asyncio.sleep(REDIAL_S)  # it died; the supervisor will say so
+                self._connection = await dial(
+                    self.socket, self._factory, reach.credentials, lost_s=reach.lost_s
+                )
+            except OSError as error:
+                after_s = self._after_failure(error)  # it died; the supervisor will say so
                 continue
             self._connection.on_writable = self._on_writable
             self._connection.send(Hello(PROTOCOL, "gateway", self.owner.name))
             return
 
+    def _after_failure(self, error: Exception) -> float:
+        """How long to wait before it is dialled again."""
+        if not is_tcp(self.socket):
+            return REDIAL_S
+        if self._unreached != str(error):
+            self._unreached = str(error)
+            log.warning("worker not reached", worker=self.name, error=self._unreached)
+        after_s, self._redial_s = self._redial_s, min(2 * self._redial_s, _REDIAL_AT_MOST_S)
+        return after_s
+
     def _factory(self) -> Connection[WorkerToGateway]:
         return Connection(WorkerToGateway, self._on_message, self._on_close)
 
     def _on_message(self, message: WorkerToGateway) -> None:
-        if isinstance(message, Tokens):
+        if isinstance(message, OneEach):
+            self._on_one_each(message)
+        elif isinstance(message, Tokens):
             self._on_tokens(message)
         elif isinstance(message, Failed):
             self._on_failed(message)
@@ -190,6 +236,9 @@ class Replica:
         elif isinstance(message, Together):
             self._on_alone(None)
         else:
+            if is_tcp(self.socket) and self._connection is not None:
+                self._connection.allow()
+                self._redial_s, self._unreached = REDIAL_S, ""
             self.alone, self._asked = None, 0
             self.info = message.info
             self.resumes = message.info is None or message.info.resumes
@@ -204,23 +253,30 @@ class Replica:
         self._renew()
         self.owner.on_free(self)  # for the next suspect, or for all
 
+    def _on_one_each(self, message: OneEach) -> None:
+        calls = self.calls
+        for id, text, token_id in zip(message.ids, message.texts, message.token_ids, strict=True):
+            call = calls.get(id)
+            if call is not None:  # else it was cancelled while this was on its way
+                call.take_one(text, token_id)
+
     def _on_tokens(self, message: Tokens) -> None:
         freed = False
         for delta in message.deltas:
             call = self.calls.get(delta.id)
             if call is None:
                 continue  # cancelled while this was on its way
+            call.take(delta)
             if delta.finish is not None:
-                del self.calls[delta.id]
+                self._forget(delta.id)
                 call.replica = None
                 self.owner.on_ended(call)
                 freed = True
-            call.take(delta)
         if freed:
             self._after_free()
 
     def _on_failed(self, message: Failed) -> None:
-        call = self.calls.pop(message.id, None)
+        call = self._forget(message.id)
         if call is None:
             return
         call.replica = None
@@ -244,12 +300,16 @@ class Replica:
         loop = asyncio.get_running_loop()
         began_s = time.perf_counter()  # uvloop's own time is in whole milliseconds
         was, self.info, self._connection = self.info, None, None
-        calls, self.calls = list(self.calls.values()), {}
+        calls = list(self.calls.values())
+        for wire_id in list(self.calls):
+            self._forget(wire_id)
         self._renew()
         for call in calls:
             call.replica = None
         if self.wanted:
-            self._dialling = loop.create_task(self._dial())
+            never = was is None and is_tcp(self.socket)
+            after_s = self._after_failure(error or NotTrusted(HUNG_UP)) if never else 0.0
+            self._dialling = loop.create_task(self._dial(after_s))
         self.owner.on_lost(self, calls)
         if was is not None and (self.wanted or calls):
             sent = sum(call.replica is not None for call in calls)
@@ -257,4 +317,5 @@ class Replica:
             log.warning(
                 "worker lost", worker=self.name, error=str(error or "EOF"),
                 in_flight=len(calls), sent_elsewhere=sent, took_ms=took_ms,
+                requests=[call.origin.name for call in calls[:_NAMED] if call.origin is not None],
             )  # fmt: skip

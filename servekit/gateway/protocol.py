@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -12,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from servekit.errors import ServekitError
 from servekit.gateway.http import EVENT_STREAM, JSON, envelope, error_headers, too_large
 from servekit.gateway.limits import LimitedProtocol
+from servekit.gateway.origin import ORIGIN, Origin
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -49,6 +51,14 @@ class Joined:
         self._size_bytes += len(data)
         if self._size_bytes > JOIN_BYTES:  # let the transport say when it is too much
             self._flush()
+
+    def write_now(self, data: bytes) -> None:
+        """Send what is left and this: nothing more comes in this turn."""
+        if self._unsent:
+            self.write(data)
+            self._flush()
+        elif not self._transport.is_closing():
+            self._transport.write(data)
 
     def _flush(self) -> None:
         unsent, self._unsent, self._size_bytes = self._unsent, [], 0
@@ -104,6 +114,8 @@ class Exchange:
         "keep_alive",
         "on_gone",
         "on_writable",
+        "origin",
+        "path",
         "protocol",
         "response_complete",
         "response_started",
@@ -114,9 +126,11 @@ class Exchange:
         self.protocol = protocol
         self.handler = handler
         self.headers = protocol.headers
+        self.origin = Origin(protocol.headers)
+        self.path = protocol.url
         self.body: bytes | bytearray = b""
         self.response_started = False
-        self.keep_alive = True
+        self.keep_alive = not protocol.leaving
         self.response_complete = False
         self.disconnected = False
         self.extra: tuple[Header, ...] = ()  # more headers of the answer, the gate's
@@ -146,6 +160,7 @@ class Exchange:
 
     def begin_with(self, handler: Handler) -> None:
         """Have `handler` answer; what goes wrong there is the answer."""
+        before = ORIGIN.set(self.origin)
         try:
             handler(self)
         except ServekitError as error:
@@ -153,6 +168,8 @@ class Exchange:
         except Exception:
             log.exception("unexpected error", path=self.protocol.url.decode())
             self.fail(ServekitError("an internal error; see the logs"))
+        finally:
+            ORIGIN.reset(before)
 
     # ---- the answer
 
@@ -166,7 +183,7 @@ class Exchange:
         if self.response_complete:
             return
         head = self._head(status, (JSON, *headers))
-        self.protocol.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self.protocol.joined.write_now(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
 
     def fail(self, error: ServekitError) -> None:
@@ -176,16 +193,25 @@ class Exchange:
         else:
             self.answer(envelope(error), error.status, tuple(error_headers(error)))
 
-    def stream(self, events: bytes, *, last: bool) -> None:
-        """Some server-sent events, as one chunk; none at all is no chunk, for that would end it."""
+    def stream(self, events: bytes, *, last: bool, now: bool = False) -> None:
+        """Some server-sent events, as one chunk; none at all is no chunk, for that would end it.
+
+        `now`: nothing more comes in this turn.
+        """
         if self.response_complete:
             return
         if not self.response_started:
             self.begin_stream()
-        if events:
-            self.protocol.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        data = b"%x\r\n%b\r\n" % (len(events), events) if events else b""
         if last:
-            self.protocol.transport.write(b"0\r\n\r\n")
+            data += b"0\r\n\r\n"
+        if not data:
+            return
+        if now:
+            self.protocol.joined.write_now(data)
+        else:
+            self.protocol.transport.write(data)
+        if last:
             self._complete()
 
     def begin_stream(self) -> None:
@@ -195,10 +221,12 @@ class Exchange:
         self.protocol.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % head)
 
     def _head(self, status: int, headers: tuple[Header, ...]) -> bytes:
+        self.protocol.answers[self.path, status] += 1
         head = self.protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
-        if self.extra:  # not among the heads that are kept: these differ from answer to answer
+        # not among the heads that are kept: these differ from answer to answer
+        if self.extra:
             head += b"".join(b"%b: %b\r\n" % pair for pair in self.extra)
-        return head
+        return b"%bx-request-id: %b\r\n" % (head, self.origin.id)
 
     def _complete(self) -> None:
         self.response_complete = True
@@ -211,10 +239,19 @@ class Exchange:
 class Http(LimitedProtocol):
     """uvicorn's protocol; a plain POST to a path in `hot` becomes an Exchange instead."""
 
+    leaving: ClassVar[bool] = False  # every connection of this process ends with its next answer
+
     def __init__(
-        self, *args: Any, hot: Mapping[bytes, Handler], max_body_bytes: int, **kwargs: Any
+        self,
+        *args: Any,
+        hot: Mapping[bytes, Handler],
+        max_body_bytes: int,
+        answers: defaultdict[Any, int] | None = None,
+        **kwargs: Any,
     ) -> None:
+        """`answers` counts those of hot routes, by path and status."""
         super().__init__(*args, **kwargs)
+        self.answers = defaultdict(int) if answers is None else answers
         self.max_body_bytes = max_body_bytes
         self._hot = hot
         # the last one; `cycle` may be another by now, which came while this one is being answered
@@ -223,8 +260,8 @@ class Http(LimitedProtocol):
         self._heads_of: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        joined = Joined(cast(asyncio.Transport, transport), self.loop)
-        super().connection_made(cast(asyncio.Transport, joined))
+        self.joined = Joined(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, self.joined))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

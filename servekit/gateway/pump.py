@@ -1,4 +1,4 @@
-"""From a call to its answer on the short way, in the very turn in which something comes."""
+"""From a call to its answer on the short way, at the end of the turn in which something comes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import structlog
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
 from servekit.gateway.answer import Answer
-from servekit.gateway.call import Call, Deltas
+from servekit.gateway.call import Call
+from servekit.gateway.cork import Cork
 from servekit.gateway.protocol import Exchange
+from servekit.wire.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -21,15 +23,19 @@ class Pump:
     leaves in one write when the client reads again.
     """
 
-    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places")
+    __slots__ = ("_answer", "_call", "_cork", "_due", "_exchange", "_place", "_places")
 
-    def __init__(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+    def __init__(self, exchange: Exchange, call: Call, answer: Answer, cork: Cork) -> None:
         self._exchange = exchange
         self._call = call
         self._answer = answer
+        self._cork = cork
+        self._due = False
         self._places = False
         self._place: int | None = None  # the one told last
-        call.sink = exchange.on_writable = self.run
+        call.read_text()
+        call.sink = self._on_news
+        exchange.on_writable = self.run
         exchange.on_gone = call.cancel
 
     def tell_places(self) -> None:
@@ -38,21 +44,29 @@ class Pump:
         self._places = True
         self.run()
 
+    def _on_news(self) -> None:
+        if not self._due:
+            self._due = True
+            self._cork.add(self.run)
+
     def run(self) -> None:
         """Something has come, or the client reads again. Never raises: others wait behind it."""
+        self._due = False
         exchange = self._exchange
         try:
             if self._places and exchange.open:
                 self._tell_place()
-            while exchange.open and (deltas := self._call.collect()):
-                self._pass_on(deltas)
+            while exchange.open and (news := self._call.collect_text()) is not None:
+                self._pass_on(*news)
+                if not self._call.done:
+                    return
         except RequestError as error:
             # this runs within whoever fails the call, whose frames hold the error: a cycle
             error.with_traceback(None)
             if not isinstance(error, ClientClosed):
                 exchange.fail(error)
         except Exception:
-            log.exception("unexpected error", request=self._answer.id)
+            log.exception("unexpected error", request=exchange.origin.name)
             exchange.fail(ServekitError("an internal error; see the logs"))
             self._call.cancel()
 
@@ -64,10 +78,10 @@ class Pump:
             self._place = place
             self._exchange.stream(b": queue position %d\n\n" % place, last=False)
 
-    def _pass_on(self, deltas: Deltas) -> None:
-        last = deltas[-1]
+    def _pass_on(self, text: str, last: Delta | None) -> None:
         if self._call.stream:
-            self._exchange.stream(self._answer.events(deltas), last=last.finish is not None)
-            return
-        text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
-        self._exchange.answer(self._answer.whole(text, last))
+            events = self._answer.events(text, last)
+            self._exchange.stream(events, last=last is not None, now=True)
+        else:
+            assert last is not None
+            self._exchange.answer(self._answer.whole(text, last))

@@ -59,6 +59,7 @@ class Quarantine:
         log.error(
             "quarantined", model=status.name, fingerprint=mark[:SHOWN],
             deaths=call.deaths_in_all, for_s=status.quarantine_s,
+            request="" if call.origin is None else call.origin.name,
         )  # fmt: skip
         self.add([entry], now)
         return entry

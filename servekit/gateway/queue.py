@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
@@ -129,6 +130,12 @@ class FairQueue(Generic[Item]):
             del lane[key]
         if not lane:
             del self._lanes[priority]
+
+    def heads(self) -> Iterator[Item]:
+        """Of each key the first that waits, and of those that came back: no other is older."""
+        yield from islice(self._returned, 1)
+        for lane in self._lanes.values():
+            yield from (items[0].item for items in lane.values())
 
     def position(self, item: Item) -> int | None:
         """How many items leave before this one, as things stand; None if it is not there. O(n)."""

@@ -16,8 +16,10 @@ and when:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from servekit.errors import ModelUnavailable
 from servekit.gateway.balancer import Balancer
@@ -48,6 +50,7 @@ class Route:
         self.followers: set[Call] = set()  # whose clients want to know their places
         self.pace = Pace()
         self.in_flight = 0
+        self._tokens_done = self._tokens_told = 0  # given out: by calls that are over; in all
         self.was_ready = False
         self.removed = False  # from the configuration
         self.base: Route = self  # whose queue and workers these are
@@ -58,6 +61,18 @@ class Route:
         self.status = status
         self.queue.limit = status.max_queue
         self._balancer.set_status(status)
+
+    def left(self, call: Call) -> None:
+        """A call for it is over."""
+        self.in_flight -= 1
+        self._tokens_done += len(call.emitted)
+
+    def tokens(self) -> int:
+        """Given out so far, by what runs among them. Counted when asked: nothing is, per token."""
+        running = (call for one in self.replicas.values() for call in one.calls.values())
+        now = self._tokens_done + sum(len(call.emitted) for call in running)
+        self._tokens_told = max(self._tokens_told, now)  # what waits to go on elsewhere is left out
+        return self._tokens_told
 
     # ---- how it stands
 
@@ -79,6 +94,11 @@ class Route:
     @property
     def waiting(self) -> int:
         return len(self.queue) + len(self.suspects)
+
+    def waited_s(self) -> float:
+        """How long the first of those that wait has waited; 0 where none do."""
+        came = [call.created_s for call in (*self.queue.heads(), *islice(self.suspects, 1))]
+        return time.monotonic() - min(came) if came else 0.0
 
     @property
     def hopeless(self) -> bool:
@@ -212,6 +232,7 @@ class Route:
 
         Among the suspects it is the first or the last; last is who has had a turn.
         """
+        call.meter.lost(call)
         if not call.alone_until:
             self.queue.give_back(call)
         elif first:

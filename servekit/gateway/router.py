@@ -28,8 +28,9 @@ from servekit.gateway.bounds import check_grammar
 from servekit.gateway.call import Call
 from servekit.gateway.deadlines import Deadlines
 from servekit.gateway.demand import Demand
-from servekit.gateway.fate import Fate
-from servekit.gateway.pool import Replica
+from servekit.gateway.fate import NOT_RESUMED, Fate
+from servekit.gateway.measures import Measures, refusals_counted
+from servekit.gateway.pool import NEARBY, Replica
 from servekit.gateway.quarantine import Quarantine, refusal
 from servekit.gateway.route import Route, describe
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
@@ -39,10 +40,6 @@ __all__ = ["Route", "Router", "describe"]
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-_NOT_RESUMED = (
-    "the worker died in the middle of the answer, and this model's engine cannot go on where"
-    " another left off; ask again"
-)
 _CUT = "servekit has shut down before this was done; ask again when it is back"
 
 
@@ -61,7 +58,7 @@ class Router:
         unused: Callable[[str], None] = lambda _: None,
         use: Callable[[Wanted | KeepAlive], None] = lambda _: None,
     ) -> None:
-        self.name = name
+        self.name, self.reach = name, NEARBY
         self.routes: dict[str, Route] = {}
         self.draining = False
         self.idle = asyncio.Event()  # set once draining and nothing is in flight
@@ -69,6 +66,7 @@ class Router:
         self.chooses = False  # some model has several replicas: it matters whose session a call is
         self.quarantine = Quarantine()
         self.access = Access()
+        self.measures = Measures()
         self._report = report
         self._names: dict[str, Route] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
@@ -110,6 +108,7 @@ class Router:
                 if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
 
+    @refusals_counted
     def open(self, call: Call, timeout_s: float | None = None) -> Call:
         """Queue a call and run it as soon as there is room.
 
@@ -271,7 +270,7 @@ class Router:
         if call.route.removed:
             self._fail(call, WorkerLost("its worker ended, and the model is no longer served"))
         elif not replica.resumes and not call.rewind():
-            self._fail(call, WorkerLost(_NOT_RESUMED))
+            self._fail(call, WorkerLost(NOT_RESUMED))
         elif error := self.quarantine.error(call.route.status.name, call, time.time()):
             self._fail(call, error)
         return not call.done
@@ -335,6 +334,7 @@ class Router:
         self._open.add(call)
         call.route = route
         call.on_cancel = self._cancel
+        call.meter = self.measures.meter(route, call)
         if call.caller is not None:
             call.caller.begin()
         if not route.in_flight:
@@ -344,6 +344,6 @@ class Router:
     def _end(self, call: Call) -> None:
         self._open.remove(call)
         if call.route is not None:
-            call.route.in_flight -= 1
+            call.route.left(call)
         if self.draining and not self._open:
             self.idle.set()

@@ -6,13 +6,22 @@ The callbacks themselves are async and run on the gateway's event loop, beside t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from servekit.gateway.admin import Supervisor
 from servekit.gateway.http import ASGIApp, Receive, Scope, Send, send_json
+from servekit.gateway.login import ADDRESSES
+from servekit.gateway.pages.language import DEFAULT, NAMES, Say, preferred, root
+from servekit.gateway.pages.runs import Runs
+from servekit.gateway.pages.sign_in import ICON
+from servekit.gateway.pages.tail import Tail
+from servekit.gateway.pages.watch import Watch
 from servekit.gateway.router import Router
 
 if TYPE_CHECKING:
@@ -20,7 +29,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 Hook = Callable[[], Awaitable[None]]
-PATH = "/ui"
 #: Longest body the UI accepts: a conversation as the browser keeps it.
 MAX_BODY_BYTES = 8 * 2**20
 #: Browser sessions Gradio remembers, at about 80 kB each. One that it forgets loses nothing.
@@ -53,45 +61,66 @@ class UI:
     shutdown: Hook
 
 
-def build(router: Router) -> UI:
-    """Import Gradio and build the page. Blocking, for seconds: call it in a thread."""
+def build(router: Router, supervisor: Supervisor) -> UI:
+    """Import Gradio and build the pages. Blocking, for seconds: call it in a thread."""
     from fastapi import FastAPI
+
+    from servekit.gateway.pages.frame import Frame
+    from servekit.gateway.ui_page import page
+
+    watch, runs, tail = Watch(router, supervisor), Runs(router), Tail(supervisor.run_dir)
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    made = []
+    for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
+        blocks = page(Frame(router, Say(language), supervisor, watch, runs, tail))
+        _calm(blocks)
+        _mount(outer, blocks, root(language))
+        made.append(blocks)
+    return UI(Shield(outer), *_lifespan(outer, made, watch))
+
+
+def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
     from gradio import mount_gradio_app
 
-    from servekit.gateway.ui_page import ICON, page, theme
+    from servekit.gateway.ui_page import theme
 
-    blocks = page(router)
-    _calm(blocks)
-    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    mount_gradio_app(
-        outer,
-        blocks,
-        path=PATH,
-        footer_links=[],
-        run_history=False,
-        max_file_size="1b",  # nothing is ever uploaded
-        ssr_mode=False,
-        enable_monitoring=False,
-        pwa=False,
-        mcp_server=False,
-        theme=theme(),
-        head=ICON,
-        css_paths=Path(__file__).with_name("ui.css"),
-    )
-    return UI(Shield(outer), *_lifespan(outer, blocks))
+    here = Path(__file__)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SSR mode")  # which nobody has asked for
+        mount_gradio_app(
+            outer,
+            blocks,
+            path=path,
+            footer_links=[],
+            run_history=False,
+            max_file_size="1b",  # nothing is ever uploaded
+            ssr_mode=False,
+            enable_monitoring=False,
+            pwa=False,
+            mcp_server=False,
+            theme=theme(),
+            head=f"{ICON}<script>{here.with_name('ui.js').read_text()}</script>",
+            css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
+        )
 
 
-def _lifespan(outer: FastAPI, blocks: gradio.Blocks) -> tuple[Hook, Hook]:
+def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: Watch) -> tuple[Hook, Hook]:
     stack = contextlib.AsyncExitStack()
+    looking: list[asyncio.Task[None]] = []
 
     async def startup() -> None:
         await stack.enter_async_context(outer.router.lifespan_context(outer))
+        looking.append(asyncio.get_running_loop().create_task(watch.live()))
 
     async def shutdown() -> None:
         """End the streams that open pages hold, so that the server need not wait for them."""
-        mounted: Any = outer.routes[-1]  # `blocks.app` is another one
-        mounted.app.stop_event.set()
-        blocks._queue.stopped = True
+        for task in looking:
+            task.cancel()
+        for mounted in outer.routes[-len(made) :]:
+            app: Any = mounted  # `blocks.app` is another one
+            app.app.stop_event.set()
+        for blocks in made:
+            blocks._queue.stopped = True
         await stack.aclose()
 
     return startup, shutdown
@@ -122,6 +151,9 @@ class Shield:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if (elsewhere := _elsewhere(scope)) is not None:
+            await _lead(send, elsewhere)
+            return
         if _declared_bytes(scope) > MAX_BODY_BYTES:
             await send_json(send, TOO_LONG, 413)
             return
@@ -141,3 +173,30 @@ def _declared_bytes(scope: Scope) -> int:
         return MAX_BODY_BYTES + 1
     length = headers.get(b"content-length", b"0")
     return int(length) if length.isdigit() else MAX_BODY_BYTES + 1
+
+
+def _elsewhere(scope: Scope) -> str | None:
+    """Where a visitor is led who prefers another language than the address's; see `language`.
+
+    And who has come to a page by a slash too many, which Gradio would lead out of the UI.
+    """
+    path: str = scope["path"]
+    found = ADDRESSES.get(path.rstrip("/"))
+    if scope["method"] != "GET" or found is None:
+        return None
+    language, name = found
+    if language == DEFAULT:
+        language = preferred(scope["headers"])
+    there = f"{root(language)}/{name}"
+    return None if path == there or (not name and path == there.rstrip("/")) else there
+
+
+async def _lead(send: Send, where: str) -> None:
+    headers = [
+        (b"location", where.encode()),
+        (b"vary", b"Accept-Language, Cookie"),
+        (b"cache-control", b"no-store"),
+        (b"content-length", b"0"),
+    ]
+    await send({"type": "http.response.start", "status": 303, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})

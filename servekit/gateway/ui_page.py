@@ -1,4 +1,7 @@
-"""The page: layout, and which event does what. Imports Gradio: only `ui.build` imports this."""
+"""The chat, the first of the pages: layout, and which event does what.
+
+Imports Gradio: only `ui.build` imports this.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,18 @@ from typing import Any, cast
 
 import gradio as gr
 
-from servekit.gateway.router import Router
-from servekit.gateway.ui_chat import THOUGHTS, Chats, Settings, Turn, View, Visit, turn_at, turns_of
+from servekit.gateway.pages import (
+    compare,
+    dashboard,
+    embeddings,
+    operate,
+    playground,
+    structured,
+)
+from servekit.gateway.pages.frame import NOW, QUIET, Frame, visit
+from servekit.gateway.pages.language import Say
+from servekit.gateway.pages.runs import CHAT, Wish
+from servekit.gateway.ui_chat import THOUGHTS, Chats, Settings, Turn, View, turn_at, turns_of
 from servekit.gateway.ui_status import choices, error_note, progress_note, workers
 
 STATUS_EVERY_S = 1.0
@@ -24,13 +37,18 @@ LATEX: list[dict[str, str | bool]] = [
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
 ]
-ICON = (  # inline, so that the browser asks for no favicon
-    '<link rel="icon" href="data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 '
-    "viewBox=%220 0 16 16%22><rect width=%2216%22 height=%2216%22 rx=%224%22 fill=%22%2314b8a6%22/>"
-    '<path d=%22M4 5h8M4 8h8M4 11h5%22 stroke=%22white%22 stroke-width=%221.6%22/></svg>">'
-)
-EXAMPLES = ("Why is the sky blue?", "Write a haiku about autumn.", "Give me three tips for sleep.")
+EXAMPLES = ("chat.example1", "chat.example2", "chat.example3")
+#: The other pages, by their addresses.
+OTHERS = {
+    "compare": compare.build,
+    "playground": playground.build,
+    "embeddings": embeddings.build,
+    "structured": structured.build,
+    "dashboard": dashboard.build,
+    "operate": operate.build,
+}
 Update = dict[Any, Any]
+Choices = list[tuple[str, str]]
 
 
 def theme() -> gr.themes.Base:
@@ -60,48 +78,54 @@ class Parts:
     seen: gr.State
 
 
-def page(router: Router) -> gr.Blocks:
-    """Build the page on a router; its callbacks must run on the router's loop."""
+def page(frame: Frame) -> gr.Blocks:
+    """Build all pages of one language; their callbacks must run on the router's loop."""
     with gr.Blocks(title="servekit", analytics_enabled=False, fill_height=True) as blocks:
-        parts = _layout(router)
-        Events(router, parts).bind(blocks)
+        frame.head("")
+        Events(frame, _layout(frame)).bind(blocks)
+    for name, build in OTHERS.items():
+        with blocks.route(name, name, show_in_navbar=False):  # the bar is ours
+            build(frame, blocks)
     return cast(gr.Blocks, blocks)
 
 
-def _layout(router: Router) -> Parts:
+def _layout(frame: Frame) -> Parts:
+    say = frame.say
     turns = gr.BrowserState([], storage_key="servekit.conversation", secret=STORE_SECRET)
     chosen = gr.BrowserState(None, storage_key="servekit.settings", secret=STORE_SECRET)
     with gr.Row(elem_id="sk-top"):
-        gr.HTML("<h1>servekit</h1>", elem_id="sk-brand")
-        model = _model_choice(router)
-        new = gr.Button("New chat", size="sm", min_width=80, elem_id="sk-new")
+        model = frame.model(say("model"), "", show_label=False, container=False, elem_id="sk-model")
+        new = gr.Button(say("chat.new"), size="sm", min_width=80, elem_id="sk-new")
     with gr.Row(elem_id="sk-body"):
         with gr.Column(elem_id="sk-main"):
-            chat = _chat()
+            chat = _chat(say)
             note = gr.HTML("", elem_id="sk-note")
-            box = _question()
+            box = _question(say)
         with gr.Column(elem_id="sk-side"):
-            status = gr.HTML(workers(router), elem_id="sk-workers")
-            with gr.Accordion("Settings", open=False, elem_id="sk-settings"):
-                settings = _settings()
+            status = gr.HTML(workers(frame.router, say), elem_id="sk-workers")
+            with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
+                settings = _settings(say)
+            frame.code(_wish, [turns, model, *settings])
     return Parts(model, chat, box, note, new, status, settings, turns, chosen, gr.State(""))
 
 
-def _model_choice(router: Router) -> gr.Dropdown:
-    return gr.Dropdown(
-        choices(router),
-        label="Model",
-        show_label=False,
-        container=False,
-        allow_custom_value=True,  # the choices change; the router judges
-        elem_id="sk-model",
-    )
+def _wish(stored: Any, model: str, *settings: Any) -> Wish:
+    """The conversation so far as a request; without one, what a first question would be."""
+    given = dict(zip(SETTINGS, settings, strict=True))
+    system = given.pop("system")
+    more = {name: value for name, value in given.items() if value is not None}
+    turns: list[dict[str, Any]] = [dict(turn) for turn in turns_of(stored)]
+    while turns and turns[-1]["role"] != "user":
+        turns.pop()
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += turns or [{"role": "user", "content": "…"}]
+    return Wish(CHAT, {"model": model, "messages": messages, **more})
 
 
-def _question() -> gr.Textbox:
+def _question(say: Say) -> gr.Textbox:
     return gr.Textbox(
-        label="Your message",
-        placeholder="Ask something…",
+        label=say("chat.message"),
+        placeholder=say("chat.ask"),
         show_label=False,
         container=False,
         lines=1,
@@ -114,23 +138,26 @@ def _question() -> gr.Textbox:
     )
 
 
-def _settings() -> list[gr.Number | gr.Textbox]:
+def _settings(say: Say) -> list[gr.Number | gr.Textbox]:
     """In the order of SETTINGS. Empty is the model's default."""
 
-    def number(label: str, info: str, step: float = 1, empty: str = "default") -> gr.Number:
-        return gr.Number(None, label=label, info=info, placeholder=empty, step=step, min_width=0)
+    def number(name: str, step: float = 1, empty: str = "default") -> gr.Number:
+        return gr.Number(
+            None, label=say(name), info=say(f"{name}.info"), placeholder=say(empty), step=step,
+            min_width=0,
+        )  # fmt: skip
 
     return [
-        gr.Textbox(label="System prompt", placeholder="none", lines=3),
-        number("Temperature", "0 is greedy", step=0.1),
-        number("Top p", "0 to 1", step=0.05),
-        number("Top k", "0 is off"),
-        number("Max tokens", "longest answer", step=64),
-        number("Seed", "to repeat an answer", empty="random"),
+        gr.Textbox(label=say("system"), placeholder=say("none"), lines=3),
+        number("temperature", step=0.1),
+        number("top_p", step=0.05),
+        number("top_k"),
+        number("max_tokens", step=64),
+        number("seed", empty="seed.empty"),
     ]
 
 
-def _chat() -> gr.Chatbot:
+def _chat(say: Say) -> gr.Chatbot:
     return gr.Chatbot(
         show_label=False,
         container=False,
@@ -145,51 +172,44 @@ def _chat() -> gr.Chatbot:
         allow_file_downloads=False,
         feedback_options=None,
         group_consecutive_messages=False,
-        placeholder="## What would you like to know?",
-        examples=[{"text": text} for text in EXAMPLES],
+        placeholder=f"## {say('chat.empty')}",
+        examples=[{"text": say(key)} for key in EXAMPLES],
         elem_id="sk-chat",
     )
-
-
-def _visit(request: gr.Request) -> Visit:
-    client = f"ui {request.client.host if request.client else ''}"
-    authorization = request.headers.get("authorization") or ""
-    return Visit(str(request.session_hash), client, authorization)
 
 
 class Events:
     """The callbacks. All are async, so that Gradio runs them on the event loop."""
 
-    def __init__(self, router: Router, parts: Parts) -> None:
-        self._router = router
+    def __init__(self, frame: Frame, parts: Parts) -> None:
+        self._frame = frame
+        self._router = frame.router
         self._parts = parts
-        self._chats = Chats(router)
+        self._chats = Chats(frame.router)
 
     def bind(self, blocks: gr.Blocks) -> None:
         parts = self._parts
         asking = [parts.turns, parts.model, *parts.settings]
         shown = [parts.chat, parts.box, parts.note, parts.turns]
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        now: dict[str, Any] = {**quiet, "queue": False}
-        parts.box.submit(self.ask, [parts.box, *asking], shown, **quiet)
-        parts.chat.example_select(self.example, asking, shown, **quiet)
-        parts.chat.retry(self.retry, asking, shown, **quiet)
-        parts.chat.edit(self.edit, asking, shown, **quiet)
-        parts.chat.undo(self.undo, parts.turns, shown, **now)
-        parts.box.stop(self.stop, None, None, **now)
-        gr.on([parts.new.click, parts.chat.clear], self.clear, None, shown, **now)
+        parts.box.submit(self.ask, [parts.box, *asking], shown, **QUIET)
+        parts.chat.example_select(self.example, asking, shown, **QUIET)
+        parts.chat.retry(self.retry, asking, shown, **QUIET)
+        parts.chat.edit(self.edit, asking, shown, **QUIET)
+        parts.chat.undo(self.undo, parts.turns, shown, **NOW)
+        parts.box.stop(self.stop, None, None, **NOW)
+        gr.on([parts.new.click, parts.chat.clear], self.clear, None, shown, **NOW)
         gr.on(
             [component.change for component in (parts.model, *parts.settings)],
             None,
             [parts.model, *parts.settings],
             parts.chosen,
             js="(...chosen) => [chosen]",
-            **now,
+            **NOW,
         )
         status = [parts.model, parts.workers, parts.seen]
-        gr.Timer(STATUS_EVERY_S).tick(self.tick, [parts.model, parts.seen], status, **now)
+        gr.Timer(STATUS_EVERY_S).tick(self.tick, [parts.model, parts.seen], status, **NOW)
         restored = [parts.chat, parts.workers, parts.model, *parts.settings]
-        blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **now)
+        blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **NOW)
         blocks.unload(self.leave)
 
     # ---- asking
@@ -234,10 +254,10 @@ class Events:
     async def _answer(
         self, turns: list[Turn], model: str, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncGenerator[Update, None]:
-        visit = _visit(request)
+        who = visit(request)
         chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
         yield {self._parts.chat: turns, self._parts.box: _box(busy=True, value="")}
-        views = self._chats.answer(visit, model or "", turns, chosen)
+        views = self._chats.answer(who, model or "", turns, chosen)
         async with aclosing(views):
             async for view in views:
                 yield self._show(view)
@@ -247,7 +267,7 @@ class Events:
         note = error_note(view.error) if view.error else ""
         update: Update = {
             parts.chat: view.turns,
-            parts.note: note or progress_note(view.progress, busy=view.busy),
+            parts.note: note or progress_note(view.progress, busy=view.busy, say=self._frame.say),
         }
         if view.save:
             update[parts.turns] = view.turns
@@ -279,32 +299,38 @@ class Events:
 
     # ---- status
 
-    async def tick(self, model: str | None, seen: str) -> Update:
+    async def tick(self, request: gr.Request, model: str | None, seen: str) -> Update:
         """Update what has changed since this browser's last tick, if anything has."""
         parts = self._parts
-        html, models = workers(self._router), choices(self._router)
+        html, models = workers(self._router, self._frame.say), await self._choices(request)
         now = f"{html}{models}"
         if now == seen:
             return {parts.seen: gr.skip()}
-        return {parts.workers: html, parts.model: self._model(model, model), parts.seen: now}
+        choice = self._model(models, model, model)
+        return {parts.workers: html, parts.model: choice, parts.seen: now}
 
-    def _model(self, current: str | None, wanted: str | None) -> Any:
+    async def _choices(self, request: gr.Request) -> Choices:
+        frame = self._frame
+        return choices(frame.router, frame.say, await frame.caller(request))
+
+    def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:
         """The choices, and the wanted one if it is not chosen already: the user may be quicker."""
-        models = choices(self._router)
         names = [name for _, name in models]
         choice = wanted if wanted in names else next(iter(names), None)
         kwargs: dict[str, Any] = {} if choice == current else {"value": choice}
         return gr.update(choices=models, **kwargs)
 
-    async def restore(self, stored: Any, chosen: Any, current: str | None) -> Update:
+    async def restore(
+        self, request: gr.Request, stored: Any, chosen: Any, current: str | None
+    ) -> Update:
         """Bring back what this browser had; not the question, which may be under way already."""
         parts = self._parts
-        update: Update = {parts.workers: workers(self._router)}
+        update: Update = {parts.workers: workers(self._router, self._frame.say)}
         if turns := turns_of(stored):
             update[parts.chat] = turns
         kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
         model, *settings = kept or [current, *[None] * len(SETTINGS)]
-        update[parts.model] = self._model(current, model)
+        update[parts.model] = self._model(await self._choices(request), current, model)
         # None has to be said, too: the page takes a number without a value for 0
         return update | dict(zip(parts.settings, settings, strict=True))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from servekit.gateway.adapted import AdapterRoute
+from servekit.gateway.adapted import AdapterRoute, base_of
+from servekit.gateway.caller import Caller
+from servekit.gateway.pages.language import SAY_ENGLISH, Say
 from servekit.gateway.router import Route, Router, describe
 from servekit.gateway.ui_chat import Progress
 from servekit.wire.messages import ReplicaStatus
@@ -12,24 +14,48 @@ from servekit.wire.messages import ReplicaStatus
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
-def workers(router: Router) -> str:
+def workers(router: Router, say: Say = SAY_ENGLISH) -> str:
     """Every model with its workers, as HTML."""
     if router.draining:
-        return '<p class="sk-quiet" role="status">servekit is shutting down.</p>'
+        return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
     if not router.routes:
-        return '<p class="sk-quiet">Waiting for the first model…</p>'
-    return "".join(_model(route) for route in router.routes.values())
+        return f'<p class="sk-quiet">{escape(say("no_models"))}</p>'
+    return "".join(_model(route, say) for route in router.routes.values())
 
 
-def choices(router: Router) -> list[tuple[str, str]]:
-    """The models to choose from: (label, name)."""
+def choices(
+    router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None, task: str = ""
+) -> list[tuple[str, str]]:
+    """The models and adapters that a visitor may use, and that serve `task`: (label, name).
+
+    With keys, `caller` is who visits; who is not known yet sees none.
+    """
     named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
-    return [(_label(route), name) for name, route in named]
+    return [
+        (_label(route, say), name)
+        for name, route in named
+        if _serves(route, task) and (not router.access.closed or _may(caller, route))
+    ]
 
 
-def progress_note(progress: Progress, *, busy: bool) -> str:
+def _may(caller: Caller | None, route: Route) -> bool:
+    return caller is not None and caller.may_use(route.status.name, base_of(route))
+
+
+def _serves(route: Route, task: str) -> bool:
+    """One that has not been loaded yet may turn out to."""
+    info = route.status.info
+    return not task or info is None or task in info.serves
+
+
+def progress_note(progress: Progress, *, busy: bool, say: Say = SAY_ENGLISH) -> str:
     """One line beneath the conversation, as HTML."""
-    return f'<p class="sk-note" role="status">{escape(_sentence(progress, busy))}</p>'
+    return note(_sentence(progress, busy, say))
+
+
+def note(sentence: str) -> str:
+    """One line, as HTML."""
+    return f'<p class="sk-note" role="status">{escape(sentence)}</p>'
 
 
 def error_note(message: str) -> str:
@@ -41,85 +67,87 @@ def error_note(message: str) -> str:
 # ---------------------------------------------------------------- workers
 
 
-def _label(route: Route) -> str:
+def _label(route: Route, say: Say) -> str:
     name = route.status.name
     if route.ready:
         return name
     if isinstance(route, AdapterRoute) and route.adapter.state != "serving":
-        return f"{name} · {route.adapter.state}"
+        return f"{name} · {say(f'adapter.{route.adapter.state}')}"
     states = {replica.state for replica in route.status.replicas}
     first = next(iter(route.status.replicas), None)
     residence = route.status.residence
     if residence is not None and residence.tier in ("stopped", "asleep"):
-        return f"{name} · {residence.tier}"
+        return f"{name} · {say(f'tier.{residence.tier}')}"
     if first is None or states <= {"ready"}:
-        return f"{name} · starting"
+        return f"{name} · {say('state.starting')}"
     coming = [r for r in route.status.replicas if r.state in ("loading", "starting")]
-    if coming:
-        return f"{name} · {describe(coming[0])}"
-    return f"{name} · {first.state}"
+    return f"{name} · {state_words(coming[0] if coming else first, say)}"
 
 
-def _model(route: Route) -> str:
+def _model(route: Route, say: Say) -> str:
     info = route.status.info
     facts = [route.status.engine]
     if info is not None:
         facts += [info.dtype] if info.dtype != "none" else []
-        facts.append(f"{info.max_context:,} tokens of context".replace(",", " "))
-    waiting = f" · <b>{len(route.queue)} waiting</b>" if len(route.queue) else ""
-    replicas = "".join(map(_replica, route.status.replicas))
+        facts.append(say("context", count=f"{info.max_context:,}".replace(",", " ")))
+    waiting = f" · <b>{escape(say('waiting', count=len(route.queue)))}</b>"
+    replicas = "".join(_replica(replica, say) for replica in route.status.replicas)
     residence = route.status.residence
     if residence is not None and residence.tier != "resident":
-        facts.append(residence.reason or residence.tier)
+        facts.append(residence.reason or say(f"tier.{residence.tier}"))
     return (
-        f'<section class="sk-model"><h3>{escape(route.status.name)}</h3>'
-        f'<p class="sk-quiet">{escape(" · ".join(facts))}{waiting}</p>{_adapters(route)}'
-        f"<ul>{replicas}</ul></section>"
+        f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
+        f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
+        f"{_adapters(route, say)}<ul>{replicas}</ul></section>"
     )
 
 
-def _adapters(route: Route) -> str:
+def _adapters(route: Route, say: Say) -> str:
     """Its adapters, with what keeps those from serving that do not."""
     if not route.status.adapters:
         return ""
     told = [
-        one.name if one.state == "serving" else f"{one.name} ({one.reason or one.state})"
+        one.name
+        if one.state == "serving"
+        else f"{one.name} ({one.reason or say(f'adapter.{one.state}')})"
         for one in route.status.adapters
     ]
-    return f'<p class="sk-quiet">adapters: {escape(", ".join(told))}</p>'
+    return f'<p class="sk-quiet">{escape(say("adapters", names=", ".join(told)))}</p>'
 
 
-def _replica(replica: ReplicaStatus) -> str:
+def _replica(replica: ReplicaStatus, say: Say) -> str:
     mark = MARK.get(replica.state, "busy")
     facts = [replica.device] if replica.device else []
     if replica.state == "ready":
-        facts.append(f"{replica.running} running")
-        facts += [f"{replica.waiting} waiting"] if replica.waiting else []
+        facts.append(say("running", count=replica.running))
+        facts += [say("waiting", count=replica.waiting)] if replica.waiting else []
     if used_bytes := replica.gpu_bytes or replica.rss_bytes:
-        facts.append(_size(used_bytes))
+        facts.append(gigabytes(used_bytes))
     if replica.restarts:
-        facts.append(f"{replica.restarts} restart{'s' if replica.restarts > 1 else ''}")
+        facts.append(say.count("restart", replica.restarts))
     return (
         f'<li><span class="sk-dot sk-{mark}"></span><span class="sk-name">{escape(replica.name)}'
-        f'</span><span class="sk-state">{escape(_state(replica))}</span>'
+        f'</span><span class="sk-state">{escape(state_words(replica, say))}</span>'
         f'<span class="sk-facts">{escape(" · ".join(facts))}</span>'
         f"{_bar(replica)}{_reason(replica)}</li>"
     )
 
 
-def _state(replica: ReplicaStatus) -> str:
-    if replica.state == "loading":
+def state_words(replica: ReplicaStatus, say: Say) -> str:
+    """What a worker is doing, in a few words."""
+    if replica.state in ("loading", "starting") and replica.progress is not None:
         return describe(replica)
-    return "restarting" if replica.state == "backoff" else replica.state
+    return say(f"state.{replica.state}")
 
 
 def _bar(replica: ReplicaStatus) -> str:
     if replica.state not in ("loading", "starting"):
         return ""
     progress = replica.progress
+    name = f'aria-label="{escape(replica.name)}"'
     if progress is None or not progress.total:
-        return "<progress></progress>"
-    return f'<progress value="{progress.done}" max="{progress.total}"></progress>'
+        return f"<progress {name}></progress>"
+    return f'<progress {name} value="{progress.done}" max="{progress.total}"></progress>'
 
 
 def _reason(replica: ReplicaStatus) -> str:
@@ -131,32 +159,25 @@ def _reason(replica: ReplicaStatus) -> str:
 # ---------------------------------------------------------------- where an answer is
 
 
-def _sentence(progress: Progress, busy: bool) -> str:
+def _sentence(progress: Progress, busy: bool, say: Say) -> str:
     if progress.waiting is not None:
-        return _queue_sentence(progress.waiting)
+        return say.count("queue", progress.waiting) if progress.waiting else say("queue.next")
     if not progress.tokens:
-        return "Reading the prompt…" if busy else "Stopped"
-    parts = [_count(progress.tokens, "token")]
+        return say("reading") if busy else say("stopped")
+    parts = [say.count("token", progress.tokens)]
     if progress.rate is not None:
-        parts.append(f"{progress.rate:.1f} tokens/s")
+        parts.append(say("rate", rate=f"{progress.rate:.1f}"))
     if progress.first_s is not None:
-        parts.append(f"first after {_duration(progress.first_s)}")
+        parts.append(say("first", after=_duration(progress.first_s)))
     if progress.finish == "cancelled":
-        parts.append("stopped")
+        parts.append(say("cancelled"))
     if progress.finish == "length":
-        parts.append("length limit reached")
+        parts.append(say("length"))
     return " · ".join(parts)
 
 
-def _queue_sentence(before: int) -> str:
-    return f"{_count(before, 'request')} before yours" if before else "Yours is next"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
-def _size(size_bytes: int) -> str:
+def gigabytes(size_bytes: int) -> str:
+    """A size to read."""
     return f"{size_bytes / 1e6:.0f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:.1f} GB"
 
 

@@ -110,10 +110,7 @@ class Vectors:
                 f"dimensions: the vectors of {route.status.name!r} have {info.embedding_size}",
                 param="dimensions",
             )
-        calls = [
-            _call(request.model, key, task="embed", inputs=group)
-            for group in _groups(_inputs(request.input))
-        ]
+        calls = embedding_calls(request.model, key, _inputs(request.input))
         asked = Asked(self._router, calls, request.timeout_s)
         return asked, lambda answers: _vectors(request, route.status.name, answers)
 
@@ -150,6 +147,11 @@ class Vectors:
         call.prompt = request.tokens
         asked = Asked(self._router, [call], None)
         return asked, lambda answers: _encode({"prompt": answers[0].text})
+
+
+def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[Call]:
+    """The calls that have the vectors of all inputs, in order."""
+    return [_call(model, key, task="embed", inputs=group) for group in _groups(inputs)]
 
 
 def _call(model: str, key: str, **more: Any) -> Call:

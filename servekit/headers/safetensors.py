@@ -49,10 +49,29 @@ def size_bytes(elements: Mapping[str, int], float_bytes: float | None = None) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    for index in folder.glob("*.safetensors.index.json"):
-        shards = json.loads(index.read_bytes())["weight_map"].values()
-        return [folder / name for name in sorted(set(shards))]
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        return _named(index)
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _named(index: Path) -> list[Path]:
+    """The files that an index names: {"weight_map": {tensor: file}}."""
+    try:
+        files = [index.parent / name for name in set(_weight_map(index).values())]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{index} is damaged: it has to be JSON, with a weight_map that names a file for each"
+            " tensor"
+        ) from error
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{index} names {path.name}, which is not there")
+    return sorted(files)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    return found
 
 
 def _elements(path: Path) -> dict[str, int]:
@@ -60,13 +79,13 @@ def _elements(path: Path) -> dict[str, int]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
-                raise ValueError("no safetensors header")
+                raise ValueError("it would be too long")
             tensors = json.loads(file.read(length))
         found: dict[str, int] = {}
         for name, tensor in tensors.items():
             if name != "__metadata__":
                 kind = str(tensor["dtype"])
                 found[kind] = found.get(kind, 0) + math.prod(tensor["shape"])
-    except (struct.error, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header cannot be read") from error
     return found

@@ -12,11 +12,14 @@ from pathlib import Path
 from servekit.config.access import KeyConfig
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
 from servekit.config.schema import Config, ModelConfig
-from servekit.wire.access import RequestLimits
+from servekit.supervisor import notify
+from servekit.wire.access import RequestLimits, Tracing
 from servekit.wire.messages import AccessRules, KeyRule
 
 #: Of the digests of keys that we have in the clear: no two instances have the same.
 _SALT = secrets.token_bytes(32)
+#: Of who has signed in on the page: gateways come and go, these stay.
+_SESSIONS = secrets.token_bytes(32)
 
 _PUBLIC = (
     "{host} can be reached by others, and there are no keys: whoever reaches it could use all."
@@ -43,12 +46,23 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
     return AccessRules(
         keys=tuple(_rule(key, i, names, environ) for i, key in enumerate(config.keys)),
         salt=_SALT,
+        sessions=_SESSIONS,
         cors=server.cors,
+        hosts=_hosts(config),
         log_prompts=config.logging.prompts,
         limits=RequestLimits(**server.limits.model_dump()),
         runtime_adapters=server.runtime_adapters,
+        open_metrics=server.open_metrics,
+        tracing=Tracing(**config.tracing.model_dump()) if config.tracing else Tracing(),
         certificate="" if server.tls is None else _stamp(server.tls.certificate, server.tls.key),
     )
+
+
+def _hosts(config: Config) -> tuple[str, ...]:
+    """By which names requests may come; none for any: keys, or `--insecure`, have the say."""
+    if config.keys or not _is_loopback(config.server.host):
+        return ()
+    return ("localhost", socket.gethostname(), *config.server.hosts)
 
 
 def refuse_public(config: Config) -> str:
@@ -65,7 +79,7 @@ def secret_variables(config: Config) -> frozenset[str]:
 
 def public(environ: Mapping[str, str], config: Config) -> Mapping[str, str]:
     """What any child may have of our environment."""
-    hidden = secret_variables(config)
+    hidden = secret_variables(config) | notify.VARIABLES
     return {name: value for name, value in environ.items() if name not in hidden}
 
 
@@ -107,6 +121,7 @@ def _rule(key: KeyConfig, at: int, names: Mapping[str, str], environ: Mapping[st
         models=models,
         priority=key.priority,
         admin=key.admin,
+        metrics=key.metrics,
     )
 
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from servekit.config import paths
 from servekit.config.engines import KINDS
 from servekit.config.schema import AdapterConfig, names_of
-from servekit.errors import ConfigError
-from servekit.supervisor.adapters import Refusal
+from servekit.errors import ConfigError, meant
+from servekit.supervisor.adapters import Later, Refusal
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import Gateway, until_told
@@ -31,7 +31,7 @@ class AdapterDesk:
         self._coming: dict[str, Fleet] = {}  # names that are being added, and to what
 
     async def add(self, wish: AddAdapter) -> Accepted | Refused:
-        """Load an adapter on all workers of a model, or on none."""
+        """Load an adapter on all workers of a model, or on none; with the model, if it is away."""
         name = wish.adapter.name
         try:
             fleet = self._fleet(wish.model)
@@ -47,6 +47,8 @@ class AdapterDesk:
             await until_told(self._gateways)  # who hears of it may ask any gateway the next moment
         if isinstance(outcome, Refusal):
             return _refused(outcome)
+        if isinstance(outcome, Later):
+            return Accepted(f"{name} is loaded with {fleet.model.name}, which is not there now")
         return Accepted(f"{name} serves on {fleet.model.name}, {outcome.mode}: {outcome.why}")
 
     async def remove(self, wish: RemoveAdapter) -> Accepted | Refused:
@@ -81,7 +83,8 @@ class AdapterDesk:
         there = ", ".join(fleet.model.name for fleet in served)
         if not model:
             raise ConfigError(f"say which model the adapter is for; there are: {there}")
-        raise ConfigError(f"no model is called {model!r}; there are: {there}")
+        likely = meant(model, [fleet.model.name for fleet in served])
+        raise ConfigError(f"no model is called {model!r}; there are: {there}{likely}")
 
     def _check_name(self, name: str, fleet: Fleet) -> None:
         """Raise ConfigError where a model, or another one's adapter, has that name."""

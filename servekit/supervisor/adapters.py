@@ -2,6 +2,8 @@
 
 state      fact                                          next
            an operator adds it, or the file names it     loading
+           the same, and the model comes by need and     loading, until it comes
+           is not there
 loading    all workers that serve have it                serving
            one refuses it, or dies over it               failed, or gone if an operator added it;
                                                          the others unload it
@@ -38,6 +40,11 @@ class Refusal:
 
 
 Outcome = AdapterInfo | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Its model is not there; it is loaded with it."""
 
 
 @dataclass(frozen=True, slots=True)

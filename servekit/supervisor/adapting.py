@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from servekit.supervisor.adapters import Book, Entry, Outcome, Refusal, decide, nobody
+from servekit.supervisor.adapters import Book, Entry, Later, Outcome, Refusal, decide, nobody
+from servekit.supervisor.journal import journal
 from servekit.wire.adapters import AdapterInfo, AdapterSpec, AdapterStatus
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -41,6 +42,10 @@ class Owner(Protocol):
 
     @property
     def drain_timeout_s(self) -> float: ...
+    @property
+    def is_away(self) -> bool:
+        """Its workers come by need: no adapter has to wait for that."""
+
     def workers(self, adapters: Adapters) -> Sequence[Worker]:
         """Those that these adapters are for."""
 
@@ -58,6 +63,7 @@ class Adapters:
         self._owner = owner
         self._turn = asyncio.Lock()  # first come, first served
         self._following: set[asyncio.Task[None]] = set()
+        self._outdated: dict[str, set[str]] = {}  # by worker: what it has, if so, is not meant
 
     def statuses(self, serving: Sequence[Mapping[str, AdapterInfo]]) -> tuple[AdapterStatus, ...]:
         """`serving`: what each of the fleet's workers that serve has."""
@@ -67,7 +73,8 @@ class Adapters:
         """Those of the next version: the file's, and what operators have added to this one."""
         made = Adapters(self.model, file, self._owner)
         for entry in self.book:
-            if not entry.from_file and entry.state == "serving" and entry.spec.name not in claimed:
+            wanted = entry.expected and entry.state in ("loading", "serving")
+            if wanted and not entry.from_file and entry.spec.name not in claimed:
                 made.book.expect(entry.spec, time.time(), from_file=False)
         return made
 
@@ -78,13 +85,17 @@ class Adapters:
 
     # ---- for operators
 
-    async def add(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome:
-        """Load it on all workers, or on none."""
+    async def add(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
+        """Load it on all workers, or on none; with its model, if that is away."""
         async with self._turn:
             known = self.book.get(spec.name)
             if known is not None and (refusal := _refuse_again(known, spec, in_place=in_place)):
                 return refusal
-            return await self._exchange(known, spec, from_file=bool(known and known.from_file))
+            from_file = bool(known and known.from_file)
+            if self._owner.is_away and not self._serving():
+                await self._expect(spec, from_file=from_file)
+                return Later()
+            return await self._exchange(known, spec, from_file=from_file)
 
     async def remove(self, name: str) -> Refusal | None:
         """Unload it everywhere, once no request needs it."""
@@ -126,8 +137,7 @@ class Adapters:
         if known is not None and known.state != "failed":
             self.book.adopt(name)
         elif not self._serving():
-            self.book.expect(spec, time.time(), from_file=True)
-            self._owner.changed()
+            await self._expect(spec, from_file=True)
         else:
             await self._exchange(known, spec, from_file=True)
 
@@ -146,7 +156,7 @@ class Adapters:
         and has refused, and why.
         """
         async with self._turn:
-            for name in self.book.surplus(list(worker.holds)):
+            for name in self._surplus(worker):
                 if not await worker.unload_adapter(name):
                     return ""
             for spec in self.book.expected():
@@ -163,6 +173,11 @@ class Adapters:
                         return outcome.message
             admit()
         return ""
+
+    def _surplus(self, worker: Worker) -> list[str]:
+        """What it is to unload: what is not expected, or was something else when it loaded it."""
+        outdated = self._outdated.pop(worker.name, set())
+        return list({*self.book.surplus(list(worker.holds)), *outdated.intersection(worker.holds)})
 
     async def _fetch(
         self, worker: Worker, spec: AdapterSpec, refused: Mapping[str, str]
@@ -193,12 +208,20 @@ class Adapters:
             log.info("adapter serves", model=self.model, adapter=spec.name, workers=len(workers))
             self._serve(spec.name, outcome)
         else:
+            self._tell(spec.name, f"refused: {outcome.message}")
             log.error(
                 "adapter refused", model=self.model, adapter=spec.name, reason=outcome.message
             )
             await self._go_back(known, spec, outcome, from_file=from_file)
         self._owner.changed()
         return outcome
+
+    async def _expect(self, spec: AdapterSpec, *, from_file: bool) -> None:
+        """Workers load it when they come, instead of what has its name."""
+        if self.book.get(spec.name) is not None:
+            await self._remove(spec.name)
+        self.book.expect(spec, time.time(), from_file=from_file)
+        self._owner.changed()
 
     async def _go_back(
         self, known: Entry | None, spec: AdapterSpec, refusal: Refusal, *, from_file: bool
@@ -225,9 +248,13 @@ class Adapters:
         self._owner.changed()
         await self._until_unused(name)
         await self._unload(name)
+        for worker in self._owner.workers(self):
+            if not worker.serves:  # asleep, or coming: it may have loaded that
+                self._outdated.setdefault(worker.name, set()).add(name)
         self.book.forget(name)
         self._owner.changed()
         log.info("adapter unloaded", model=self.model, adapter=name)
+        self._tell(name, "unloaded")
 
     async def _unload(self, name: str) -> None:
         holders = [worker for worker in self._serving() if name in worker.holds]
@@ -250,11 +277,16 @@ class Adapters:
         known = self.book.get(name)
         if known is not None and known.state != "serving":
             self.book.serve(name, info, time.time())
+            self._tell(name, "serves")
 
     def _fail(self, name: str, refusal: Refusal) -> None:
         log.error("adapter failed", model=self.model, adapter=name, reason=refusal.message)
+        self._tell(name, f"failed: {refusal.message}")
         self.book.fail(name, refusal.message, time.time())
         self._owner.changed()
+
+    def _tell(self, name: str, what: str) -> None:
+        journal.tell("adapter", f"{name} {what}", model=self.model, adapter=name)
 
 
 def _refuse_again(known: Entry, spec: AdapterSpec, *, in_place: bool) -> Refusal | None:

@@ -98,6 +98,8 @@ class Exit:
 class Child(Generic[Incoming]):
     """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
 
+    here = True  # its pid is one of this machine
+
     def __init__(self, command: Command, process: Process, output: Output, mark: str) -> None:
         self.name = command.name
         self.pid = process.pid
@@ -112,6 +114,7 @@ class Child(Generic[Incoming]):
         self._cause = ""
         self._segments: set[Segment] = set()
         self._oom_kills = procfs.oom_kills()
+        self.forked = isinstance(process, Forked)
         self._watch()
 
     @classmethod

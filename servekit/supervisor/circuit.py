@@ -8,7 +8,8 @@ from typing import Any
 
 import structlog
 
-from servekit.supervisor.breaker import Breaker, BreakerLimits
+from servekit.supervisor.breaker import Breaker, BreakerLimits, BreakerState
+from servekit.supervisor.journal import journal
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -21,6 +22,10 @@ class Circuit:
         self._breaker = Breaker(limits)
         self._wake: dict[str, Callable[[], None]] = {}
         self._last_reason = ""
+
+    @property
+    def state(self) -> BreakerState:
+        return self._breaker.state
 
     def join(self, replica: str, wake: Callable[[], None]) -> None:
         self._wake[replica] = wake
@@ -53,13 +58,24 @@ class Circuit:
         self._breaker.started(replica)
         if self._breaker.state != was:
             log.warning("breaker half-open", model=self._model, probe=replica)
+            journal.tell("breaker", f"half-open: {replica} is tried", model=self._model)
             self._wake_all()  # so that the others say whom they wait for
+
+    def died(self, replica: str, reason: str, *, fruitful: bool, permanent: bool) -> None:
+        """Its life is over."""
+        if fruitful:
+            self.fruitful()
+        elif permanent:  # it would be the same again, and is not tried again
+            self.withdrawn(replica)
+        else:
+            self.fruitless(replica, reason)
 
     def fruitful(self) -> None:
         was = self._breaker.state
         self._breaker.fruitful()
         if was != "closed":
             log.info("breaker closed", model=self._model)
+            journal.tell("breaker", "closed", model=self._model)
             self._wake_all()
 
     def fruitless(self, replica: str, reason: str) -> None:
@@ -67,6 +83,7 @@ class Circuit:
         self._breaker.fruitless_end(replica, time.monotonic())
         if self._breaker.state == "open" != was:
             log.error("breaker open", model=self._model, reason=self.explain())
+            journal.tell("breaker", f"open: {self.explain()}", model=self._model)
             self._wake_all()
 
     def explain(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from servekit.config import memory
+from servekit.config.scale import ReplicaRange
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
 from servekit.supervisor.gpus import Gpu
@@ -46,4 +47,24 @@ def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> t
 
 def least(model: ModelConfig) -> int:
     """Replicas that it must have."""
-    return 1 if model.replicas == "auto" else int(model.replicas)
+    if isinstance(model.replicas, ReplicaRange):
+        return model.replicas.least
+    return 1 if model.replicas == "auto" else model.replicas
+
+
+def most(model: ModelConfig) -> int:
+    """Replicas that it may have; of `auto` on GPUs there may be more yet."""
+    return model.replicas.max if isinstance(model.replicas, ReplicaRange) else least(model)
+
+
+def settled(models: Sequence[ModelConfig], counts: Mapping[str, int]) -> list[ModelConfig]:
+    """With a number of replicas for each that scales: what it has now, by `counts`, or the least.
+
+    Then a number is all that there is to place.
+    """
+    return [
+        one
+        if not isinstance(one.replicas, ReplicaRange)
+        else one.model_copy(update={"replicas": one.replicas.held(counts.get(one.name, 0))})
+        for one in models
+    ]

@@ -15,6 +15,7 @@ from servekit.supervisor import procfs
 from servekit.supervisor.run_dir import read_record
 from servekit.wire.adapters import Adapters, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.connection import Connection, listen
+from servekit.wire.counting import Figures, GetMetrics
 from servekit.wire.messages import (
     Accepted,
     FromSupervisor,
@@ -65,13 +66,22 @@ class ResidenceDesk(Protocol):
     async def reside(self, wish: Reside) -> Accepted | Refused: ...
 
 
+class MetricsDesk(Protocol):
+    """Who has counted."""
+
+    def show(self, wish: GetMetrics) -> Figures: ...
+
+
 class Operators:
     """Answers operators until closed."""
 
-    def __init__(self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk) -> None:
+    def __init__(
+        self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk, metrics: MetricsDesk
+    ) -> None:
         self._desk = desk
         self._adapters = adapters
         self._residents = residents
+        self._metrics = metrics
         self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
         self._server: asyncio.Server | None = None
@@ -114,6 +124,8 @@ class Operators:
                 self._answer(connection, self._adapters.remove(message))
             case GetAdapters():
                 connection.send(self._adapters.show(message))
+            case GetMetrics():
+                connection.send(self._metrics.show(message))
             case Reside():
                 self._answer(connection, self._residents.reside(message))
 

@@ -23,7 +23,7 @@ from servekit.supervisor import interpreter, offspring
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-Question = Literal["gpus", "free", "memory", "details"]
+Question = Literal["gpus", "free", "memory", "use", "details"]
 
 #: A machine has a driver where one of these is there: Linux, and Linux within Windows.
 _DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia"))

@@ -16,6 +16,8 @@ _ALWAYS = {
     "PYTHONUNBUFFERED": "1",  # the last line before a crash is the one that matters
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
+#: What is said of one machine, and nothing to hand to another.
+OF_THIS_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", MARK})
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

@@ -119,7 +119,7 @@ def refuse(
 
 
 def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
-    config = json.loads((folder / "config.json").read_bytes())
+    config = _config(folder)
     elements = safetensors.elements(folder)
     floats = _float_bytes(model, place, config)
     weights = safetensors.size_bytes(elements, floats)
@@ -132,6 +132,17 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
     quantised = "quantization_config" in config or model.options.get("quantization")
     number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
     return _spread(model, place, weights, shape, number)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it has to be a JSON object")
+    return found
 
 
 def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:

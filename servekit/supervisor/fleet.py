@@ -11,47 +11,28 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import Circuit
-from servekit.supervisor.gate import Gate
-from servekit.supervisor.gpus import Gpu, Slot
-from servekit.supervisor.life import Host
+from servekit.supervisor.claims import least
+from servekit.supervisor.gpus import Slot
 from servekit.supervisor.nursery import Nursery
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.reload import Slots, same_worker
 from servekit.supervisor.replicas import Replica
-from servekit.supervisor.standby import Standby
+from servekit.supervisor.starts import Occasion
+from servekit.supervisor.succession import STOP_GRACE_S, enough, fit, ready, serving, settled
 from servekit.supervisor.vram import Entry
+from servekit.supervisor.yard import Yard
 from servekit.wire.adapters import AdapterSpec, AdapterStatus
 from servekit.wire.messages import Drain, ModelInfo, ReplicaHistory, Stop
+from servekit.wire.values import ScaleStatus
 
 log: Any = structlog.get_logger("servekit.supervisor")
-
-#: From Stop to SIGTERM for a worker that serves nobody.
-_STOP_GRACE_S = 5.0
-
-
-class Yard(Protocol):
-    """What a fleet needs to know of the others: all fleets together."""
-
-    @property
-    def host(self) -> Host: ...
-    @property
-    def gpus(self) -> tuple[Gpu, ...]: ...
-    @property
-    def drain_timeout_s(self) -> float: ...
-    def start(self, life: Replica | Standby) -> None: ...
-    @property
-    def gate(self) -> Gate: ...
-    def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
-    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
-    def has_room(self, model: ModelConfig, slot: Slot) -> bool: ...
-    def is_taken(self, name: str) -> bool: ...
 
 
 class Fleet:
@@ -61,11 +42,14 @@ class Fleet:
         self.model = model
         self.replicas: list[Replica] = []
         self.wanted = False  # it is to have replicas; else it is stopped
+        self._returns = False  # it is stopped for another's sake, and will be wanted again
+        self.occasion = Occasion.now("operator")  # what those that are added are started for
         self.circuit = Circuit(model.name)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
         self.nursery = Nursery(yard.host, yard.start)
         self.planned: Slots = ()  # where its replicas are to be, or would be if it were loaded
+        self.scale: ScaleStatus | None = None  # of one that scales
         self._known: ModelInfo | None = None
         self._threads: int | None = None
         self._next_index = 0
@@ -94,6 +78,8 @@ class Fleet:
         for replica in self._living():
             if same_worker(replica.model, model):
                 replica.model = model
+                replica.retry()
+        self.circuit.reset()
         if self.wanted:
             self._begin(slots)
 
@@ -102,22 +88,51 @@ class Fleet:
         task.add_done_callback(_complain)
         self._change = task
 
-    def load(self) -> None:
+    def load(self, occasion: Occasion) -> None:
         """Have it loaded where it is planned to be, and what has failed started once more."""
+        self.occasion = occasion
         if self.wanted:
             self.retry()
             return
         self.wanted = True
         self._begin(self.planned)
 
-    def unload(self) -> None:
-        """Have no replicas: each ends when it has finished what it runs."""
+    def unload(self, *, returns: bool = False) -> None:
+        """Have no replicas: each ends when it has finished what it runs.
+
+        `returns`: it only makes room, and keeps its standbys, from which it comes back soon.
+        """
         self._give_up_change()
-        self.wanted = False
+        self.wanted, self._returns = False, returns
+        if self.scale is not None:
+            self.planned = self.planned[: least(self.model)]  # it comes back with the least
         for replica in self._living():
             log.info("unloading", child=replica.name)
-            # no request takes longer than its model allows: none is cut off
-            replica.end(Drain(), self.model.timeout_s + self._yard.drain_timeout_s)
+            self._finish(replica)
+
+    # ---- by load: one more, one fewer
+
+    @property
+    def changing(self) -> bool:
+        """It is on its way from one version, or one file, to another."""
+        return self._change is not None and not self._change.done()
+
+    def grow(self, slot: Slot, occasion: Occasion) -> Replica:
+        """Have one more replica, there."""
+        self.occasion = occasion
+        self.planned = (*(one.place.gpus for one in self._living()), slot)
+        self._next_index = 0  # names come again: each has a log and series of metrics of its own
+        return self._add(self.model, slot)
+
+    def shrink(self, replica: Replica) -> None:
+        """Have it finish what it runs, and end."""
+        self.planned = tuple(one.place.gpus for one in self._living() if one is not replica)
+        log.info("draining", child=replica.name)
+        self._finish(replica)
+
+    def _finish(self, replica: Replica) -> None:
+        # no request takes longer than its model allows: none is cut off
+        replica.end(Drain(), self.model.timeout_s + self._yard.drain_timeout_s)
 
     def leave(self) -> None:
         """Drain all of it."""
@@ -143,15 +158,18 @@ class Fleet:
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Start what has failed once more, and load it."""
         self.adapters.follow(adapters_of(self.model), claimed)
-        if any(replica.state in ("failed", "backoff") for replica in self._living()):
-            self.circuit.reset()
+        self.try_again()
+
+    def try_again(self) -> None:
+        """What has failed, or waits for its time, is tried as if nothing had been before."""
+        self.circuit.reset()
         for replica in self._living():
             replica.retry()
 
     def stir(self) -> None:
         """Something has changed; called often."""
         self._stirred.set()
-        self.nursery.tend(self.model, self.replicas)
+        self.nursery.tend(self.model, self.replicas, away=not (self.wanted or self._returns))
 
     def slots(self) -> Slots:
         """Where its replicas are; where they would be while it is stopped."""
@@ -179,6 +197,12 @@ class Fleet:
     def drain_timeout_s(self) -> float:
         return self._yard.drain_timeout_s
 
+    @property
+    def is_away(self) -> bool:
+        """It comes by need, or sleeps: what it lacks now it gets when it comes."""
+        asleep = any(replica.state == "asleep" for replica in self._living())
+        return self.model.load != "on_start" or not self.wanted or asleep
+
     def changed(self) -> None:
         self._yard.host.changed()
 
@@ -189,8 +213,8 @@ class Fleet:
 
     async def _converge(self, slots: Slots) -> None:
         kept, old = self._sorted()
-        missing, surplus = _fit(slots, kept)
-        old = _serving(old) + surplus  # one that has to move serves until it is needed elsewhere
+        missing, surplus = fit(slots, kept)
+        old = serving(old) + surplus  # one that has to move serves until it is needed elsewhere
         fresh, crowded = [], []
         for slot in missing:
             if self._yard.has_room(self.model, slot):
@@ -214,12 +238,12 @@ class Fleet:
     async def _replace(self, fresh: list[Replica], old: list[Replica]) -> bool:
         """Drain one of `old` for each of `fresh` that is ready; False if none of them comes up."""
         for done in range(1, len(fresh) + 1):
-            await self._until(functools.partial(_enough, fresh, done))
-            if _ready(fresh) < done:
+            await self._until(functools.partial(enough, fresh, done))
+            if ready(fresh) < done:
                 break
             if old:
                 self._drain(old.pop(0))
-        if _ready(fresh) or not old:
+        if ready(fresh) or not old:
             return True
         self._take_back(fresh, old)
         return False
@@ -235,23 +259,28 @@ class Fleet:
         replica = self._add(self.model, slot)
         if not victims or proven:
             return True
-        await self._until(lambda: _settled([replica]))
+        await self._until(lambda: settled([replica]))
         if replica.state == "ready":
             return True
-        self._take_back([replica], old)
+        backs = [victim.place.gpus for victim in here] or [slot]
+        self._take_back([replica], old, backs)
         self.model, self.adapters = victims[0].model, victims[0].adapters
         self.circuit = Circuit(self.model.name)
-        for back in [victim.place.gpus for victim in here] or [slot]:
+        for back in backs:
             await self._until(functools.partial(self._yard.has_room, self.model, back))
             self._add(self.model, back).reason = replica.reason
         return False
 
-    def _take_back(self, fresh: Sequence[Replica], old: Sequence[Replica]) -> None:
+    def _take_back(
+        self, fresh: Sequence[Replica], old: Sequence[Replica], backs: Sequence[Slot] = ()
+    ) -> None:
+        """The old version serves on, and is to come again at `backs`."""
         why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
         log.error("reload failed, the old version serves on", model=self.model.name, reason=why)
         self.failed = tuple(replica.story() for replica in fresh)
         for replica in fresh:
-            replica.end(Stop(), _STOP_GRACE_S)
+            replica.end(Stop(), STOP_GRACE_S)
+        self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
             replica.set(replica.state, f"serves on: what was loaded at {at} failed: {why}")
@@ -270,18 +299,20 @@ class Fleet:
         return [replica for replica in self.replicas if not replica.ending]
 
     def _add(self, model: ModelConfig, slot: Slot) -> Replica:
-        threads = None if slot else self._threads
         if not self.replicas:
             self._next_index = 0
         while self._yard.is_taken(f"{model.name}/{self._next_index}"):
             self._next_index += 1  # the file has it again, and its workers of before yet drain
         claims = self._yard.claims(model, slot)
-        place = Assignment(model.name, self._next_index, slot, threads, claims)
+        host, gpus = self._yard.host, self._yard.gpus
+        elsewhere = host.launcher.gpus_for(model) if host.launcher is not None else 0
+        threads = None if slot or elsewhere else self._threads
+        place = Assignment(model.name, self._next_index, slot, threads, claims, elsewhere)
         self._next_index += 1
         fork = functools.partial(self.nursery.fork, model, place)
-        host, gpus = self._yard.host, self._yard.gpus
         entry = Entry(self._yard.gate, self._yard.needs(model, slot))
         replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
+        replica.starting.occasion = self.occasion
         self.replicas.append(replica)
         self._yard.start(replica)
         return replica
@@ -301,38 +332,6 @@ def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
     return tuple(
         AdapterSpec(one.name, one.path, one.revision, one.any_base) for one in model.adapters
     )
-
-
-def _fit(slots: Slots, kept: list[Replica]) -> tuple[list[Slot], list[Replica]]:
-    """Which slots none of `kept` is in, and which of `kept` are in none."""
-    missing, surplus = list(slots), []
-    for replica in sorted(kept, key=lambda one: one.state != "ready"):
-        if replica.place.gpus in missing:
-            missing.remove(replica.place.gpus)
-        else:
-            surplus.append(replica)
-    return missing, surplus
-
-
-def _serving(old: Sequence[Replica]) -> list[Replica]:
-    """Those of another version that serve; the others are of no use any more, and ended."""
-    for replica in old:
-        if replica.state != "ready":
-            replica.end(Stop(), _STOP_GRACE_S)
-    return [replica for replica in old if replica.state == "ready"]
-
-
-def _ready(replicas: Sequence[Replica]) -> int:
-    return sum(replica.state == "ready" for replica in replicas)
-
-
-def _enough(replicas: Sequence[Replica], count: int) -> bool:
-    return _ready(replicas) >= count or _settled(replicas)
-
-
-def _settled(replicas: Sequence[Replica]) -> bool:
-    """Each has come up, or has been given up."""
-    return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)
 
 
 def _complain(task: asyncio.Task[None]) -> None:

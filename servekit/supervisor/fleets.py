@@ -15,11 +15,13 @@ from servekit.supervisor.claims import claim_bytes, claims_of, room_bytes
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.gate import Gate
 from servekit.supervisor.gpus import Gpu, Slot
+from servekit.supervisor.journal import journal
 from servekit.supervisor.ledger import Ledger
 from servekit.supervisor.life import Host
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.standby import Standby
+from servekit.supervisor.starts import Occasion
 from servekit.wire.messages import Accepted, Refused
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -36,7 +38,7 @@ class Fleets:
         self.served: list[Fleet] = []
         self._leaving: list[Fleet] = []  # of models that the file does not have any more
         self._reloading = asyncio.Lock()
-        self._halted = False
+        self.halted = False
         self._has_served = False
 
     def start(self, life: Replica | Standby) -> None:
@@ -84,7 +86,8 @@ class Fleets:
 
     def is_taken(self, name: str) -> bool:
         """Whether a worker is called so, of a model that the file does not have any more, too."""
-        return any(replica.name == name for replica in self.replicas())
+        taken = any(replica.name == name for replica in self.replicas())
+        return taken or bool(self.gate.ledger.claim_of(name))  # its memory is yet to be freed
 
     def _taken(self, replica: Replica, gpu: Gpu) -> int:
         """What a worker has been promised of a GPU, or will be again; asleep, what it has kept.
@@ -123,11 +126,14 @@ class Fleets:
                 changes = await self._reload()
             except ServekitError as error:
                 log.error("reload refused", reason=error.message)
+                journal.tell("reload", f"refused: {error.message}")
                 return Refused(error.message, isinstance(error, ConfigError))
             except Exception as error:  # a bug of ours must not end what is served
                 log.exception("reload broke off")
+                journal.tell("reload", f"broke off: {error!r}")
                 return Refused(f"the reload broke off: {error!r}; the log has more")
         log.info("reloaded", changes=changes)
+        journal.tell("reload", changes)
         return Accepted(changes)
 
     async def _reload(self) -> str:
@@ -137,15 +143,16 @@ class Fleets:
         return self.apply(plan)
 
     def _refuse_at_the_end(self) -> None:
-        if self._halted:
+        if self.halted:
             raise ServekitError("servekit is shutting down; there is nothing to reload")
 
     async def _read(self) -> Plan:
         """The plan of the file as it is now. Raises ConfigError, and has changed nothing."""
         source = self.plan.source
         held = {fleet.model.name: [slot for slot in fleet.slots() if slot] for fleet in self.served}
+        counts = {fleet.model.name: len(fleet.slots()) for fleet in self.served}
         await asyncio.to_thread(source.await_rest)
-        plan = await asyncio.to_thread(source.plan, self.gpus, held)
+        plan = await asyncio.to_thread(source.plan, self.gpus, held, counts)
         if restart := reload.needs_restart(self.plan.config, plan.config):
             raise ConfigError(f"{source.path}: {restart}")
         return plan
@@ -155,6 +162,7 @@ class Fleets:
         for name, choice in plan.choices.items():
             log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
+        occasion = Occasion.up() if plan is self.plan else Occasion.now("reload")
         self.plan = plan
         models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
         running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
@@ -171,6 +179,7 @@ class Fleets:
             if kinds[model.name] == "unchanged":
                 fleet.retry(claimed)
             else:
+                fleet.occasion = occasion
                 threads = next(p.threads for p in plan.places if p.model == model.name)
                 fleet.become(model, reload.slots(model.name, plan.places), threads, claimed)
         self.host.changed()
@@ -204,7 +213,7 @@ class Fleets:
 
     def halt(self) -> None:
         """Begin nothing any more: all of it is going to end."""
-        self._halted = True
+        self.halted = True
         for fleet in self.everyone():
             fleet.halt()
             fleet.nursery.close()

@@ -15,12 +15,14 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
 from servekit.supervisor import vacancy
 from servekit.supervisor.attestation import group_of
+from servekit.supervisor.estimates import CONTEXT_BYTES
 from servekit.supervisor.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
 from servekit.supervisor.ledger import Ledger, NoRoom
 from servekit.supervisor.placement import Assignment
@@ -32,6 +34,10 @@ log: Any = structlog.get_logger("servekit.supervisor")
 #: How long it is waited for memory that somebody holds, and how often it is looked at.
 PATIENCE_S = 30.0
 _LOOK_EVERY_S = 0.1
+
+
+#: Nobody has to go.
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Visitor(Protocol):
@@ -46,8 +52,10 @@ class Visitor(Protocol):
     def need_bytes(self) -> Mapping[str, int]:
         """What has to be free, by the GPU's UUID."""
 
-    def waits(self, what: str) -> None:
-        """It is told what it waits for; "" when it does not any more."""
+    def waits(self, what: str, lacking: Mapping[str, int] = NOTHING) -> None:
+        """It is told what it waits for, and what of it others would have to give, by GPU in bytes;
+        "" when it does not any more.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,13 @@ class Reading:
 def read() -> Reading:
     """Blocks."""
     return Reading(free_bytes(), gpu_memory_by_pid())
+
+
+class Obstacle(NamedTuple):
+    """Why one is not let in, and what others would have to give for that."""
+
+    reason: str
+    lacking: Mapping[str, int] = NOTHING
 
 
 class Gate:
@@ -123,16 +138,28 @@ class Gate:
 
     async def fell_asleep(self, visitor: Visitor) -> None:
         """It has given memory back: from now on it claims what it still holds. `enter` wakes it."""
-        if not visitor.place.gpus or visitor.name not in self._guests:
+        name, pid = visitor.name, visitor.pid
+        if not visitor.place.gpus or name not in self._guests:
             return
-        reading, groups = await asyncio.to_thread(self._look, {visitor.name: visitor.pid})
-        group = groups[visitor.name]
-        held = {
-            gpu.uuid: sum(reading.holdings.get(pid, {}).get(gpu.uuid, 0) for pid in group)
-            for gpu in visitor.place.gpus
-        }
-        if visitor.name in self._guests:
-            self.ledger.claim(visitor.name, self._at_most(visitor, held))
+        reading, groups = await asyncio.to_thread(self._look, {name: pid})
+        if name not in self._guests or visitor.pid != pid:
+            return  # its next life has its claim
+        seen = [reading.holdings[one] for one in groups[name] if one in reading.holdings]
+        held = {gpu.uuid: sum(one.get(gpu.uuid, 0) for one in seen) for gpu in visitor.place.gpus}
+        if not seen and not any(self.ledger.held(name).values()):
+            held = {gpu.uuid: self._unseen(visitor, gpu, reading) for gpu in visitor.place.gpus}
+        self.ledger.claim(name, self._at_most(visitor, held))
+
+    def _unseen(self, visitor: Visitor, gpu: Gpu, reading: Reading) -> int:
+        """What one may hold whose processes cannot be seen, as in a container: what others do not.
+
+        They hold no more than they claim, and it has a context in any case.
+        """
+        if gpu.uuid not in reading.free:
+            return gpu.total_bytes
+        claims = self.ledger.holders(gpu.uuid)
+        others = sum(size for name, size in claims.items() if name != visitor.name)
+        return max(CONTEXT_BYTES, gpu.total_bytes - reading.free[gpu.uuid] - others)
 
     def _at_most(self, visitor: Visitor, held: Mapping[str, int]) -> dict[str, int]:
         claims = zip(visitor.place.gpus, visitor.place.claims, strict=True)
@@ -153,34 +180,35 @@ class Gate:
 
     # ---- memory
 
-    def _claim(self, visitor: Visitor) -> str:
+    def _claim(self, visitor: Visitor) -> Obstacle | None:
         place = visitor.place
         claims = {gpu.uuid: size for gpu, size in zip(place.gpus, place.claims, strict=True)}
         self._guests[visitor.name] = visitor
         try:
             self.ledger.claim(visitor.name, claims)
         except NoRoom as error:
-            return error.message
-        return ""
+            return Obstacle(error.message)
+        return None
 
     async def _until_free(self, visitor: Visitor) -> str:
         """Return "" when all is there; or after a time, what is in the way."""
         deadline = time.monotonic() + self._patience_s
-        while reason := self._claim(visitor) or await self._obstacle(visitor):
+        while found := self._claim(visitor) or await self._obstacle(visitor):
             if time.monotonic() > deadline:
-                return reason
-            visitor.waits(f"waits for memory: {reason}")
+                return found.reason
+            visitor.waits(f"waits for memory: {found.reason}", found.lacking)
             await asyncio.sleep(_LOOK_EVERY_S)
         return ""
 
-    async def _obstacle(self, visitor: Visitor) -> str:
+    async def _obstacle(self, visitor: Visitor) -> Obstacle | None:
         reading, groups = await asyncio.to_thread(self._look, self._pids())
-        for gpu in visitor.place.gpus:
-            if gpu.uuid in reading.free and (
-                reason := vacancy.obstacle(self._scene(visitor, gpu, reading, groups))
-            ):
-                return reason
-        return ""
+        known = [gpu for gpu in visitor.place.gpus if gpu.uuid in reading.free]
+        scenes = [self._scene(visitor, gpu, reading, groups) for gpu in known]
+        reason = next(filter(None, map(vacancy.obstacle, scenes)), "")
+        short = {scene.gpu.uuid: vacancy.short_bytes(scene) for scene in scenes}
+        return (
+            Obstacle(reason, {at: size for at, size in short.items() if size}) if reason else None
+        )
 
     def _pids(self) -> dict[str, int]:
         return {name: guest.pid for name, guest in self._guests.items() if guest.pid}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +15,17 @@ from msgspec.structs import replace
 from servekit.config.schema import ServerConfig
 from servekit.supervisor import environment
 from servekit.supervisor.child import Command
+from servekit.supervisor.journal import journal
+from servekit.supervisor.launcher import AnyChild
 from servekit.supervisor.life import Host, Life
+from servekit.supervisor.starts import Occasion
 from servekit.wire.adapters import Told, Unused
+from servekit.wire.counting import Counted, Series
+from servekit.wire.heritage import heir_path
 from servekit.wire.messages import (
     FromGateway,
     GatewayStatus,
+    Ping,
     Quarantined,
     Serving,
     Spent,
@@ -31,12 +39,16 @@ log: Any = structlog.get_logger("servekit.supervisor")
 #: How long a gateway may take to hear of a change, before it is gone on without it.
 _TELL_S = 2.0
 _LOOK_EVERY_S = 0.005
+#: How often a gateway is asked for a sign of life, and after which silence it is replaced.
+_ASK_EVERY_S = 1.0
+SILENT_S = 30.0
 
 
 class Gateway(Life[FromGateway]):
     """Runs one gateway on the shared listening sockets."""
 
     incoming = FromGateway
+    begins_with = "imports"
 
     def __init__(
         self,
@@ -47,18 +59,27 @@ class Gateway(Life[FromGateway]):
         tell_others: Callable[[Spent], None],
     ) -> None:
         super().__init__(f"gateway/{index}", host)
+        self.starting.occasion = Occasion.up()
         self.traffic = Traffic(0, 0, {})
+        self._past_tokens: Counter[str] = Counter()  # of its lives before
         self._tell_others = tell_others
-        self._listen_fds = listen_fds
+        self._index, self._listen_fds = index, listen_fds
         self._server = server
         self._topology = Topology(())
         self._sent = self._told = 0  # serial numbers of topologies
+        self._asked_at = self.answered_at = 0.0  # on the monotonic clock
+        self._killing: asyncio.Task[None] | None = None
+        self._credentials_fd: int | None = None  # until it has them
         self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
         #: How much each model that comes and goes is in use there, and when that was said.
         self.uses: dict[str, tuple[Wanted, float]] = {}
         self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
+        self.on_counted: Callable[[Counted], None] = lambda _: None
 
     def command(self) -> Command:
+        self._forget_credentials()
+        if self.host.launcher is not None:
+            self._credentials_fd = self.host.launcher.gateway_credentials(self.name).hand_over()
         return Command(
             name=self.name,
             module="servekit.gateway",
@@ -70,12 +91,31 @@ class Gateway(Life[FromGateway]):
                 *self._ui_args(),
                 *("--operators", str(self.host.run_dir.control)),
                 *(("--legacy",) if self._server.legacy else ()),
+                *self._remote_args(),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
             # A model may be called "gateway"; its workers' files have a "~".
             log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
-            pass_fds=self._listen_fds,
+            pass_fds=self._listen_fds + self._credentials_fds(),
         )
+
+    def _remote_args(self) -> tuple[str, ...]:
+        """With workers on other machines, which outlive a supervisor, it does so, too."""
+        if self.host.launcher is None:
+            return ()
+        heir = heir_path(self.host.run_dir.path, self._index)
+        return (
+            *("--credentials-fd", str(self._credentials_fd)),
+            *("--heir", str(heir), "--grace-s", f"{self.host.launcher.grace_s:g}"),
+        )
+
+    def _credentials_fds(self) -> tuple[int, ...]:
+        return () if self._credentials_fd is None else (self._credentials_fd,)
+
+    def _forget_credentials(self) -> None:
+        if self._credentials_fd is not None:
+            os.close(self._credentials_fd)
+        self._credentials_fd = None
 
     def _ui_args(self) -> tuple[str, ...]:
         # Gradio keeps state in its process, so the first gateway serves the UI for all.
@@ -89,6 +129,7 @@ class Gateway(Life[FromGateway]):
         return ("--tls-certificate", str(tls.certificate), "--tls-key", str(tls.key))
 
     def greet(self) -> None:
+        self._forget_credentials()
         self.publish(self._topology)
 
     def publish(self, topology: Topology) -> None:
@@ -119,6 +160,7 @@ class Gateway(Life[FromGateway]):
             self.child.send(spent)
 
     def receive(self, message: FromGateway) -> None:
+        self.answered_at = time.monotonic()
         match message:
             case Serving():
                 took_s = round(time.monotonic() - self._began_at, 2)
@@ -126,6 +168,10 @@ class Gateway(Life[FromGateway]):
                 self.came_up()
             case Quarantined():
                 self.host.quarantine(message)
+                one = Series("servekit_quarantines_total", (message.model,), [1])
+                self.on_counted(Counted((one,)))
+            case Counted():
+                self.on_counted(message)
             case Told(serial):
                 self._told = serial
             case Unused(adapter):
@@ -139,12 +185,41 @@ class Gateway(Life[FromGateway]):
                 self.on_use(message)
             case Traffic():
                 self.traffic = message
-                self.host.changed()
+                self.host.noticed()
+
+    def look(self) -> None:
+        """Ask for a sign of life; one that gives none is replaced. The others serve on."""
+        super().look()
+        now = time.monotonic()
+        if self.state != "ready" or self.child is None:
+            return
+        owes = self.answered_at < self._asked_at
+        if owes and now - self._asked_at > SILENT_S:
+            self._give_up(self.child, f"it did not answer for {SILENT_S:g} s, killed")
+        elif not owes and now - self._asked_at >= _ASK_EVERY_S:
+            self._asked_at = now
+            self.child.send(Ping(0))
+
+    def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
+        log.error("stalled", child=self.name, pid=child.pid, reason=cause)
+        journal.tell("stalled", cause, worker=self.name, pid=child.pid)
+        self.stalls += 1
+        self.set("stalled", cause)
+        self._killing = self._loop.create_task(child.dump_and_kill(cause))
+
+    def slept(self) -> None:
+        """The supervisor has not run for a while: nobody could answer it."""
+        self._asked_at = self.answered_at = time.monotonic()
 
     def load(self) -> tuple[int, int]:
         return self.traffic.requests, self.traffic.in_flight
 
+    def tokens(self, model: str) -> int:
+        """That it has given out, in all its lives."""
+        return self._past_tokens[model] + self.traffic.tokens.get(model, 0)
+
     def buried(self) -> None:
+        self._past_tokens.update(self.traffic.tokens)
         self.traffic = Traffic(0, 0, {})
         self._unused.clear()
         self.uses.clear()
@@ -159,6 +234,19 @@ class Gateway(Life[FromGateway]):
             requests=self.traffic.requests,
             in_flight=self.traffic.in_flight,
         )
+
+
+def gateways_of(server: ServerConfig, listen_fds: tuple[int, ...], host: Host) -> list[Gateway]:
+    """All of an instance; each tells the others what keys have used there."""
+    gateways: list[Gateway] = []
+
+    def tell_others(spent: Spent) -> None:
+        for gateway in gateways:
+            gateway.hear(spent)
+
+    for index in range(server.gateways):
+        gateways.append(Gateway(index, listen_fds, server, host, tell_others))
+    return gateways
 
 
 async def until_told(gateways: Sequence[Gateway]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from servekit.supervisor.driver import driver, is_present
+from servekit.wire.messages import GpuStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,13 @@ def free_bytes() -> Mapping[str, int]:
     """What is free of each GPU now, by UUID; empty where the driver does not answer. Blocks."""
     found = driver.ask("free") if is_present() else None
     return found or {}
+
+
+def gpus_in_use(ours: Sequence[Gpu]) -> tuple[GpuStatus, ...]:
+    """How full and how busy our GPUs are now; empty where the driver does not answer. Blocks."""
+    found = driver.ask("use") if is_present() else None
+    known = {gpu.uuid for gpu in ours}
+    return tuple(GpuStatus(**gpu) for gpu in found or () if gpu["uuid"] in known)
 
 
 def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:

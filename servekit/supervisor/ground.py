@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servekit.supervisor import listening
+from servekit.supervisor.heritage import Heritage
 from servekit.supervisor.run_dir import RunDir
 
 _FILES = 65536
@@ -22,13 +23,28 @@ class Ground:
     run_dir: RunDir
     #: The public one first, and then the one for older clients, if there is one.
     listeners: tuple[socket.socket, ...]
+    #: What serves on of a supervisor that was killed.
+    heritage: Heritage | None = None
 
     @classmethod
-    def take(cls, run_dir: Path, host: str, port: int, legacy_port: int | None = None) -> Ground:
+    def take(
+        cls,
+        run_dir: Path,
+        host: str,
+        port: int,
+        legacy_port: int | None = None,
+        *,
+        inherits: bool = False,
+    ) -> Ground:
         """Bind the sockets and lock the run directory. Raises StartError.
+
+        `inherits`: what outlives a supervisor of that run directory is to serve on.
 
         The sockets first: where a port is busy no directory has been made in vain.
         """
+        heritage = Heritage.of(run_dir, port) if inherits else None
+        if heritage is not None:
+            return cls(RunDir.take(run_dir, sweep=False), heritage.listeners, heritage)
         with contextlib.ExitStack() as taken:
             listeners = [taken.enter_context(listening.bind(host, port))]
             if legacy_port is not None:

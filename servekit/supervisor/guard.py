@@ -8,6 +8,7 @@ first, by one byte.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -27,9 +28,11 @@ _WATCH_S = 0.3
 class Guard:
     """The supervisor's side of it."""
 
-    def __init__(self, run_dir: Path, mark: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, run_dir: Path, mark: str, environ: Mapping[str, str], grace_s: float = 0.0
+    ) -> None:
         self._process = offspring.start(
-            [*interpreter.module("servekit.supervisor.guard"), str(run_dir), mark],
+            [*interpreter.module("servekit.supervisor.guard"), str(run_dir), mark, f"{grace_s:g}"],
             env={name: value for name, value in environ.items() if name != MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -51,15 +54,30 @@ class Guard:
 
 
 def main() -> None:
-    run_dir, mark = Path(sys.argv[1]), sys.argv[2]
+    run_dir, mark, grace_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 1):
+        return
+    if grace_s and _succeeded(run_dir, mark, grace_s):
         return
     deadline = time.monotonic() + _WATCH_S
     while end_leftovers(read_children(run_dir), mark) or time.monotonic() < deadline:
         time.sleep(0.02)
     shared_memory.remove(shared_memory.read(run_dir))
+
+
+def _succeeded(run_dir: Path, mark: str, grace_s: float) -> bool:
+    """Wait for another supervisor, which sees to what the last one has left; whether one came."""
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline:
+        try:
+            if json.loads((run_dir / "supervisor.json").read_text())["mark"] != mark:
+                return True
+        except (OSError, ValueError, KeyError):
+            pass  # it is being written, or nobody has come yet
+        time.sleep(0.1)
+    return False
 
 
 if __name__ == "__main__":

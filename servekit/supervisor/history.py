@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
+import structlog
 from msgspec.structs import replace
 
 from servekit.supervisor.child import Exit
+from servekit.supervisor.journal import journal
+from servekit.wire.starts import Start
 from servekit.wire.values import ExitRecord
+
+log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Deaths remembered per child, and of how many the stacks: they are long.
 _DEATHS = 10
@@ -29,6 +35,7 @@ class Known:
     running: int = 0
     rss_bytes: int = 0
     gpu_bytes: int = 0
+    start: Start | None = None  # how far it came, where it died before it was ready
 
 
 class History:
@@ -37,14 +44,35 @@ class History:
     def __init__(self) -> None:
         self._exits: deque[ExitRecord] = deque(maxlen=_DEATHS)
 
-    def add(self, exit_: Exit, known: Known, what: str) -> None:
-        self._exits.append(record(exit_, known, what))
+    def add(self, exit_: Exit, known: Known, what: str) -> ExitRecord:
+        death = record(exit_, known, what)
+        self._exits.append(death)
         dumped = [i for i, old in enumerate(self._exits) if old.stacks]
         for index in dumped[:-_WITH_STACKS]:
             self._exits[index] = replace(self._exits[index], stacks=())
+        return death
 
     def exits(self) -> tuple[ExitRecord, ...]:
         return tuple(self._exits)
+
+
+def lament(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool) -> None:
+    """Say so in the log and in the events; `after_s` is when it is started again, if it is."""
+    again = "not" if after_s is None else f"{after_s:.2f} s"
+    log.error("died" if crashed else "cannot start", child=name, reason=death.what, again_in=again)
+    journal.tell(
+        "exit",
+        death.what,
+        worker=name,
+        pid=death.pid,
+        code=death.code,
+        signal=death.signal,
+        phase=death.phase,
+        lived_s=round(death.lived_s, 2),
+        served=death.served,
+        out_of_memory=death.out_of_memory,
+        again_in_s=None if after_s is None else round(after_s, 2),
+    )
 
 
 def record(exit_: Exit, known: Known, what: str) -> ExitRecord:
@@ -64,6 +92,7 @@ def record(exit_: Exit, known: Known, what: str) -> ExitRecord:
         gpu_bytes=known.gpu_bytes,
         tail=exit_.tail,
         stacks=exit_.stacks,
+        start=known.start,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from servekit.config.schema import ModelConfig
+from servekit.supervisor.launcher import Launcher
 from servekit.supervisor.run_dir import RunDir
 from servekit.wire.messages import Quarantined
 
@@ -17,6 +18,10 @@ class Host(Protocol):
     mark: str
 
     @property
+    def launcher(self) -> Launcher | None:
+        """What starts workers; None: they are children of the supervisor."""
+
+    @property
     def environ(self) -> Mapping[str, str]:
         """What a child's environment is made from."""
 
@@ -25,6 +30,9 @@ class Host(Protocol):
 
     def changed(self) -> None:
         """Something that others may see is different now."""
+
+    def noticed(self) -> None:
+        """The same of figures, which nobody waits for: they are told a few times a second."""
 
     def children_changed(self) -> None:
         """A process was started, or reaped."""

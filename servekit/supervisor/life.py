@@ -15,7 +15,6 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -24,11 +23,14 @@ import structlog
 from servekit.supervisor import procfs
 from servekit.supervisor.child import GOODBYE_S, Child, Command, Exit
 from servekit.supervisor.circuit import Circuit
-from servekit.supervisor.history import History, Known
+from servekit.supervisor.history import History, Known, lament
 from servekit.supervisor.host import Host as Host
+from servekit.supervisor.journal import journal
+from servekit.supervisor.launcher import AnyChild as AnyChild
 from servekit.supervisor.restart import RestartPolicy
 from servekit.supervisor.shared_memory import Segment
-from servekit.supervisor.tasks import unless
+from servekit.supervisor.starts import Occasion, Starting
+from servekit.supervisor.tasks import Ending, unless
 from servekit.wire.messages import BootFailed, Drain, ReplicaHistory, Stop, WorkerState
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -36,12 +38,6 @@ Incoming = TypeVar("Incoming")
 
 #: From "stop now" to SIGKILL.
 _NOW_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    ask: msgspec.Struct
-    grace_s: float
 
 
 class Life(ABC, Generic[Incoming]):
@@ -52,6 +48,7 @@ class Life(ABC, Generic[Incoming]):
 
     incoming: ClassVar[Any]  # the union of messages it may send
     notice_s: ClassVar[float] = 0.0  # from saying that it drains to having it drain
+    begins_with: ClassVar[str] = "interpreter"  # the phase from its start to what it tells first
 
     def __init__(self, name: str, host: Host, circuit: Circuit | None = None) -> None:
         self.name = name
@@ -59,10 +56,11 @@ class Life(ABC, Generic[Incoming]):
         self.circuit = circuit
         self.state: WorkerState = "starting"
         self.reason = ""
-        self.restarts = 0
+        self.restarts = self.stalls = 0
         self.rss_bytes = 0
         self.history = History()
-        self.child: Child[Incoming] | None = None
+        self.starting = Starting()
+        self.child: AnyChild[Incoming] | None = None
         self.policy = RestartPolicy(random.random)
         self._died_of = ""
         self._boot_failed: BootFailed | None = None
@@ -72,7 +70,7 @@ class Life(ABC, Generic[Incoming]):
         self._due = 0.0  # when its back-off is over; infinity: not by itself
         self._next_at: float | None = None  # when it may start again, the breaker's word included
         self._loop = asyncio.get_running_loop()
-        self._ending: asyncio.Future[_Ending] = self._loop.create_future()
+        self._ending: asyncio.Future[Ending] = self._loop.create_future()
         self._woken: asyncio.Future[None] = self._loop.create_future()
         if circuit is not None:
             circuit.join(name, self._wake)
@@ -82,6 +80,12 @@ class Life(ABC, Generic[Incoming]):
     @abstractmethod
     def command(self) -> Command:
         """How the next incarnation is started."""
+
+    async def spawn(self) -> AnyChild[Incoming]:
+        """Start the next incarnation. Raises OSError."""
+        return await Child[Incoming].spawn(
+            self.command(), self.incoming, self.receive, self._on_line
+        )
 
     @abstractmethod
     def greet(self) -> None:
@@ -117,12 +121,13 @@ class Life(ABC, Generic[Incoming]):
             after_s = await self._live_once()
         if self.circuit is not None:
             self.circuit.leave(self.name)
+        journal.tell("stopped", worker=self.name)
         self.set("stopped", self.reason)
 
     def end(self, ask: msgspec.Struct, grace_s: float) -> None:
         """Have the child asked to end, and killed if it has not within `grace_s`."""
         if not self._ending.done():
-            self._ending.set_result(_Ending(ask, grace_s))
+            self._ending.set_result(Ending(ask, grace_s))
         elif self.child is not None:  # it drains already, and may have been given longer
             self.child.send(ask)
             self._loop.call_later(grace_s, self.child.kill, "did not end in time, killed")
@@ -139,7 +144,11 @@ class Life(ABC, Generic[Incoming]):
         return self._ending.done()
 
     def retry(self) -> None:
-        """Start it now if it has failed or waits for its next attempt."""
+        """Start it now if it has failed or waits for its next attempt, as if for the first time."""
+        if self.state in ("failed", "backoff"):
+            self.policy.forget()
+            self.starting.occasion = Occasion.now("operator")
+            self.set("starting", self.reason)
         self._due = time.monotonic()
         self._wake()
 
@@ -152,6 +161,8 @@ class Life(ABC, Generic[Incoming]):
     def came_up(self) -> None:
         """The child serves."""
         self._ready_at = time.monotonic()
+        self.starting.ready(self._ready_at)
+        journal.tell("ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2))
         self.set("ready", self.reason)
         self.note_segments()
 
@@ -171,7 +182,8 @@ class Life(ABC, Generic[Incoming]):
 
     def measure(self) -> None:
         """Read its memory."""
-        self.rss_bytes = procfs.rss_bytes(self.pid) if self.child is not None else 0
+        here = self.child is not None and self.child.here
+        self.rss_bytes = procfs.rss_bytes(self.pid) if here else 0
 
     def note_segments(self) -> Collection[Segment]:
         """The shared memory that its child has made, as far as it has been seen."""
@@ -212,6 +224,7 @@ class Life(ABC, Generic[Incoming]):
         """From spawn to reap; returns after how long to start again, None: not by itself."""
         self._boot_failed, self._ready_at, self._proved = None, None, False
         self._began_at = time.monotonic()
+        self.starting.begin(self._began_at)
         self.set("starting", self._died_of)
         try:
             refusal = await unless(self._ending, self.enter())
@@ -221,17 +234,19 @@ class Life(ABC, Generic[Incoming]):
                 return self._judge(Exit(None, None, (), cause=refusal))
             return await self._incarnate()
         finally:
+            self.starting.died(time.monotonic())
             self.leave()
 
     async def _incarnate(self) -> float | None:
         self._began_at = time.monotonic()
         try:
-            self.child = child = await Child[Incoming].spawn(
-                self.command(), self.incoming, self.receive, self._on_line
-            )
+            self.child = child = await self.spawn()
         except OSError as error:
-            return self._judge(Exit(None, None, (), cause=f"cannot be started: {error.strerror}"))
+            reason = f"cannot be started: {error.strerror or error}"
+            return self._judge(Exit(None, None, (), cause=reason))
+        self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
         log.info("started", child=self.name, pid=child.pid)
+        journal.tell("started", worker=self.name, pid=child.pid)
         self.host.children_changed()
         self.greet()
         try:
@@ -242,7 +257,7 @@ class Life(ABC, Generic[Incoming]):
             self.buried()
             self.host.children_changed()
 
-    async def _until_exit(self, child: Child[Incoming]) -> Exit:
+    async def _until_exit(self, child: AnyChild[Incoming]) -> Exit:
         await asyncio.wait((child.exited, self._ending), return_when=asyncio.FIRST_COMPLETED)
         if child.exited.done():
             return child.exited.result()
@@ -261,23 +276,12 @@ class Life(ABC, Generic[Incoming]):
             self._died_of = said.message
         else:
             self._died_of = exit_.explain("" if crashed else " before it was ready")
-        self.history.add(exit_, self._known(), self._died_of)
+        death = self.history.add(exit_, self._known(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
-        again = "not" if after_s is None else f"{after_s:.2f} s"
-        event = "died" if crashed else "cannot start"
-        log.error(event, child=self.name, reason=self._died_of, again_in=again)
-        self._tell_circuit(fruitful=fruitful, permanent=permanent)
+        lament(self.name, death, after_s, crashed=crashed)
+        if self.circuit is not None:
+            self.circuit.died(self.name, self._died_of, fruitful=fruitful, permanent=permanent)
         return after_s
-
-    def _tell_circuit(self, *, fruitful: bool, permanent: bool) -> None:
-        if self.circuit is None:
-            return
-        if fruitful:
-            self.circuit.fruitful()
-        elif permanent:  # it would be the same again, and is not tried again
-            self.circuit.withdrawn(self.name)
-        else:
-            self.circuit.fruitless(self.name, self._died_of)
 
     def _is_fruitful(self) -> bool:
         if self._ready_at is None:
@@ -292,6 +296,7 @@ class Life(ABC, Generic[Incoming]):
         return Known(
             pid=self.pid,
             lived_s=time.monotonic() - self._began_at,
+            start=self.starting.last() if self._ready_at is None else None,
             phase=phase,
             served=served,
             running=running,

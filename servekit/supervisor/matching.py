@@ -92,14 +92,15 @@ def _shortage(
     if counts[name] > len(allowed) and len(allowed) < len(gpus):
         return (
             f"model {name!r} asks for {counts[name]} replicas and its `gpus` names {len(allowed)}: "
-            "each replica takes a GPU of its own"
+            "each replica takes a GPU of its own, or a share of one by `memory`"
         )
     needs = ", ".join(f"{model} {count}" for model, count in counts.items())
     total = sum(counts.values())
     if total > len(gpus):
         return (
             f"the models need {total} GPUs ({needs}) and there are {len(gpus)}: "
-            f"{total - len(gpus)} too few; each replica takes a GPU of its own"
+            f"{total - len(gpus)} too few; each replica takes a GPU of its own, or a share of one "
+            "by `memory`"
         )
     return (
         f"model {name!r} needs {counts[name]} of the GPUs that its `gpus` names, and the other "

@@ -11,11 +11,12 @@ import structlog
 
 from servekit.supervisor import offspring, procfs, shared_memory
 from servekit.supervisor.fleets import Fleets
-from servekit.supervisor.gpus import gpu_memory_by_pid
+from servekit.supervisor.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.supervisor.leftovers import MARK, Started
 from servekit.supervisor.life import Life
 from servekit.supervisor.run_dir import RunDir
 from servekit.supervisor.shared_memory import Segment
+from servekit.wire.messages import GpuStatus
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -39,6 +40,7 @@ class Measures:
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
         self.descendants: tuple[Started, ...] = ()
+        self.in_use: tuple[GpuStatus, ...] = ()
         self._reading: asyncio.Task[None] | None = None
 
     def tick(self, count: int, fleets: Fleets) -> None:
@@ -57,8 +59,9 @@ class Measures:
             life.measure()
 
     async def gpus(self, fleets: Fleets) -> None:
-        """What each worker holds on GPUs."""
+        """What each worker holds on GPUs, and how the GPUs are."""
         if fleets.gpus:
+            self.in_use = await asyncio.to_thread(gpus_in_use, fleets.gpus)
             holdings = await asyncio.to_thread(gpu_memory_by_pid)
             for replica in fleets.replicas():
                 replica.measure_gpus(holdings)

@@ -3,7 +3,7 @@
 There is one for each environment that its workers have: one on the CPU, and one for each GPU
 or set of GPUs that a replica has. They
 are started when all workers have come up, so that they take nothing from those, and what a model
-is made of has been fetched by then.
+is made of has been fetched by then. They end when their model is unloaded.
 """
 
 from __future__ import annotations
@@ -47,14 +47,18 @@ class Nursery:
         self._at: dict[Slot, Standby] = {}
         self.standbys: list[Standby] = []  # those that end included
 
-    def tend(self, model: ModelConfig, workers: Sequence[Worker]) -> None:
-        """Called often: have those that are wanted, and no others."""
+    def tend(self, model: ModelConfig, workers: Sequence[Worker], *, away: bool = False) -> None:
+        """Called often: have those that are wanted, and no others.
+
+        `away`: the model is unloaded, and what it took is for others.
+        """
+        wanted = _wanted(model) and not away and self._host.launcher is None
         workers = [one for one in workers if same_worker(one.model, model)]
         at_rest = all(one.state in ("ready", "asleep", "failed", "stopped") for one in workers)
         for slot, standby in list(self._at.items()):
-            if not _wanted(model) or not same_worker(standby.model, model):
+            if not wanted or not same_worker(standby.model, model):
                 self._end(slot)
-        for worker in workers if at_rest and _wanted(model) and not self._closed else ():
+        for worker in workers if at_rest and wanted and not self._closed else ():
             if worker.state == "ready" and worker.place.gpus not in self._at:
                 self._start(model, worker.place)
 

@@ -6,6 +6,8 @@ Each line on stdin is a question, each line on stdout its answer in JSON:
                "free_bytes": …, "linked": [UUID of each GPU that NVLink joins it to, …]}, …]
     free     {UUID: bytes}
     memory   {PID: {UUID: bytes}}
+    use      [{"index", "uuid", "name", "total_bytes" as above, "used_bytes": …,
+               "utilisation": 0 to 1, or null where the GPU does not tell}, …]
     details  {"error": "", "driver": "580.95.05", "cuda": "13.0", "gpus": [as above, and
                "compute_mode": "default", "exclusive" or "prohibited", "mig": false,
                "persistence": true (each None where the GPU has no such thing),
@@ -41,6 +43,7 @@ def main() -> None:
         "gpus": _gpus,
         "free": _free,
         "memory": _memory,
+        "use": _use,
         "details": _details,
     }
     for line in sys.stdin:
@@ -98,6 +101,24 @@ def _memory(nvml: Any) -> dict[int, dict[str, int]]:
             of_pid = holdings.setdefault(pid, {})
             of_pid[uuid] = of_pid.get(uuid, 0) + held_bytes
     return holdings
+
+
+def _use(nvml: Any) -> list[dict[str, Any]]:
+    found = [] if nvml is None else list(_handles(nvml))
+    return [_used(nvml, _read(nvml, index, handle), handle) for index, handle in found]
+
+
+def _used(nvml: Any, gpu: dict[str, Any], handle: Any) -> dict[str, Any]:
+    used_bytes = gpu["total_bytes"] - gpu.pop("free_bytes")
+    return {**gpu, "used_bytes": max(0, used_bytes), "utilisation": _utilisation(nvml, handle)}
+
+
+def _utilisation(nvml: Any, handle: Any) -> float | None:
+    """Source: NVML API reference, nvmlDeviceGetUtilizationRates; not under MIG."""
+    try:
+        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    except (AttributeError, nvml.NVMLError):
+        return None
 
 
 def _details(nvml: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class Forked:
 
 
 Process = subprocess.Popen[bytes] | Forked
+#: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
+Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
 
 
 def take(pid: int) -> Forked:
@@ -105,8 +107,9 @@ def adopted() -> list[procfs.Process]:
     if not _adopting:
         return []
     with _lock:
-        found = [process for pid in _children() if (process := procfs.read(pid)) is not None]
-        return [p for p in found if p.pid not in _own and p.parent == os.getpid()]
+        others = (pid for pid in _children() if pid not in _own)  # to read all takes time
+        found = [process for pid in others if (process := procfs.read(pid)) is not None]
+        return [process for process in found if process.parent == os.getpid()]
 
 
 def look() -> None:

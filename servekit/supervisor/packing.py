@@ -2,7 +2,8 @@
 
 Workers that are loaded on start must fit side by side. One that comes and goes must fit beside
 those; with others of its kind it may overlap, and does so as little as can be: who is loaded when
-is for the ledger to decide. Two workers of one model never share a GPU.
+is for the ledger to decide. Two workers of one model share a GPU only where the file insists: where
+it names more replicas than there are GPUs, and says what each may take.
 
 That is bin packing, so it is searched for: largest claims first, with backtracking, GPUs that are
 alike tried once. First everybody stays where it is, then the emptiest GPU is tried first (a GPU of
@@ -39,6 +40,7 @@ class Want:
     stays: bool  # loaded on start
     grows: bool  # takes more workers where there is room
     held: tuple[Slot, ...] = ()  # where it has workers
+    shares: bool = False  # a GPU with another of its own workers
 
 
 class Unplaceable(Exception):
@@ -78,12 +80,18 @@ class Board:
         """Bytes of a GPU that `want` could claim."""
         staying = sum(size for _, size in self.on(gpu, stays=True))
         passing = [size for _, size in self.on(gpu, stays=False)] if want.stays else []
-        return self.rooms[gpu] - staying - max(passing, default=0)
+        own = 0 if want.stays else self.own(want, gpu) * want.claims[gpu]  # loaded all together
+        return self.rooms[gpu] - staying - max(passing, default=0) - own
+
+    def own(self, want: Want, gpu: Gpu) -> int:
+        """How many of its workers are on a GPU."""
+        return sum(gpu in slot for slot in self.slots_of(want))
 
     def fits(self, want: Want, slot: Slot) -> bool:
-        own = {gpu for other in self.slots_of(want) for gpu in other}
         return all(
-            gpu in want.claims and gpu not in own and want.claims[gpu] <= self.left(want, gpu)
+            gpu in want.claims
+            and (want.shares or not self.own(want, gpu))
+            and want.claims[gpu] <= self.left(want, gpu)
             for gpu in slot
         )
 
@@ -208,7 +216,9 @@ def _rank(board: Board, want: Want, slot: Slot, order: _Order) -> tuple[object, 
     left = sum(board.left(want, gpu) for gpu in slot)
     room = left if order == "fullest" else -left
     astride = slot[0].index % len(slot) != 0
-    return slot not in want.held, overlap, passing, apart, extent, astride, room, _indexes(slot)
+    own = sum(board.own(want, gpu) for gpu in slot)
+    near = apart, extent, astride, room, _indexes(slot)
+    return own, slot not in want.held, overlap, passing, *near
 
 
 def _grow(board: Board, wants: Sequence[Want]) -> None:

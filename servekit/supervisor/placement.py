@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.claims import Misplaced as Misplaced
-from servekit.supervisor.claims import claims_of, least
+from servekit.supervisor.claims import claims_of, least, most, settled
 from servekit.supervisor.gpus import Gpu, Slot, match
 from servekit.supervisor.matching import match_whole
 from servekit.supervisor.sharing import share
@@ -39,6 +39,7 @@ class Assignment:
     gpus: Slot
     threads: int | None
     claims: tuple[int, ...] = ()  # bytes, of each of its GPUs
+    elsewhere: int = 0  # GPUs of another machine, which the launcher gives
 
     @property
     def name(self) -> str:
@@ -55,24 +56,32 @@ def place(
     cpus: int,
     held: Mapping[str, Sequence[Slot]] | None = None,
     reserve: str | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> tuple[Assignment, ...]:
     """Give every worker a place, in the file's order. Raises Misplaced if they do not fit.
 
     `held` is where models have workers already: they stay, unless another could not be placed
-    otherwise. `reserve` is what of each GPU no model gets.
+    otherwise. `reserve` is what of each GPU no model gets. `counts` are the replicas that models
+    with a range have now; without them they get the least.
     """
-    wanted = {m.name: _allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
+    wanted = {m.name: allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
+    threads = _threads(cpus, sum(most(m) for m in models if m.name not in wanted))
+    models = settled(models, counts or {})
     if all(_has_whole_gpus(model) for model in models if model.name in wanted):
         slots = match_whole(models, wanted, gpus, held or {})
     else:
         slots = share(models, wanted, gpus, held or {}, reserve)
-    threads = _threads(cpus, sum(least(m) for m in models if m.name not in wanted))
     placed: list[Assignment] = []
     for model in models:
         for index, slot in enumerate(slots.get(model.name) or [()] * least(model)):
             claims = claims_of(model, slot, reserve)
             placed.append(Assignment(model.name, index, slot, None if slot else threads, claims))
     return tuple(placed)
+
+
+def placed_elsewhere(models: Sequence[ModelConfig], threads: int) -> tuple[Assignment, ...]:
+    """As many workers of each model as it must have; a launcher says on which machine."""
+    return tuple(Assignment(m.name, i, (), threads) for m in models for i in range(least(m)))
 
 
 def _has_whole_gpus(model: ModelConfig) -> bool:
@@ -108,19 +117,20 @@ def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
     return model.device == "cuda" or model.gpus is not None or (bool(gpus) and kind.gpu != "never")
 
 
-def _allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that a model may use; `index` is its place in the file. Raises Misplaced."""
     if model.gpus is None:
         return tuple(gpus)
-    allowed: list[Gpu] = []
+    found: list[Gpu] = []
     for number, entry in enumerate(model.gpus):
         gpu = match(gpus, entry)
         if gpu is None:
             there = ", ".join(str(g) for g in gpus) or "no GPU at all"
             message = f"model {model.name!r} asks for GPU {entry!r}; there is {there}"
             raise Misplaced(message, "models", index, "gpus", number)
-        if gpu not in allowed:
-            allowed.append(gpu)
-    return tuple(allowed)
+        if gpu not in found:
+            found.append(gpu)
+    return tuple(found)
 
 
 def _threads(cpus: int, workers: int) -> int:

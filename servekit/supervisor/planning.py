@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from servekit.config.choosing import Choice
+from servekit.config.cluster import RayConfig
 from servekit.config.installed import Machine
 from servekit.config.load import complain, load_here
 from servekit.config.schema import Config
@@ -17,7 +18,7 @@ from servekit.supervisor import access, estimates, host_memory, procfs
 from servekit.supervisor.environment import usable_cpus
 from servekit.supervisor.estimates import Estimate
 from servekit.supervisor.gpus import Gpu, Slot
-from servekit.supervisor.placement import Assignment, Misplaced, place
+from servekit.supervisor.placement import Assignment, Misplaced, place, placed_elsewhere
 from servekit.wire.messages import AccessRules
 
 #: A file that was changed so recently may be half written; how long that may go on.
@@ -35,9 +36,15 @@ class Source:
     insecure: bool = False  # whoever reaches the port may use it, keys or not
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
 
-    def plan(self, gpus: Sequence[Gpu], held: Mapping[str, Sequence[Slot]] | None = None) -> Plan:
+    def plan(
+        self,
+        gpus: Sequence[Gpu],
+        held: Mapping[str, Sequence[Slot]] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> Plan:
         """Read the file; `held` are the GPUs that models have now and should keep.
 
+        `counts` are the replicas that those with a range have now, which they keep where all fits.
         Raises ConfigError with everything that is wrong with it.
         """
         config, choices = load_here(self.path, Machine(bool(gpus)))
@@ -50,16 +57,34 @@ class Source:
             access.check_handed(config, self.environ)
         except access.KeyMissing as error:
             raise complain(self.path, error.at, str(error)) from None
+        name = str(self.path.resolve())
+        if config.launcher == "ray":
+            cpus = (config.ray or RayConfig()).cpus
+            away = placed_elsewhere(config.models, max(1, int(cpus)))
+            return Plan(config, name, away, (), self, rules, choices=choices)
         try:
-            reserve = config.gpus.reserve
-            places = place(config.models, gpus, usable_cpus(), held or {}, reserve)
-            host_memory.check(config.models, places, procfs.memory_bytes())
+            places = self._places(config, gpus, held or {}, counts or {})
             found = self._estimates(config, places)
         except Misplaced as error:
             raise complain(self.path, error.loc, error.message) from None
-        return Plan(
-            config, str(self.path.resolve()), places, tuple(gpus), self, rules, found, choices
-        )
+        return Plan(config, name, places, tuple(gpus), self, rules, found, choices)
+
+    def _places(
+        self,
+        config: Config,
+        gpus: Sequence[Gpu],
+        held: Mapping[str, Sequence[Slot]],
+        counts: Mapping[str, int],
+    ) -> tuple[Assignment, ...]:
+        """Raises Misplaced. What a model has scaled up to gives way to what the file asks for."""
+        try:
+            places = place(config.models, gpus, usable_cpus(), held, config.gpus.reserve, counts)
+            host_memory.check(config.models, places, procfs.memory_bytes())
+        except Misplaced:
+            if not counts:
+                raise
+            return self._places(config, gpus, held, {})
+        return places
 
     def _estimates(self, config: Config, places: Sequence[Assignment]) -> dict[str, Estimate]:
         """What each model takes at its first place. Raises Misplaced."""

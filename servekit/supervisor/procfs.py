@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,14 @@ def is_alive(pid: int, started: int) -> bool:
     """Whether this very process still runs; another one that got its PID does not count."""
     process = read(pid)
     return process is not None and process.started == started and process.state not in "ZX"
+
+
+def age_s() -> float:
+    """How long ago this process was started, to a clock tick; 0 where /proc does not say."""
+    own = read(os.getpid())
+    if own is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - own.started / os.sysconf("SC_CLK_TCK")
 
 
 def rss_bytes(pid: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from servekit.supervisor.journal import journal
 from servekit.wire.messages import Quarantined
 
 #: The oldest are forgotten beyond this many: the list goes into every Topology.
@@ -19,6 +20,11 @@ class Quarantine:
         self._held: dict[str, Quarantined] = {}
 
     def add(self, request: Quarantined) -> None:
+        if request.fingerprint not in self._held:
+            for_s = round(request.until - self._clock())
+            said = f"a request is refused for {for_s} s: workers have died of it again and again"
+            fingerprint = request.fingerprint[:12]
+            journal.tell("quarantine", said, model=request.model, fingerprint=fingerprint)
         known = self._held.pop(request.fingerprint, request)
         self._held[request.fingerprint] = max(known, request, key=lambda one: one.until)
         while len(self._held) > _MOST:

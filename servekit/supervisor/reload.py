@@ -5,6 +5,7 @@ is the same                                are not touched
 differs in what only we or gateways read   go on, with the new values
 differs in its adapters                    go on, and load or unload those
 differs in how many, or on which GPUs      the difference is added or drained
+differs in the range that it scales in     go on, as far as the new range has them
 differs in anything that the worker loads  are replaced
 is gone                                    are drained
 is new                                     are started
@@ -16,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from servekit.config.scale import ReplicaRange
 from servekit.config.schema import Config, ModelConfig
 from servekit.supervisor.gpus import Slot
 from servekit.supervisor.placement import Assignment, device
@@ -34,13 +36,16 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
     "idle_unload_s",
     "idle_sleep_s",
     "routing",
+    "scale",
 }
 #: What workers load and unload while they serve.
 _IN_PLACE = frozenset({"adapters"})
 #: Keys that say where workers run, not what they are.
 _PLACEMENT = frozenset({"replicas", "gpus"})
 #: Keys of `server` that a running instance can take over.
-_LIVE_SERVER = frozenset({"drain_timeout_s", "cors", "limits", "runtime_adapters"})
+_LIVE_SERVER = frozenset(
+    {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,9 @@ def needs_restart(old: Config, new: Config) -> str:
     """A sentence that names the keys which only a restart can change; "" if there are none."""
     keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - _LIVE_SERVER)]
     keys += [f"gpus.{key}" for key in sorted(_differ(old.gpus, new.gpus))]
-    if old.run_dir != new.run_dir:
-        keys.append("run_dir")
+    keys += [
+        key for key in ("run_dir", "launcher", "ray") if getattr(old, key) != getattr(new, key)
+    ]
     if not keys:
         return ""
     return f"{', '.join(keys)}: a change of it needs a restart; nothing was changed"
@@ -135,7 +141,12 @@ def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Ki
         return "scaled"
     if _differ(old, new) & _IN_PLACE:
         return "adapted"
-    return "updated" if _differ(old, new) & _NOT_THE_WORKERS else "unchanged"
+    other_range = old.replicas != new.replicas and _has_range(old, new)
+    return "updated" if other_range or _differ(old, new) & _NOT_THE_WORKERS else "unchanged"
+
+
+def _has_range(*models: ModelConfig) -> bool:
+    return any(isinstance(model.replicas, ReplicaRange) for model in models)
 
 
 def _differ(old: object, new: object) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ from servekit.config.schema import ModelConfig
 from servekit.supervisor import environment
 from servekit.supervisor.adapters import Outcome, Refusal
 from servekit.supervisor.adapting import Adapters
-from servekit.supervisor.child import Child, Command
+from servekit.supervisor.child import Command
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.errands import Errands, Order
 from servekit.supervisor.gpus import Gpu, Holdings
-from servekit.supervisor.life import Host, Life
-from servekit.supervisor.offspring import Forked
+from servekit.supervisor.journal import journal
+from servekit.supervisor.life import AnyChild, Host, Life
+from servekit.supervisor.offspring import Fork
 from servekit.supervisor.placement import Assignment
+from servekit.supervisor.portrait import status_of
+from servekit.supervisor.seat import Seat
 from servekit.supervisor.slumber import Slumber
 from servekit.supervisor.specs import worker_spec
 from servekit.supervisor.stall import Pulse, Timeouts
@@ -51,9 +54,7 @@ from servekit.wire.messages import (
     ReplicaStatus,
 )
 from servekit.wire.residency import Asleep, Awake, NotDone
-
-#: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
-Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
+from servekit.wire.starts import Greeted, Phased
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -84,10 +85,10 @@ class Replica(Life[FromWorker]):
         self.place = place
         self.info: ModelInfo | None = None
         self._fork = fork
-        self._socket: Path | None = None
-        self._progress: Progress | None = None
-        self._timings_s: dict[str, float] = {}
-        self._pulse = Pulse(time.monotonic())
+        self._socket: Path | None = None  # of one that is launched here
+        self.progress: Progress | None = None
+        self.timings_s: dict[str, float] = {}
+        self.pulse = Pulse(time.monotonic())
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
         self._coming_up: asyncio.Task[None] | None = None
@@ -95,22 +96,33 @@ class Replica(Life[FromWorker]):
         self._errands = Errands()
         self.slumber = Slumber(self)
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self.vram = Vram(place, gpus, entry, self._told_to_wait)
+        self.seat = Seat(self.name, host)
+        self.vram = Vram(place, gpus, entry, self.told_to_wait)
 
     async def enter(self) -> str:
         async with self.slumber.entering:
-            return await self.vram.enter()
+            refusal = await self.vram.enter()
+        refusal = refusal or await self.seat.enter(self)
+        if self.place.gpus or self.seat.is_remote:
+            self.starting.spent("gate", self._began_at, time.monotonic())
+        return refusal
 
     def leave(self) -> None:
         self.vram.leave()
 
-    def _told_to_wait(self, what: str) -> None:
+    async def run(self) -> None:
+        await super().run()
+        await self.seat.release()
+
+    def told_to_wait(self, what: str) -> None:
         """It is not let in yet, because of what it is told."""
-        self._progress = Progress(what) if what else None
+        self.progress = Progress(what) if what else None
         self.host.changed()
 
+    async def spawn(self) -> AnyChild[FromWorker]:
+        return await self.seat.spawn(self, self.receive, self._on_line) or await super().spawn()
+
     def command(self) -> Command:
-        self._pulse = Pulse(time.monotonic())
         self._socket = self.host.run_dir.new_socket()
         host = self.host
         extra = {**host.keys_of(self.model), **self.model.env}
@@ -127,7 +139,11 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self.vram.begin(self.child.pid)
+        self.pulse = Pulse(time.monotonic())
+        if self.seat.is_adopted(self.child):
+            return  # it tells what it is
+        if self.child.here:
+            self.vram.begin(self.child.pid)
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -136,16 +152,18 @@ class Replica(Life[FromWorker]):
             case Loading() | Ready() if self.state in ("stalled", "draining"):
                 pass  # too late
             case Loading(progress):
-                self._progress = progress
+                self.progress = progress
                 self.vram.loads(progress.phase)
-                self.set("loading", self.reason)
+                self.host.noticed() if self.state == "loading" else self.set("loading", self.reason)
             case Ready(info, timings_s):
                 self._on_ready(info, timings_s)
+            case Phased() | Greeted():
+                self.starting.heard(message)
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
             case Pong():
-                self._pulse.answered(message)
-                self.host.changed()
+                self.pulse.answered(message)
+                self.host.noticed()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self._errands.answered(message)
             case Asleep() | Awake() | NotDone():
@@ -154,8 +172,8 @@ class Replica(Life[FromWorker]):
     def buried(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
-        self._socket, self._progress = None, None
-        self._pulse = Pulse(time.monotonic())
+        self._socket, self.progress = None, None
+        self.pulse = Pulse(time.monotonic())
         self.vram.forget()
         self._wary = self._ready_at is None
         self._held = {}
@@ -171,8 +189,9 @@ class Replica(Life[FromWorker]):
 
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only if it holds memory where it may, and the adapters that it should."""
+        self.starting.awaits("admission", time.monotonic())
         child = self.child
-        strays = await self.vram.strays()
+        strays = await self.seat.strays() or await self.vram.strays()
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -183,14 +202,14 @@ class Replica(Life[FromWorker]):
             child.kill(reason)
 
     def _is_ready(
-        self, child: Child[FromWorker] | None, info: ModelInfo, timings_s: dict[str, float]
+        self, child: AnyChild[FromWorker] | None, info: ModelInfo, timings_s: dict[str, float]
     ) -> None:
         if self.child is not child or child is None or self.ending or self.state == "stalled":
             return  # too late
-        self.info, self._timings_s, self._progress = info, timings_s, None
+        self.info, self.timings_s, self.progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
-        log.info("ready", child=self.name, device=self.place.device, after_s=took_s)
-        self._pulse = Pulse(time.monotonic())  # what was said of the load is over
+        log.info("ready", child=self.name, device=self.device, after_s=took_s)
+        self.pulse = Pulse(time.monotonic())  # what was said of the load is over
         self.vram.loaded()
         self.came_up()
         self._ping()
@@ -201,9 +220,9 @@ class Replica(Life[FromWorker]):
         if self.child is None or self.state == "stalled":
             return
         now, timeouts = time.monotonic(), self._timeouts()
-        if self._pulse.due(now, min(_PING_EVERY_S, timeouts.stall_s / 4, timeouts.load_s / 4)):
+        if self.pulse.due(now, min(_PING_EVERY_S, timeouts.stall_s / 4, timeouts.load_s / 4)):
             self._ping()
-        cause = "" if self.ending else self._pulse.verdict(self.state, timeouts, now)
+        cause = "" if self.ending else self.pulse.verdict(self.state, timeouts, now)
         if cause:
             self.give_up(cause)
 
@@ -212,22 +231,24 @@ class Replica(Life[FromWorker]):
         if self.child is None or self.ending:
             return
         log.error("stalled", child=self.name, pid=self.pid, reason=cause)
-        self._progress = None
+        journal.tell("stalled", cause, worker=self.name, pid=self.pid)
+        self.progress = None
+        self.stalls += 1
         self.set("stalled", cause)
         self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
     def slept(self) -> None:
         """The supervisor has not run for a while: nobody could answer it."""
-        self._pulse.slept(time.monotonic())
+        self.pulse.slept(time.monotonic())
 
     def pardon(self) -> None:
         """It was busy with what it was told to do."""
-        self._pulse.pardon(time.monotonic())
+        self.pulse.pardon(time.monotonic())
 
     def _ping(self) -> None:
         assert self.child is not None
         self._pings += 1
-        self._pulse.asked(time.monotonic())
+        self.pulse.asked(time.monotonic())
         self.child.send(Ping(self._pings))
 
     def _timeouts(self) -> Timeouts:
@@ -281,7 +302,7 @@ class Replica(Life[FromWorker]):
     @property
     def trouble(self) -> str:
         """Why it cannot serve although it is ready, by its own word; "" if it can."""
-        return self._pulse.last.trouble if self.serves else ""
+        return self.pulse.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
         """With what troubles it now."""
@@ -289,7 +310,7 @@ class Replica(Life[FromWorker]):
         return replace(story, reason=self.trouble) if self.trouble else story
 
     def load(self) -> tuple[int, int]:
-        return self._pulse.last.served, self._pulse.last.running
+        return self.pulse.last.served, self.pulse.last.running
 
     @property
     def gpu_bytes(self) -> int:
@@ -306,33 +327,23 @@ class Replica(Life[FromWorker]):
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
-            log.error("stray memory", child=self.name, pid=self.pid, reason=stray)
+            self.vram.complain("stray memory", stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
+
+    @property
+    def address(self) -> str:
+        """Where gateways reach it; "" where nothing is to be reached."""
+        return self.seat.address(self.child) or str(self._socket or "")
+
+    @property
+    def device(self) -> str:
+        """Where it runs, in words."""
+        return self.seat.where() or self.place.device
 
     @property
     def alert(self) -> str:
         return self.vram.alert
 
     def status(self) -> ReplicaStatus:
-        return ReplicaStatus(
-            name=self.name,
-            state=self.state,
-            socket=str(self._socket or ""),
-            pid=self.pid,
-            device=self.place.device,
-            gpus=tuple(gpu.uuid for gpu in self.place.gpus),
-            progress=self._progress,
-            reason=self.reason,
-            restarts=self.restarts,
-            running=self._pulse.last.running,
-            waiting=self._pulse.last.waiting,
-            rss_bytes=self.rss_bytes,
-            gpu_bytes=self.vram.held_bytes,
-            timings_s=self._timings_s,
-            stray=self.vram.stray,
-            claim_bytes=sum(self.place.claims),
-            excess=self.vram.excess,
-            kv_used=self._pulse.kv_used,
-            trouble=self.trouble,
-        )
+        return status_of(self)

@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from servekit.config.engines import KINDS
 from servekit.supervisor import residency
+from servekit.supervisor.facts import UNKNOWN_S, Facts
 from servekit.supervisor.fleet import Fleet
-from servekit.supervisor.residency import UNKNOWN_S, Facts
+from servekit.supervisor.gate import NOTHING
+from servekit.supervisor.starts import Occasion
 from servekit.wire.residency import LoadMode, Residence, Residency, Want
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -138,7 +140,7 @@ class Resident:
 
     def ask(self, want: Want, now: float) -> str:
         """Take an operator's wish; why not, "" where it is taken."""
-        if want == "sleep" and (why := self._sleepless_for_good()):
+        if want == "sleep" and (why := self.sleepless_for_good()):
             return why
         if want == "wake" and self.tier not in ("asleep", "resident", "leaving"):
             return f"{self.fleet.model.name} is {self.tier}, not asleep; `servekit load` loads it"
@@ -147,15 +149,15 @@ class Resident:
         self._sleepless_until = -math.inf
         self._asked_at = now if want in ("load", "wake") else None
         if want in ("load", "wake"):
-            if self.tier == "failed":
-                self.fleet.load()
+            self.fleet.try_again()
         elif want == "unload" and self.tier in ("coming", "failed") and self.task is None:
             self.reason = "stopped by an operator"
             self.fleet.unload()
         self.settle()
         return ""
 
-    def _sleepless_for_good(self) -> str:
+    def sleepless_for_good(self) -> str:
+        """Why it cannot be put to sleep however long one waits; "" if it can."""
         model = self.fleet.model
         if not KINDS[model.engine].sleeps:
             return f"{model.name}: the engine {model.engine} cannot sleep; `servekit unload` stops"
@@ -179,6 +181,13 @@ class Resident:
 
     # ---- what it knows
 
+    def occasion(self, now: float) -> Occasion:
+        """Who wants it loaded, and since when."""
+        if self.waiting_since is not None and not self.wish:
+            return Occasion("request", self.waiting_since)
+        asked_at = now if self._asked_at is None else self._asked_at
+        return Occasion("operator" if self.wish else "request", asked_at)
+
     @property
     def is_away(self) -> bool:
         return self.tier in ("stopped", "asleep")
@@ -193,7 +202,12 @@ class Resident:
     def _mode(self) -> LoadMode:
         return "manual" if self._held else self.fleet.model.load
 
-    def facts(self, claim: Mapping[str, int], asleep: Mapping[str, int]) -> Facts:
+    def facts(
+        self,
+        claim: Mapping[str, int],
+        asleep: Mapping[str, int],
+        lacks: Mapping[str, int] = NOTHING,
+    ) -> Facts:
         """As the policy gets them."""
         model, info = self.fleet.model, self.fleet.info
         waiting_since = self.waiting_since
@@ -209,7 +223,9 @@ class Resident:
             claim=claim,
             asleep=asleep,
             can_sleep=able and self._now >= self._sleepless_until,
+            falls_asleep=self.task is not None and self._doing == "sleep",
             since=self.since,
+            lacks=lacks,
             waiting_since=min(since, default=None),
             busy=self._busy,
             used_at=self._used_at,
@@ -227,9 +243,16 @@ class Resident:
         model = self.fleet.model
         limits = [limit for limit in (model.idle_sleep_s, model.idle_unload_s) if limit is not None]
         stays_s = min(limits, default=None) if self._stay_s is None else self._stay_s
-        if halted and self.tier in ("stopped", "asleep", "leaving"):
+        if halted and not self._will_serve():
             return Residence(self._mode, "failed", "servekit is shutting down", stays_s)
         return Residence(self._mode, self.tier, waits or self.reason, stays_s)
+
+    def _will_serve(self) -> bool:
+        """Although nothing is begun any more, and nobody makes room."""
+        return self.fleet.wanted and any(
+            replica.state == "ready" or (replica.state in _COMING and not replica.vram.lacking)
+            for replica in self.fleet.living
+        )
 
     def detailed(self, shown: Residence, facts: Facts, now: float) -> Residence:
         """The same with what operators want to know besides."""

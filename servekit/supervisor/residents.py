@@ -14,11 +14,14 @@ from typing import Any
 
 import structlog
 
+from servekit.errors import meant
 from servekit.supervisor import residency, rooms
+from servekit.supervisor.eviction import STAY
+from servekit.supervisor.facts import Facts, Step
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import Gateway, until_told
-from servekit.supervisor.residency import Facts, Step
+from servekit.supervisor.journal import journal
 from servekit.supervisor.resident import Resident
 from servekit.wire.messages import Accepted, Refused
 from servekit.wire.residency import KeepAlive, Reside, Residence
@@ -77,11 +80,22 @@ class Residents:
                 waiting = 0 if row.is_away and at < row.since else wanted.waiting
                 yield waiting, wanted.running, at - wanted.idle_s
 
+    def waits_for(self, fleet: Fleet) -> dict[str, str]:
+        """Where another model waits for memory, by place (a GPU's UUID, or "cpu"), and which."""
+        reserve = self._fleets.plan.config.gpus.reserve
+        return {
+            at: row.fleet.model.name
+            for other, row in self._rows.items()
+            if other is not fleet and row.is_away and row.waiting_since is not None
+            for at in rooms.claims(other.model, other.planned, reserve)
+        }
+
     def _facts(self) -> Iterator[Facts]:
         reserve = self._fleets.plan.config.gpus.reserve
         for row in self._rows.values():
             claim = rooms.claims(row.fleet.model, row.fleet.planned, reserve)
-            yield row.facts(claim, rooms.asleep(row.fleet, claim, row.kept))
+            asleep = rooms.asleep(row.fleet, claim, row.kept)
+            yield row.facts(claim, asleep, rooms.lacks(row.fleet))
         for fleet in self._fleets.everyone():
             if fleet not in self._rows:  # the file does not have it any more
                 slots = tuple(replica.place.gpus for replica in fleet.replicas)
@@ -103,29 +117,35 @@ class Residents:
             row.run("wake", self._wake(row))
         else:
             why = next((replica.reason for replica in row.fleet.living if replica.reason), "")
-            self._stop(row, f"a worker did not stay asleep: {why}")
+            said = f"a worker did not stay asleep: {why}"
+            self._stop(row, said if why else "a worker has come up beside those that sleep")
 
     def _take(self, row: Resident, step: Step, now: float) -> None:
         match step.kind:
             case "load":
                 log.info("loading", model=step.model)
+                cause = row.occasion(now).cause
+                journal.tell("load", f"for {_FOR.get(cause, cause)}", model=step.model)
                 row.begin(now)
-                row.fleet.load()
+                row.fleet.load(row.occasion(now))
             case "wake":
+                journal.tell("wake", step.reason, model=step.model)
                 row.begin(now)
                 row.run("wake", self._wake(row))
             case "sleep":
                 row.reason = f"asleep since {_clock()}: {step.reason}"
                 log.info("putting to sleep", model=step.model, reason=step.reason)
-                row.run("sleep", self._sleep(row, must=step.reason.startswith("evicted")))
+                journal.tell("sleep", step.reason, model=step.model)
+                row.run("sleep", self._sleep(row, must=step.makes_room))
             case "stop":
-                self._stop(row, step.reason)
+                self._stop(row, step.reason, returns=step.makes_room)
         self._changed(row)
 
-    def _stop(self, row: Resident, reason: str) -> None:
+    def _stop(self, row: Resident, reason: str, *, returns: bool = False) -> None:
         log.info("stopping", model=row.fleet.model.name, reason=reason)
+        journal.tell("unload", reason, model=row.fleet.model.name)
         row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
-        row.fleet.unload()
+        row.fleet.unload(returns=returns)
 
     async def _sleep(self, row: Resident, *, must: bool) -> None:
         """Put all its workers to sleep. Where one cannot, it is stopped if it has to go."""
@@ -139,7 +159,7 @@ class Residents:
             log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
             row.sleepless(time.monotonic(), why)
         if why and (must or not all(refusals)):
-            self._stop(row, f"it could not be put to sleep: {why}")
+            self._stop(row, f"it could not be put to sleep: {why}", returns=must)
 
     async def _wake(self, row: Resident) -> None:
         """Wake all its workers. Where one cannot be woken, it is stopped, and loaded anew."""
@@ -169,7 +189,8 @@ class Residents:
         """Do as an operator says; answers when it is done, or cannot be."""
         row = self._row(wish.model)
         if row is None:
-            there = ", ".join(fleet.model.name for fleet in self._fleets.served)
+            names = [fleet.model.name for fleet in self._fleets.served]
+            there = f"{', '.join(names)}{meant(wish.model, names)}"
             return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
         if self._halted:
             return Refused("servekit is shutting down")
@@ -178,12 +199,12 @@ class Residents:
         self.look()
         self._changed(row)
         name = row.fleet.model.name
-        if not wish.wait:
-            return Accepted(f"{name} is {row.tier}")
         while row.wish:
             if why := self._hopeless(row):
                 row.refuse()
                 return Refused(f"{name} cannot be {_DONE[wish.want]}: {why}")
+            if not wish.wait:
+                return Accepted(f"{name} is {row.tier}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.settle()
         return Accepted(f"{name} is {_DONE[wish.want]}")
@@ -195,10 +216,10 @@ class Residents:
         if row.wish in ("load", "wake") and row.tier == "failed":
             reasons = (replica.reason for replica in row.fleet.living if replica.reason)
             return next(reasons, "its workers have failed")
-        if row.wish == "sleep" and row.restless:
-            return row.restless
         waits = self._waits.get(row.fleet.model.name, "")
-        return waits if row.wish in ("load", "wake") and waits.endswith(residency.STAY) else ""
+        if row.wish == "sleep":
+            return row.restless or row.sleepless_for_good() or waits
+        return waits if row.wish in ("load", "wake") and waits.endswith(STAY) else ""
 
     def _row(self, model: str) -> Resident | None:
         for fleet, row in self._rows.items():
@@ -223,6 +244,7 @@ class Residents:
         )
 
 
+_FOR = {"operator": "an operator", "request": "a request"}
 _DONE = {"load": "loaded", "unload": "stopped", "sleep": "asleep", "wake": "awake"}
 
 

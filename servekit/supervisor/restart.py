@@ -49,5 +49,9 @@ class RestartPolicy:
         self._delays += 1
         return self._spread(min(delay_s, self.limits.longest_s))
 
+    def forget(self) -> None:
+        """An operator asks for another try: what was before does not delay it."""
+        self._delays = 0
+
     def _spread(self, delay_s: float) -> float:
         return delay_s * (1 + self.limits.jitter * (2 * self._random() - 1))

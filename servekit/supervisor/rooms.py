@@ -75,3 +75,12 @@ def free(
         found[gpu.uuid] = min(found[gpu.uuid], ledger.room(gpu.uuid))
     found[RAM] = procfs.available_bytes() - _RAM_KEPT_BYTES
     return found
+
+
+def lacks(fleet: Fleet) -> dict[str, int]:
+    """What its workers that wait to load do not find free, by GPU, whatever they claim."""
+    found: dict[str, int] = {}
+    for replica in fleet.living:
+        for uuid, size in replica.vram.lacking.items():
+            found[uuid] = found.get(uuid, 0) + size
+    return found

@@ -7,6 +7,7 @@
     control.sock       the operator's socket
     w1.sock …          one socket per worker incarnation
     logs/NAME.log      what each child wrote
+    events.db          what has happened, in earlier lives too (`supervisor.journal`)
 
 It belongs to this user alone (0700). What a dead instance left is swept by the next one. Without
 room for its records there is no instance: nobody could stop it or ask it anything.
@@ -80,8 +81,11 @@ class RunDir:
         self.logs = path / "logs"
 
     @classmethod
-    def take(cls, path: Path) -> RunDir:
-        """Make it ours and clear what a dead instance left. Raises StartError."""
+    def take(cls, path: Path, *, sweep: bool = True) -> RunDir:
+        """Make it ours and clear what a dead instance left. Raises StartError.
+
+        Without `sweep` what it has left running runs on.
+        """
         path = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow a symlink)
         _check_length(path)
         with contextlib.ExitStack() as undo, _told(path):
@@ -91,7 +95,9 @@ class RunDir:
             taken = cls(path, _lock(path), made)
             undo.callback(taken.release)
             taken._sign()
-            taken._sweep()
+            if sweep:
+                taken._sweep()
+            taken._clear()
             taken.logs.mkdir(mode=0o700, exist_ok=True)
             taken._in_vain = False
             undo.pop_all()
@@ -118,7 +124,7 @@ class RunDir:
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
 
     def release(self) -> None:
-        """Leave nothing but the lock file and the logs; nothing that a start in vain has made."""
+        """Leave the lock file, the logs and the events; nothing that a start in vain has made."""
         self._clear()
         with contextlib.suppress(OSError):
             self.logs.rmdir()
@@ -138,7 +144,6 @@ class RunDir:
         record = read_record(self.path)
         end_leftovers(read_children(self.path), record.mark if record else "")
         shared_memory.remove(shared_memory.read(self.path))
-        self._clear()
 
     def _clear(self) -> None:
         for pattern in ("*.sock", "*.new", "supervisor.json", CHILDREN, shared_memory.SEGMENTS):

@@ -22,7 +22,7 @@ def share(
     wants = []
     for index, model in enumerate(models):
         if model.name in wanted:
-            want = _want(model, wanted[model.name], held.get(model.name, ()), reserve)
+            want = want_of(model, wanted[model.name], held.get(model.name, ()), reserve)
             _refuse_alone(index, model, want, rooms)
             wants.append(want)
     try:
@@ -40,9 +40,10 @@ def _to_blame(model: ModelConfig) -> str:
     return "replicas" if model.load == "on_start" else "load"
 
 
-def _want(
+def want_of(
     model: ModelConfig, allowed: Sequence[Gpu], held: Sequence[Slot], reserve: str | None
 ) -> Want:
+    """What a model must have, on the GPUs that it may use."""
     return Want(
         name=model.name,
         least=least(model),
@@ -51,6 +52,7 @@ def _want(
         stays=model.load == "on_start",
         grows=model.load == "on_start" and model.replicas == "auto",
         held=tuple(held),
+        shares=model.memory is not None and model.replicas != "auto",
     )
 
 
@@ -61,13 +63,14 @@ def _refuse_alone(index: int, model: ModelConfig, want: Want, rooms: Mapping[Gpu
         message = f"model {want.name!r} spreads each replica over {want.width} GPUs, and it may "
         message += f"use {len(claims)}: {', '.join(map(str, claims))}"
         raise Misplaced(message, "models", index, "gpus_per_replica")
-    if want.width * want.least > len(claims):
+    if not want.shares and want.width * want.least > len(claims):
         total = want.width * want.least
         message = f"model {want.name!r} needs {total} GPUs for {want.least} replicas of "
         message += (
             f"{want.width}, and it may use {len(claims)}: {total - len(claims)} too few; two "
         )
-        raise Misplaced(f"{message}of them never share a GPU", "models", index, "replicas")
+        message += "of them share a GPU only where `memory` says what each takes"
+        raise Misplaced(message, "models", index, "replicas")
     if sum(claims[gpu] <= rooms[gpu] for gpu in claims) < want.width:
         told = "; ".join(_left(want, gpu, rooms[gpu], []) for gpu in claims)
         raise Misplaced(f"model {want.name!r} {told}", "models", index, "memory")
@@ -77,14 +80,16 @@ def _arithmetic(error: Unplaceable) -> str:
     """What the one without a place claims, and what each GPU has left for it."""
     want, board = error.want, error.board
     number = len(board.slots_of(want))
-    own = {gpu for slot in board.slots_of(want) for gpu in slot}
     told = []
     for gpu in want.claims:
-        if gpu in own:
+        own = board.own(want, gpu)
+        if own and not want.shares:
             told.append(f"{gpu} has one of its replicas already")
             continue
         others = board.on(gpu, stays=True)
-        if want.stays and (passing := board.on(gpu, stays=False)):
+        if not want.stays:
+            others += [(want.name, want.claims[gpu])] * own
+        elif passing := board.on(gpu, stays=False):
             others.append(max(passing, key=lambda one: one[1]))
         told.append(_left(want, gpu, board.rooms[gpu], others))
     wide = f" on {want.width} GPUs" if want.width > 1 else ""

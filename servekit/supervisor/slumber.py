@@ -16,11 +16,15 @@ from servekit.supervisor.tasks import unless
 from servekit.wire.residency import Asleep, Awake, NotDone, Sleep, Wake
 
 if TYPE_CHECKING:
+    from servekit.supervisor.launcher import AnyChild
     from servekit.supervisor.replicas import Replica
+    from servekit.wire.messages import FromWorker
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 Answer = Asleep | Awake | NotDone
+
+_DIED = "its worker died"
 
 
 class Slumber:
@@ -38,15 +42,19 @@ class Slumber:
         `told` returns when the gateways know that it takes no more requests.
         """
         replica = self._replica
+        child = replica.child
         replica.set("asleep")
         await told()
         limit_s = replica.model.timeout_s + replica.model.load_timeout_s
-        answer = await self._send(Sleep(), limit_s)
-        if not isinstance(answer, NotDone):
+        answer = await self._send(Sleep(), limit_s, child)
+        if not isinstance(answer, NotDone) and replica.child is child:
             await replica.vram.fell_asleep()
+        if replica.child is not child:
+            return _DIED  # and what is there now, is awake
+        if not isinstance(answer, NotDone):
             log.info("asleep", child=replica.name, after_s=answer.took_s)
             return ""
-        if replica.state == "asleep" and replica.child is not None and not replica.ending:
+        if replica.state == "asleep" and child is not None and not replica.ending:
             replica.set("ready", f"it could not be put to sleep: {answer.message}")
         return answer.message
 
@@ -61,11 +69,11 @@ class Slumber:
             if replica.child is not child:
                 replica.vram.leave()  # it may have been let in after its death
         if reason is None or replica.child is not child:
-            return "its worker died"
+            return _DIED
         if reason:
             return reason
         try:
-            answer = await self._send(Wake(), replica.model.load_timeout_s)
+            answer = await self._send(Wake(), replica.model.load_timeout_s, child)
         finally:
             if replica.child is child:
                 replica.vram.loaded()
@@ -80,10 +88,13 @@ class Slumber:
             replica.pardon()
             replica.set("ready")
 
-    async def _send(self, order: Sleep | Wake, limit_s: float) -> Answer:
+    async def _send(
+        self, order: Sleep | Wake, limit_s: float, child: AnyChild[FromWorker] | None
+    ) -> Answer:
         """Its answer; one that takes longer than `limit_s` is ended."""
         replica = self._replica
-        child = replica.child
+        if replica.child is not child:
+            return NotDone(_DIED)
         if child is None or replica.state != "asleep" or replica.ending:
             return NotDone(f"worker {replica.name} is {replica.state}")
         what = "sleep" if isinstance(order, Sleep) else "wake"
@@ -106,4 +117,4 @@ class Slumber:
 
     def died(self) -> None:
         """No answer comes any more."""
-        self.answered(NotDone("its worker died"))
+        self.answered(NotDone(_DIED))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from servekit.errors import meant
 from servekit.supervisor.fleet import Fleet
+from servekit.supervisor.gateways import Gateway
 from servekit.supervisor.life import Life
 from servekit.wire.messages import ModelStatus, Refused, ReplicaHistory, Why
+from servekit.wire.operators import ModelTraffic
 from servekit.wire.residency import Residence
 
 
@@ -29,6 +32,19 @@ def of_model(fleet: Fleet, created: int, residence: Residence | None) -> ModelSt
         standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
         residence=residence,
         routing=model.routing,
+        scale=fleet.scale,
+    )
+
+
+def traffic(served: Sequence[Fleet], gateways: Sequence[Gateway]) -> tuple[ModelTraffic, ...]:
+    """What goes on for each model, at all gateways together."""
+    return tuple(
+        ModelTraffic(
+            name,
+            sum(gateway.traffic.queued.get(name, 0) for gateway in gateways),
+            sum(gateway.tokens(name) for gateway in gateways),
+        )
+        for name in (fleet.model.name for fleet in served)
     )
 
 
@@ -46,7 +62,9 @@ def why(
             return Why(model.name, explained, _stories(fleet), named)
         stories = _stories(fleet)
         if name in (model.name, *model.aliases):
-            return Why(model.name, explained, stories, adapters, residence(fleet, True))
+            return Why(
+                model.name, explained, stories, adapters, residence(fleet, True), fleet.scale
+            )
         if own := tuple(story for story in stories if story.name == name):
             return Why(model.name, explained, own)
     for life in others:
@@ -56,7 +74,9 @@ def why(
     known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
-    return Refused(f"nothing here is called {name!r}; there are: {', '.join(known)}", True)
+    return Refused(
+        f"nothing here is called {name!r}; there are: {', '.join(known)}{meant(name, known)}", True
+    )
 
 
 def _stories(fleet: Fleet) -> tuple[ReplicaHistory, ...]:

@@ -20,7 +20,7 @@ def worker_spec(
         engine=model.engine,
         path=model.path,
         revision=model.revision,
-        device="cuda" if place.gpus else "cpu",
+        device="cuda" if place.gpus or place.elsewhere else "cpu",
         dtype=model.dtype,
         max_context=model.max_context,
         trust_remote_code=model.trust_remote_code,
@@ -47,8 +47,8 @@ def devices(model: ModelConfig, place: Assignment) -> int:
 
     On a CPU that is processes, where each device has one: a file for GPUs can be tried without any.
     """
-    if place.gpus:
-        return len(place.gpus)
+    if place.gpus or place.elsewhere:
+        return len(place.gpus) or place.elsewhere
     return model.gpus_per_replica if _wished(model) == "tensor" else 1
 
 

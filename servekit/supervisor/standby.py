@@ -24,6 +24,7 @@ from servekit.supervisor.life import Host, Life
 from servekit.supervisor.offspring import Forked
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.specs import worker_spec
+from servekit.supervisor.starts import Occasion
 from servekit.wire import standby
 from servekit.wire.messages import BootFailed, Load, ReplicaStatus, Stop
 from servekit.wire.standby import Fork, FromStandby, NotForked, Prepared
@@ -39,10 +40,12 @@ class Standby(Life[FromStandby]):
     """Runs one standby, for the workers of one model at one place."""
 
     incoming = FromStandby
+    begins_with = "preparation"
 
     def __init__(self, model: ModelConfig, place: Assignment, host: Host) -> None:
         where = "-".join(["standby", *(str(gpu.index) for gpu in place.gpus)])
         super().__init__(f"{model.name}/{where}", host)
+        self.starting.occasion = Occasion.now("standby")
         self.model = model
         self.place = place
         self.forks = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import secrets
 import time
@@ -21,33 +20,40 @@ from servekit import __version__
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
 from servekit.supervisor import access, listening, offspring, procfs, snapshot
+from servekit.supervisor.accounts import Accounts
 from servekit.supervisor.adapter_desk import AdapterDesk
 from servekit.supervisor.control import Operators
 from servekit.supervisor.driver import driver
+from servekit.supervisor.ending import END_S, KILL_S, WORKER_GRACE_S, last_words
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
-from servekit.supervisor.gateways import Gateway
+from servekit.supervisor.gateways import gateways_of
 from servekit.supervisor.ground import Ground, has_terminal, raise_file_limit
 from servekit.supervisor.guard import Guard
+from servekit.supervisor.journal import journal
 from servekit.supervisor.leftovers import Started, end_leftovers
 from servekit.supervisor.life import Life
 from servekit.supervisor.measures import Measures
+from servekit.supervisor.notify import Notifier
 from servekit.supervisor.observer import Observer
+from servekit.supervisor.openings import Elsewhere, Here
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
+from servekit.supervisor.ray import grace_s, launcher_of, opened
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.residents import Residents
 from servekit.supervisor.run_dir import Record
+from servekit.supervisor.scaler import Scaler
 from servekit.supervisor.signals import Signals
 from servekit.supervisor.standby import Standby
 from servekit.supervisor.tasks import Tasks, ended
+from servekit.supervisor.ticking import ticking
 from servekit.wire.messages import (
     Accepted,
     Drain,
     ModelStatus,
     Quarantined,
     Refused,
-    Spent,
     Status,
     Stop,
     Topology,
@@ -56,16 +62,8 @@ from servekit.wire.messages import (
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: How often stalls are looked for, and after which gap we must have slept ourselves.
-_TICK_S = 0.2
-_SLEPT_S = 2.0
 #: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
 Request = Literal["signal", "drain", "now", "hangup"]
-#: From the end of a grace to giving up on a process that SIGKILL does not end: one that is stuck
-#: in the kernel, as a broken GPU driver has it.
-_KILL_S = 15.0
-#: From Stop to SIGTERM for a worker that has nothing in flight.
-_WORKER_GRACE_S = 5.0
 
 
 class Supervisor:
@@ -77,13 +75,13 @@ class Supervisor:
         self.run_dir = ground.run_dir
         self._environ = environ
         self.mark = secrets.token_hex(16)
-        tls = plan.config.server.tls is not None
-        self.url, *legacy_urls = [listening.url_of(sock, tls=tls) for sock in ground.listeners]
-        for url in legacy_urls:
+        server = plan.config.server
+        self.url, *legacy = [listening.url_of(s, tls=bool(server.tls)) for s in ground.listeners]
+        for url in legacy:
             log.info("older clients are answered, too", url=url)
         self._listeners, self._observer = ground.listeners, observer
         self._started_at = time.time()
-        self._draining = self._publishing = False
+        self._draining = self._publishing = self._noticed = False
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
@@ -92,15 +90,17 @@ class Supervisor:
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
         self._signals = Signals(self._requests.put_nowait)
-        server = plan.config.server
         fds = tuple(sock.fileno() for sock in ground.listeners)
-        self._gateways = [
-            Gateway(index, fds, server, self, self._spent) for index in range(server.gateways)
-        ]
+        self._gateways = gateways_of(server, fds, self)
+        self._notifier = Notifier(environ, self._gateways)
+        self.launcher = launcher_of(plan, self, self._run, ground.heritage)
         self._fleets = Fleets(plan, self, self._run)
         self._residents = Residents(self._fleets, self._gateways)
+        rooms = Here(self._fleets) if self.launcher is None else Elsewhere()
+        self._scaler = Scaler(self._fleets, self._gateways, self._residents, rooms)
         desk = AdapterDesk(self._fleets, self._gateways)
-        self._operators = Operators(self, desk, self._residents)
+        self._accounts = Accounts(self._gateways, self._fleets, self._quarantine, self.status)
+        self._operators = Operators(self, desk, self._residents, self._accounts)
         self._measures = Measures(self._lives, self.run_dir, self.children_changed)
 
     # ---- its life
@@ -115,15 +115,17 @@ class Supervisor:
             offspring.become_subreaper()
             last.callback(driver.close)
             self._leave_record()
-            guard = Guard(self.run_dir.path, self.mark, self.environ)
+            last.callback(journal.close)
+            guard = Guard(self.run_dir.path, self.mark, self.environ, grace_s(self.launcher))
             last.callback(guard.dismiss)
             last.callback(self._end_all)
-            last.callback(self._loop.create_task(self._tick()).cancel)
+            last.callback(self._loop.create_task(ticking(self._look, self._measure)).cancel)
             await self._operators.listen(self.run_dir.control)
-            for gateway in self._gateways:
-                self._run(gateway)
-            self._fleets.apply(self._fleets.plan)
-            await self._until_told()
+            if await opened(self.launcher, self._fleets.plan, self._until_told):
+                for gateway in self._gateways:
+                    self._run(gateway)
+                self._fleets.apply(self._fleets.plan)
+                await self._until_told()
             return await self._drain()
 
     def _run(self, life: Life[Any]) -> None:
@@ -145,6 +147,7 @@ class Supervisor:
         while True:
             match await self._requests.get():
                 case BaseException() as error:
+                    journal.tell("down", f"broke off: {error}")
                     raise error
                 case "hangup" if not self._has_terminal or has_terminal():
                     self._spawn(self.reload())
@@ -164,6 +167,7 @@ class Supervisor:
         drain_s = self._fleets.drain_timeout_s
         log.info("draining", at_most_s=drain_s)
         self._draining = True
+        self._notifier.stopping(drain_s + END_S)
         self._close_listeners()
         self._fleets.halt()
         self._residents.halt()
@@ -171,18 +175,16 @@ class Supervisor:
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
-        stuck = await ended(self._tasks_of(self._gateways), drain_s + _KILL_S)
+        stuck = await ended(self._tasks_of(self._gateways), drain_s + KILL_S)
         workers = self._fleets.replicas()
         for replica in workers:
-            replica.end(Stop(), _WORKER_GRACE_S)
+            replica.end(Stop(), WORKER_GRACE_S)
         rest: list[Life[Any]] = [*workers, *self._fleets.standbys()]
-        stuck |= await ended(self._tasks_of(rest), _WORKER_GRACE_S + _KILL_S)
+        stuck |= await ended(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
+        if self.launcher is not None:
+            stuck |= await self.launcher.close(self._tasks)
         hurrying.cancel()
-        if stuck:
-            log.error("killed, but stuck in the kernel", children=sorted(stuck))
-        else:
-            log.info("stopped")
-        return 1 if stuck else 0
+        return last_words(stuck)
 
     def _tasks_of(self, lives: Sequence[Life[Any]]) -> Tasks:
         return {self._tasks[life] for life in lives if life in self._tasks}
@@ -222,11 +224,12 @@ class Supervisor:
         self._requests.put_nowait("now" if now else "drain")
 
     def why(self, name: str) -> Why | Refused:
-        others: list[Life[Any]] = [*self._gateways, *self._fleets.standbys()]
+        others = [life for life in self._lives() if not isinstance(life, Replica)]
         return snapshot.why(name, self._fleets.everyone(), others, self._residents.residence)
 
     async def reload(self) -> Accepted | Refused:
-        return await self._fleets.reload()
+        with self._notifier.reloading():
+            return await self._fleets.reload()
 
     # ---- what its children get, and tell
 
@@ -243,6 +246,9 @@ class Supervisor:
             self._publishing = True
             self._loop.call_soon(self._publish)
 
+    def noticed(self) -> None:
+        self._noticed = True  # all is told of all: at each pong that would be n² a second
+
     def children_changed(self) -> None:
         try:
             self.run_dir.record_children(self._started())
@@ -255,10 +261,6 @@ class Supervisor:
         except Exception:  # whatever a line does to a display, the child's output flows on
             log.exception("the display failed", child=name)
 
-    def _spent(self, spent: Spent) -> None:
-        for gateway in self._gateways:
-            gateway.hear(spent)
-
     def quarantine(self, request: Quarantined) -> None:
         self._quarantine.add(request)
         self._fleets.explained(request.model)
@@ -268,7 +270,7 @@ class Supervisor:
         return all(gateway.is_done_with(adapter) for gateway in self._gateways)
 
     def _publish(self) -> None:
-        self._publishing = False
+        self._publishing = self._noticed = False
         self._residents.look()
         topology = Topology(
             self._models(self._fleets.served, False),
@@ -285,28 +287,22 @@ class Supervisor:
         if why := self._fleets.in_vain():
             self._requests.put_nowait(StartError(why))
         else:
-            self._observer.changed(self.status())
+            self._observer.changed(status := self.status())
+            self._notifier.changed(status)
 
-    async def _tick(self) -> None:
-        last = time.monotonic()
-        for count in itertools.count():
-            now = time.monotonic()
-            try:
-                self._look(slept=now - last > _SLEPT_S)
-                self._measures.tick(count, self._fleets)
-            except Exception:  # a figure that cannot be read is no reason to stop asking
-                log.exception("cannot measure")
-            offspring.look()
-            last = now
-            await asyncio.sleep(_TICK_S)
+    def _measure(self, count: int) -> None:
+        self._measures.tick(count, self._fleets)
 
-    def _look(self, *, slept: bool) -> None:
+    def _look(self, slept: bool) -> None:
         for life in self._lives():
             if slept:
                 life.slept()
             life.look()
+        self._scaler.look()
         self._residents.look()
-        if self._quarantine.expire():
+        self._accounts.look()
+        self._notifier.look()
+        if self._quarantine.expire() or self._noticed:
             self.changed()
 
     # ---- what it knows
@@ -328,6 +324,9 @@ class Supervisor:
             models=self._models(self._fleets.everyone(), True),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
+            starts=tuple(life.starting.all(life.name) for life in self._lives()),
+            gpus=self._measures.in_use,
+            traffic=snapshot.traffic(self._fleets.served, self._gateways),
         )
 
     def _models(self, fleets: Sequence[Fleet], for_operators: bool) -> tuple[ModelStatus, ...]:
@@ -336,12 +335,15 @@ class Supervisor:
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())
-        started = [Started(c.name, c.pid, c.started) for c in children if c is not None]
+        started = [Started(c.name, c.pid, c.started) for c in children if c is not None and c.here]
         return [*started, *self._measures.descendants]
 
     def _lives(self) -> list[Life[Any]]:
-        return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys()]
+        own: list[Life[Any]] = [self.launcher.cluster] if self.launcher is not None else []
+        return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys(), *own]
 
     def _leave_record(self) -> None:
         config = self._fleets.plan.config_path
         self.run_dir.record(Record(os.getpid(), self._started_at, self.url, config, self.mark))
+        journal.open(self.run_dir.path)
+        journal.tell("up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 Tasks = set[asyncio.Task[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a life is to end: what its child is told, and how long that may take."""
+
+    ask: msgspec.Struct
+    grace_s: float
 
 
 async def ended(tasks: Tasks, within_s: float) -> set[str]:
@@ -29,3 +40,15 @@ async def unless(over: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T |
     finally:
         task.cancel()
         await asyncio.wait((task,))
+
+
+async def undisturbed(over: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> bool:
+    """Whether `work` was done before `over` was; whichever is first cancels the other."""
+    told = asyncio.get_running_loop().create_task(over)
+    try:
+        await unless(told, work)
+        if told.done():
+            told.result()
+        return not told.done()
+    finally:
+        told.cancel()

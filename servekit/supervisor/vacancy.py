@@ -25,6 +25,18 @@ class Scene:
     strangers: Mapping[int, int]  # by PID, what processes hold that are not ours
 
 
+def short_bytes(scene: Scene) -> int:
+    """What lacks, so that others would have to go; what our dead hold yet is free without that."""
+    short = scene.need_bytes - (scene.free_bytes + scene.dead_bytes - _promised(scene))
+    return short if short > SLACK_BYTES else 0
+
+
+def _promised(scene: Scene) -> int:
+    """What others may yet take of what is free."""
+    known = [(claim, held) for claim, held in scene.others.values() if held is not None]
+    return sum(max(0, claim - held) for claim, held in known)
+
+
 def obstacle(scene: Scene, about: Callable[[int], str] = procfs.command) -> str:
     """What stands in the way; "" if nothing. `about` tells what a PID runs.
 
@@ -34,10 +46,8 @@ def obstacle(scene: Scene, about: Callable[[int], str] = procfs.command) -> str:
     if scene.dead_bytes:
         held = gib(scene.dead_bytes)
         return f"{held} of {scene.gpu} are still held by a worker of ours that has ended"
-    known = [(claim, held) for claim, held in scene.others.values() if held is not None]
-    promised = sum(max(0, claim - held) for claim, held in known)
-    short = scene.need_bytes - (scene.free_bytes - promised)
-    if short <= SLACK_BYTES:
+    short, promised = short_bytes(scene), _promised(scene)
+    if not short:
         return ""
     less = f", less {gib(promised)} that others were promised and have not taken" * bool(promised)
     return (

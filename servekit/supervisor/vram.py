@@ -9,10 +9,11 @@ from typing import Any
 
 import structlog
 
-from servekit.supervisor.attestation import group_of, held_bytes, stray_memory
+from servekit.supervisor.attestation import group_of, held_bytes, stray_memory, strays
 from servekit.supervisor.claims import gib
-from servekit.supervisor.gate import Gate
+from servekit.supervisor.gate import NOTHING, Gate
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
+from servekit.supervisor.journal import journal
 from servekit.supervisor.placement import Assignment
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -45,16 +46,18 @@ class Vram:
         self.name = place.name
         self.place = place
         self.gpus = gpus
-        self.waits = waits
+        self.lacking = NOTHING  # while it waits: what others would have to give, by GPU in bytes
         self.pid = 0
         self.held_bytes = 0
         self.by_gpu: dict[str, int] = {}
+        self.stray_by_gpu: dict[str, int] = {}  # on GPUs not its own
         self.stray = ""  # a sentence on what it holds on GPUs not its own
         self.excess = ""  # a sentence on what it holds beyond its claim
         self._entry = entry
+        self._waits = waits
         self._pids: set[int] = set()  # of all incarnations, with what they have started
         claims = place.claims or (0,) * len(place.gpus)
-        self._claims = {gpu.uuid: size for gpu, size in zip(place.gpus, claims, strict=True)}
+        self.claims = {gpu.uuid: size for gpu, size in zip(place.gpus, claims, strict=True)}
 
     # ---- its claim
 
@@ -63,6 +66,10 @@ class Vram:
         """What has to be free before it is started, by GPU."""
         needs = self._entry.needs if self._entry is not None else (0,) * len(self.place.gpus)
         return {gpu.uuid: size for gpu, size in zip(self.place.gpus, needs, strict=True)}
+
+    def waits(self, what: str, lacking: Mapping[str, int] = NOTHING) -> None:
+        self.lacking = lacking
+        self._waits(what)
 
     async def enter(self) -> str:
         """Wait until it may load; the reason if it may not."""
@@ -99,7 +106,8 @@ class Vram:
 
     def forget(self) -> None:
         """The process is gone."""
-        self.pid, self.held_bytes, self.by_gpu, self.stray, self.excess = 0, 0, {}, "", ""
+        self.pid, self.held_bytes, self.stray, self.excess = 0, 0, "", ""
+        self.by_gpu, self.stray_by_gpu = {}, {}
 
     async def strays(self) -> str:
         """Ask now; a sentence on what it holds on GPUs that are not its own, "" if nothing."""
@@ -108,7 +116,7 @@ class Vram:
         holdings = await asyncio.to_thread(gpu_memory_by_pid)
         group = group_of(self.pid)
         self._pids |= group
-        return stray_memory(group, self._claims.keys(), holdings, self.gpus)
+        return stray_memory(group, self.claims.keys(), holdings, self.gpus)
 
     def measure(self, holdings: Holdings) -> None:
         """Take its share of what NVML has told."""
@@ -116,14 +124,20 @@ class Vram:
         self._pids |= group
         self.held_bytes = held_bytes(group, holdings)
         self.by_gpu = {
-            uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self._claims
+            uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self.claims
         }
-        self.stray = stray_memory(group, self._claims.keys(), holdings, self.gpus)
+        self.stray_by_gpu = strays(group, self.claims.keys(), holdings)
+        self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
-            log.error("more than its claim", child=self.name, pid=self.pid, reason=self.excess)
+            self.complain("more than its claim", self.excess)
         if self._entry is not None:
             self._entry.gate.ledger.measured(self.name, self.by_gpu)
+
+    def complain(self, of: str, reason: str) -> None:
+        """Say so in the log and in the events."""
+        log.error(of, child=self.name, pid=self.pid, reason=reason)
+        journal.tell("stray", reason, worker=self.name, pid=self.pid)
 
     @property
     def alert(self) -> str:
@@ -133,7 +147,7 @@ class Vram:
         over = [
             f"{gib(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {gib(claim)}"
             for gpu in self.gpus
-            if (claim := self._claims.get(gpu.uuid, 0))
+            if (claim := self.claims.get(gpu.uuid, 0))
             and self.by_gpu[gpu.uuid] > claim + _TOLERANCE_BYTES
         ]
         return f"holds {' and '.join(over)}" if over else ""

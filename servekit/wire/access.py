@@ -24,6 +24,7 @@ class KeyRule(Value, frozen=True):
     models: tuple[str, ...] | None = None  # by their own names; None: all
     priority: int = 0
     admin: bool = False
+    metrics: bool = False
 
 
 class KeyUse(Value, frozen=True):
@@ -45,13 +46,25 @@ class RequestLimits(Value, frozen=True):
     schema_depth: int = 16
 
 
+class Tracing(Value, frozen=True):
+    """Where spans go; see `config.access.TracingConfig`."""
+
+    endpoint: str = ""  # OTLP over HTTP; "": requests are not traced
+    sample: float = 1.0  # share of requests, 0 to 1, of those whose client has not decided
+    service: str = "servekit"
+
+
 class AccessRules(Value, frozen=True):
     """Who may do what. Without keys, whoever reaches the port may do all but administer."""
 
     keys: tuple[KeyRule, ...] = ()
     salt: bytes = b""  # of every `digest`
+    sessions: bytes = b""  # what proves who has signed in on the page
     cors: tuple[str, ...] = ()  # origins, or "*"
+    hosts: tuple[str, ...] = ()  # names by which it is reached; none: by any
     log_prompts: bool = False
     limits: RequestLimits = RequestLimits()
     certificate: str = ""  # changes when the TLS files do: read them again
     runtime_adapters: bool = False  # without keys: whoever reaches the port may load adapters
+    open_metrics: bool = False  # with keys: /metrics is read without one
+    tracing: Tracing = Tracing()

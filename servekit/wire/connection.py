@@ -5,6 +5,8 @@ arrive and handed over one by one, synchronously: there is no task and no queue 
 What is sent within one turn of the event loop leaves in one write.
 
 The connection is the lease: `on_close` is called exactly once, as soon as the peer is gone.
+
+On one machine it is a Unix socket, between machines TCP under mutual TLS (`servekit.wire.tcp`).
 """
 
 from __future__ import annotations
@@ -14,14 +16,22 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
 from servekit.errors import WireError
+from servekit.wire.address import is_tcp
+
+if TYPE_CHECKING:
+    from servekit.wire.tls import Credentials, Member
 
 #: Longest frame accepted. The longest honest one is a prompt at the body limit.
 MAX_FRAME_BYTES = 64 * 2**20
+#: Longest from a peer of another machine before more is allowed: it has not said who it is.
+FIRST_FRAME_BYTES = 64 * 2**10
+#: A peer of another machine that has not answered for so long is lost, s.
+LOST_S = 5.0
 #: A peer that lets this much pile up is not reading; it is cut off.
 MAX_UNSENT_BYTES = 128 * 2**20
 #: Longer messages leave at once, so that what has not left yet is known.
@@ -59,6 +69,8 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self._drained: asyncio.Future[None] | None = None  # while somebody waits for it
         self.crowded = False
         self.on_writable: Callable[[], None] | None = None
+        self.peer: Member | None = None  # by its certificate, where it is on another machine
+        self._limit_bytes = MAX_FRAME_BYTES
         self.closed = self._loop.create_future()
 
     # ---- sending
@@ -133,6 +145,31 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=CROWDED_BYTES)
+        if transport.get_extra_info("ssl_object") is not None:
+            self._meet(transport)
+
+    def _meet(self, transport: asyncio.BaseTransport) -> None:
+        from servekit.wire import tls
+
+        self._limit_bytes = FIRST_FRAME_BYTES
+        try:
+            self.peer = tls.member(transport)
+        except WireError as error:
+            self._fail(error)
+
+    def allow(self, frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        """Take frames of that length from a peer of another machine, as it is known by now."""
+        self._limit_bytes = frame_bytes
+
+    def become(
+        self,
+        incoming: Any,
+        on_message: Callable[[Any], None],
+        on_close: Callable[[Exception | None], None],
+    ) -> None:
+        """Go on as another kind of connection, from the next message on."""
+        self._decoder = _decoder(incoming)
+        self._on_message, self._on_close = on_message, on_close
 
     def data_received(self, data: bytes) -> None:
         received = self._received
@@ -142,7 +179,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         try:
             while size - start >= 4:
                 length = int.from_bytes(view[start : start + 4], "big")
-                if length > MAX_FRAME_BYTES:
+                if length > self._limit_bytes:
                     raise WireError(f"a frame of {length} bytes is over the limit")
                 end = start + 4 + length
                 if end > size:
@@ -163,6 +200,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         answers that a worker finished last. The descriptor is still open here.
         """
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        sock = None if self.peer is not None else sock  # what is left there is encrypted
         try:
             while sock is not None and (data := os.read(sock.fileno(), _READ_BYTES)):
                 self.data_received(data)
@@ -172,7 +210,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
     def _deliver(self, frame: memoryview) -> None:
         try:
             message = self._decoder.decode(frame)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"not a message of this protocol: {error}") from error
         finally:
             frame.release()
@@ -204,9 +242,23 @@ def _decoder(incoming: Any) -> msgspec.msgpack.Decoder[Any]:
 Factory = Callable[[], Connection[Any]]
 
 
-async def dial(path: str | Path, factory: Factory) -> Connection[Any]:
-    """Connect to a Unix socket. Raises OSError when nothing listens there."""
-    _, connection = await asyncio.get_running_loop().create_unix_connection(factory, str(path))
+async def dial(
+    address: str | Path,
+    factory: Factory,
+    credentials: Credentials | None = None,
+    *,
+    lost_s: float = LOST_S,
+) -> Connection[Any]:
+    """Connect to a Unix socket, or to a worker at `tcp://HOST:PORT`, which takes credentials.
+
+    Raises OSError when nothing listens there; between machines also when it does not answer
+    (TimeoutError) or one does not trust the other (`tls.NotTrusted`), with a sentence.
+    """
+    if is_tcp(address):
+        from servekit.wire import tcp
+
+        return await tcp.dial(str(address), factory, credentials, lost_s)
+    _, connection = await asyncio.get_running_loop().create_unix_connection(factory, str(address))
     return connection
 
 
@@ -218,8 +270,21 @@ async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
     return connection
 
 
-async def listen(path: str | Path, factory: Factory) -> asyncio.Server:
-    """Listen on a Unix socket that only this user can open."""
-    server = await asyncio.get_running_loop().create_unix_server(factory, str(path))
-    os.chmod(path, 0o600)  # noqa: PTH101 - one quick call, and pathlib's own is no more async
+async def listen(
+    address: str | Path,
+    factory: Factory,
+    credentials: Credentials | None = None,
+    *,
+    lost_s: float = LOST_S,
+) -> asyncio.Server:
+    """Listen on a Unix socket that only this user can open, or at `tcp://HOST:PORT`.
+
+    Raises OSError; between machines also StartError, where the credentials are none, or not valid.
+    """
+    if is_tcp(address):
+        from servekit.wire import tcp
+
+        return await tcp.listen(str(address), factory, credentials, lost_s)
+    server = await asyncio.get_running_loop().create_unix_server(factory, str(address))
+    os.chmod(address, 0o600)  # noqa: PTH101 - one quick call, and pathlib's own is no more async
     return server

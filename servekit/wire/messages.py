@@ -6,17 +6,20 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
     worker → supervisor    Loading · Ready · BootFailed · Pong · Asleep · Awake · NotDone
-                           AdapterLoaded · AdapterUnloaded · AdapterRefused
+                           AdapterLoaded · AdapterUnloaded · AdapterRefused · Phased · Greeted
     supervisor → gateway   Topology · Drain · Stop · Spent, of the others
     gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused · Told
-                           Wanted · KeepAlive
+                           Wanted · KeepAlive · Counted
     gateway → worker       Hello · Generate · Cancel
-    worker → gateway       Hello · Tokens · Failed · Alone · Together
+    worker → gateway       Hello · OneEach · Tokens · Failed · Alone · Together
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
-                           AddAdapter · RemoveAdapter · GetAdapters · Reside
-    supervisor → operator  Status · Accepted · Refused · Why · Adapters
+                           AddAdapter · RemoveAdapter · GetAdapters · Reside · GetMetrics
+    supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
 
-Those of adapters are in `servekit.wire.adapters`, of residency in `servekit.wire.residency`.
+Those of adapters are in `servekit.wire.adapters`, of residency in `servekit.wire.residency`, of
+operators in `servekit.wire.operators`, of how a worker comes up in `servekit.wire.starts`, of
+metrics in `servekit.wire.counting`; what a supervisor on another machine says before all this, in
+`servekit.wire.remote`.
 """
 
 from __future__ import annotations
@@ -24,8 +27,20 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from servekit.wire import adapters as a
+from servekit.wire import counting as c
 from servekit.wire import residency as r
+from servekit.wire import starts as s
 from servekit.wire.access import AccessRules, KeyRule, KeyUse
+from servekit.wire.operators import (
+    Accepted,
+    GetStatus,
+    GetWhy,
+    Refused,
+    Reload,
+    Shutdown,
+    Status,
+    Why,
+)
 from servekit.wire.value import Message
 from servekit.wire.values import (
     Capability,
@@ -33,9 +48,11 @@ from servekit.wire.values import (
     Delta,
     Dialect,
     GatewayStatus,
+    GpuStatus,
     Grammar,
     ModelInfo,
     ModelStatus,
+    OneEach,
     Progress,
     ReplicaHistory,
     ReplicaStatus,
@@ -69,6 +86,7 @@ __all__ = [
     "Generate",
     "GetStatus",
     "GetWhy",
+    "GpuStatus",
     "Grammar",
     "Hello",
     "KeyRule",
@@ -78,6 +96,7 @@ __all__ = [
     "Message",
     "ModelInfo",
     "ModelStatus",
+    "OneEach",
     "Ping",
     "Pong",
     "Progress",
@@ -108,7 +127,7 @@ __all__ = [
     "WorkerToGateway",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 #: New tokens that show that it isn't this request that kills workers; see `gateway.fate`.
 PROOF_TOKENS = 2
 
@@ -196,6 +215,8 @@ class Traffic(Message, frozen=True):
     requests: int
     in_flight: int
     queued: dict[str, int]  # by model
+    tokens: dict[str, int] = {}  # by model, given out since the gateway started
+    oldest_s: dict[str, float] = {}  # by model where some wait: how long the first has waited
 
 
 class Spent(Message, frozen=True):
@@ -212,7 +233,7 @@ class Hello(Message, frozen=True):
     """First message in both directions."""
 
     protocol: int
-    role: Literal["gateway", "worker", "probe"]
+    role: Literal["gateway", "worker", "probe", "supervisor"]
     name: str
     info: ModelInfo | None = None  # from a worker
 
@@ -243,6 +264,8 @@ class Generate(Message, frozen=True):
     adapter: str = ""  # one that the worker has loaded; "": the base model
     must_call: bool = False  # a tool; for engines that are told so, not held to it by a grammar
     one_call: bool = False  # at most; likewise
+    request: str = ""  # what its client knows it by, for the log
+    trace: str = ""  # W3C traceparent of the span that it is; "": it is not traced
 
 
 class Cancel(Message, frozen=True):
@@ -250,7 +273,7 @@ class Cancel(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """One engine step: the deltas of all its requests that belong to one gateway."""
+    """An engine step's deltas for one gateway, but those that a OneEach before it has told."""
 
     deltas: list[Delta]
 
@@ -279,68 +302,15 @@ class Together(Message, frozen=True):
     """Nobody is alone any more: what was held is started after this, and more may come."""
 
 
-# ---------------------------------------------------------------- operator ↔ supervisor
-
-
-class GetStatus(Message, frozen=True):
-    pass
-
-
-class Shutdown(Message, frozen=True):
-    now: bool = False  # do not drain
-
-
-class GetWhy(Message, frozen=True):
-    """Why is a model, or one of its replicas, as it is? Answered by Why, or Refused."""
-
-    name: str
-
-
-class Reload(Message, frozen=True):
-    """Read the configuration again. Accepted, or Refused with what is wrong with it."""
-
-
-class Why(Message, frozen=True):
-    """Answer to GetWhy."""
-
-    model: str
-    breaker: str  # "closed", or a sentence that says since when and until when it is open
-    replicas: tuple[ReplicaHistory, ...]
-    adapters: tuple[a.AdapterStatus, ...] = ()
-    residence: r.Residence | None = None
-
-
-class Status(Message, frozen=True):
-    """Answer to GetStatus."""
-
-    version: str
-    pid: int
-    url: str
-    config: str
-    started_at: float  # Unix time, s
-    rss_bytes: int
-    models: tuple[ModelStatus, ...]
-    gateways: tuple[GatewayStatus, ...]
-    draining: bool
-
-
-class Accepted(Message, frozen=True):
-    message: str = ""  # what will be done
-
-
-class Refused(Message, frozen=True):
-    message: str
-    invalid: bool = False  # what was asked for is wrong, not the moment
-    retry_after_s: float = 0.0  # over 0: nobody can do it now, and later somebody may
-
-
 ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
-FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters | r.Asleep | r.Awake | r.NotDone
-ToGateway = Topology | Drain | Stop | Spent
-FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told | r.Wanted | r.KeepAlive
+_OnResidency = r.Asleep | r.Awake | r.NotDone
+FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters | _OnResidency | s.Phased | s.Greeted
+ToGateway = Topology | Drain | Stop | Spent | Ping
+_Use = r.Wanted | r.KeepAlive
+FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told | _Use | c.Counted
 GatewayToWorker = Hello | Generate | Cancel
-WorkerToGateway = Hello | Tokens | Failed | Alone | Together
+WorkerToGateway = Hello | OneEach | Tokens | Failed | Alone | Together
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
-ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.Reside
-FromSupervisor = Status | Accepted | Refused | Why | a.Adapters
+ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.Reside | c.GetMetrics
+FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures

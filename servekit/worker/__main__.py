@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from servekit.wire.lifeline import die_with
+import time
+
+began_s = time.monotonic()  # before all that is imported here
+
+from servekit.wire.lifeline import die_with  # noqa: E402
 
 if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(prog="servekit.worker")
     parser.add_argument("--name", required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument(
+        "--control-fd", type=int, help="the supervisor, where it is on this machine"
+    )
+    parser.add_argument("--parent-pid", type=int, help="die with this process")
     parser.add_argument("--orders-fd", type=int, help="be a standby, and take orders to fork there")
+    remote = parser.add_argument_group("with the supervisor on another machine")
+    remote.add_argument("--listen", help="tcp://HOST:PORT, for the supervisor and gateways")
+    remote.add_argument("--advertise", help="the host by which they reach it")
+    remote.add_argument("--credentials-fd", type=int, help="where its certificate is to be read")
+    remote.add_argument("--report-fd", type=int, help="where its address is written, in JSON")
+    remote.add_argument("--grace-s", type=float, help="how long to serve without a supervisor")
+    remote.add_argument("--lost-s", type=float, help="after how long a silent peer is lost")
     args = parser.parse_args()
-    die_with(args.parent_pid)
+    if (args.control_fd is None) == (args.listen is None):
+        parser.error("either --control-fd or --listen")
+    if args.listen is None and args.parent_pid is None:
+        parser.error("--control-fd needs --parent-pid")
+    if args.listen is not None and (args.advertise is None or args.credentials_fd is None):
+        parser.error("--listen needs --advertise and --credentials-fd")
+    if args.parent_pid is not None:
+        die_with(args.parent_pid)
 
     import faulthandler
     import signal
@@ -21,12 +41,21 @@ if __name__ == "__main__":
     import sys
 
     from servekit import logs
+    from servekit.worker.line import Inherited
     from servekit.worker.worker import run
 
     faulthandler.enable()
     # Written by a handler in C, so that the stacks come out also while the GIL is held.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logs.configure(args.name, json=True)
+    if args.listen is not None:
+        from servekit.errors import ServekitError
+        from servekit.worker.remote import posted
+
+        try:
+            sys.exit(run(args.name, posted(args), began_s))
+        except (ServekitError, OSError, ValueError) as error:
+            sys.exit(f"cannot listen on {args.listen}: {error}")
     name, control = args.name, socket.socket(fileno=args.control_fd)
     if args.orders_fd is not None:
         from servekit.worker import standby
@@ -34,5 +63,5 @@ if __name__ == "__main__":
         try:
             sys.exit(standby.run(control, socket.socket(fileno=args.orders_fd), args.parent_pid))
         except standby.Born as born:
-            name, control = born.name, born.control
-    sys.exit(run(name, control))
+            name, control, began_s = born.name, born.control, time.monotonic()
+    sys.exit(run(name, Inherited(control), began_s))

@@ -16,6 +16,7 @@ from servekit.wire.messages import (
     GatewayToWorker,
     Generate,
     Hello,
+    OneEach,
     Tokens,
 )
 
@@ -28,20 +29,41 @@ log: Any = structlog.get_logger("servekit.worker")
 class Peer:
     """One connection to this worker: a gateway, or the worker's own warm-up probe."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, connection: Connection[Any] | None = None) -> None:
         self.runner = runner
         self.jobs: dict[int, int] = {}  # request id → job id
-        self.connection: Connection[GatewayToWorker] = Connection(
-            GatewayToWorker, self._on_message, self._on_close
-        )
+        if connection is None:
+            connection = Connection(GatewayToWorker, self._on_message, self._on_close)
+        else:
+            connection.become(GatewayToWorker, self._on_message, self._on_close)
+        self.connection: Connection[GatewayToWorker] = connection
         self._deltas: list[Delta] = []
+        self._told: set[int] = set()  # the requests that these are of
+        self._plain = OneEach([], [], [])
+        self._waits = False
         self.greeted = False
 
     def add(self, delta: Delta) -> None:
         """Send a delta with the others of this turn of the loop, in one message."""
-        if not self._deltas:
-            self.runner.loop.call_soon(self.flush)
+        if not self._waits:
+            self._wait()
+        self._told.add(delta.id)
         self._deltas.append(delta)
+
+    def add_one(self, id: int, text: str, token_id: int) -> None:
+        """As `add`, of one more token, where there is nothing else to say."""
+        if id in self._told:  # deltas follow what is plain
+            self.flush()
+        if not self._waits:
+            self._wait()
+        plain = self._plain
+        plain.ids.append(id)
+        plain.texts.append(text)
+        plain.token_ids.append(token_id)
+
+    def _wait(self) -> None:
+        self._waits = True
+        self.runner.loop.call_soon(self.flush)
 
     def fail(self, request_id: int, error: RequestError) -> None:
         self.jobs.pop(request_id, None)
@@ -50,8 +72,13 @@ class Peer:
 
     def flush(self) -> None:
         """Send the deltas now."""
+        self._waits = False
+        if self._plain.ids:
+            plain, self._plain = self._plain, OneEach([], [], [])
+            self.connection.send(plain)
         if self._deltas:
             deltas, self._deltas = self._deltas, []
+            self._told.clear()
             try:
                 self.connection.send(Tokens(deltas))
             except WireError:
@@ -77,13 +104,18 @@ class Peer:
         elif isinstance(message, Cancel):
             self.runner.cancel(self, message.id)
         elif isinstance(message, Hello) and message.protocol == PROTOCOL:
-            self.greeted = True
-            self.connection.send(
-                Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
-            )
-            self.runner.ward.greet(self)
+            self.meet(message)
         else:
             raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
+
+    def meet(self, hello: Hello) -> None:
+        """Answer its Hello; requests may come after."""
+        self.greeted = True
+        own = Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
+        self.connection.send(own)
+        self.runner.ward.greet(self)
+        if hello.role == "gateway":
+            self.runner.on_greeting(hello.name)
 
     def _on_close(self, error: Exception | None) -> None:
         if isinstance(error, WireError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
 from servekit.engines.text import TextEngine, TextJob, TextOutput
@@ -29,6 +30,7 @@ from servekit.wire.messages import Delta, GatewayToWorker, Generate, ModelInfo
 from servekit.worker.capability import check, check_text
 from servekit.worker.intake import Intake, Prepared, completion_limit
 from servekit.worker.peer import Peer
+from servekit.worker.stopwatch import Stopwatch
 from servekit.worker.task import ScoredTask, Task, TextTask
 from servekit.worker.text import CountedText, TextStream
 from servekit.worker.ward import Held, Ward
@@ -58,9 +60,11 @@ class Runner:
         self._adapted: dict[int, str] = {}  # job id → adapter; ended ones stay until it is pruned
         self._prune_at = ADAPTED
         self._on_idle = on_idle
+        self.on_greeting: Callable[[str], None] = lambda gateway: None  # by each that connects
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
         self._next_job = 0
+        self._stopwatch = Stopwatch()
         self._intake = Intake(engine, info, self._context)
         self._encoding: set[asyncio.Task[None]] = set()
         self._steps: deque[Sequence[StepOutput]] = deque()
@@ -90,6 +94,8 @@ class Runner:
             return
         self._next_job += 1
         peer.jobs[request.id] = self._next_job
+        if request.trace:
+            self._stopwatch.accept(self._next_job)
         if request.adapter:
             self._adapt(self._next_job, request.adapter)
         if self.ward.closed or request.alone_until:
@@ -168,13 +174,14 @@ class Runner:
         except RequestError as error:
             self._refuse(peer, request, job_id, error)
         except Exception:
-            log.exception("request refused", request=request.id)
+            log.exception("request refused", request=request.request or request.id)
             failed = EngineFailed("the engine failed to take this request")
             self._refuse(peer, request, job_id, failed)
 
     def _refuse(self, peer: Peer, request: Generate, job_id: int, error: RequestError) -> None:
         # in a frame of its own: one that the error went through would be held by it, and hold it
         self._tasks.pop(job_id, None)
+        self._stopwatch.forget(job_id)
         if peer.jobs.get(request.id) == job_id:
             peer.fail(request.id, error)
             self._check_idle()
@@ -193,18 +200,20 @@ class Runner:
         params = request.params
         limits = self._limits(request)
         limit = completion_limit(len(ids), params.max_tokens, limits, clamp=params.clamp)
-        params = _with_limit(request, limit)
+        params = replace(params, max_tokens=limit)
         text = self._begin(peer, request, job_id, len(ids))
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")])
             return
         emitted, constraint = list(request.emitted), prepared.constraint
+        self._stopwatch.note(job_id)
         self.engine.submit(Job(job_id, ids, params, emitted, constraint, request.adapter))
 
     def _ask(self, engine: TextEngine, peer: Peer, request: Generate, job_id: int) -> None:
         check(request, self.info, engine.spec)
         check_text(request, engine.spec)
         self._tasks[job_id] = TextTask(peer, request)
+        self._stopwatch.note(job_id)
         engine.ask(TextJob(job_id, request))
 
     def _begin(self, peer: Peer, request: Generate, job_id: int, prompt_tokens: int) -> TextStream:
@@ -221,6 +230,7 @@ class Runner:
         count = sum(map(len, prepared.inputs))
         text = TextStream(self.engine.codec.decoder(), ())
         self._tasks[job_id] = Task(peer, request, count, text)
+        self._stopwatch.note(job_id)
         self.engine.embed(EmbedJob(job_id, prepared.inputs))
 
     def _answer(self, peer: Peer, request: Generate, prepared: Prepared) -> None:
@@ -249,6 +259,7 @@ class Runner:
     def cancel(self, peer: Peer, request_id: int) -> None:
         job_id = peer.jobs.pop(request_id, None)
         if job_id is not None:
+            self._stopwatch.forget(job_id)
             self._cancel(job_id, self._tasks.pop(job_id, None))
             self.ward.withdraw(job_id)
             self._check_idle()
@@ -283,11 +294,16 @@ class Runner:
             task = self._tasks.get(output.id)
             if task is None:
                 continue  # cancelled while the step ran
+            if task.plain and _is_plain(output):
+                task.pass_on(output)
+                continue
             if (error := _failure(output)) is not None:
                 self._end(output.id, task)
                 task.peer.fail(task.id, error)
                 continue
             delta = task.delta(output)
+            if self._stopwatch.runs:
+                delta = self._stopwatch.stamp(output.id, delta)
             if delta.finish is not None:
                 self._end(output.id, task)
                 if output.finish is None:
@@ -299,6 +315,7 @@ class Runner:
 
     def _end(self, job_id: int, task: Task) -> None:
         del self._tasks[job_id]
+        self._stopwatch.forget(job_id)
         task.peer.jobs.pop(task.id, None)
         self._check_idle()
 
@@ -315,14 +332,14 @@ class Runner:
         self._on_idle()
 
 
+def _is_plain(output: StepOutput) -> bool:
+    """One more token, and nothing else to say."""
+    one = len(output.token_ids) == 1 and output.finish is None and output.error is None
+    return one and output.logprobs is None and not output.cached_tokens
+
+
 def _failure(output: StepOutput) -> RequestError | None:
     if output.error is not None:
         message, param = output.error, output.param
         return EngineFailed(message) if param is None else RequestError(message, param=param)
     return output.failure if isinstance(output, TextOutput) else None
-
-
-def _with_limit(request: Generate, limit: int) -> Any:
-    from msgspec.structs import replace
-
-    return replace(request.params, max_tokens=limit)

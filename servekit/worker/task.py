@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 class Task:
     """A request, and how far it is."""
 
-    __slots__ = ("began", "cached", "completion", "held", "id", "peer", "prompt_tokens", "text")
+    __slots__ = (
+        "began",
+        "cached",
+        "completion",
+        "held",
+        "id",
+        "peer",
+        "plain",
+        "prompt_tokens",
+        "text",
+    )
 
     def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
         self.peer = peer
@@ -29,14 +39,21 @@ class Task:
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
         self.cached = 0  # tokens of the prompt that the engine did not have to read
+        self.plain = False  # what comes next may be told as one token, and no more
 
     @property
     def proven(self) -> bool:
         """It has shown that it is not what kills workers."""
         return self.completion - self.began >= PROOF_TOKENS
 
+    def pass_on(self, output: StepOutput) -> None:
+        """Send one more token, where `plain` is set and the step has brought that and no more."""
+        self.completion += 1
+        self.peer.add_one(self.id, self.text.push(output.token_ids), output.token_ids[0])
+
     def delta(self, output: StepOutput) -> Delta:
         """What the step brought, as the gateway gets it."""
+        self.plain = not self.text.may_stop
         self.completion += len(output.token_ids)
         if output.cached_tokens:
             self.cached = min(output.cached_tokens, self.prompt_tokens)

@@ -56,12 +56,13 @@ class TextStream:
     and the `sent_chars` characters that have already gone to the client are left out.
     """
 
-    __slots__ = ("_decoder", "_scanner", "_skip", "stopped")
+    __slots__ = ("_decoder", "_scanner", "_skip", "may_stop", "stopped")
 
     def __init__(self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0) -> None:
         self._decoder = decoder
         self._scanner = StopScanner(stops)
         self._skip = sent_chars
+        self.may_stop = bool(stops)  # or each piece goes as it is
         self.stopped = False
 
     @property
@@ -71,7 +72,8 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that may leave; `stopped` is set once a stop string has been found."""
-        return self._scan(self._decoder.push(token_ids))
+        text = self._decoder.push(token_ids)
+        return self._scan(text) if self._skip or self.may_stop else text
 
     def finish(self) -> str:
         """Return the rest, once no further token comes."""

@@ -4,36 +4,31 @@ starting ── Load ──▶ loading ── warm-up token came back ──▶ 
     └── error ──▶ BootFailed, exit 3         │ ▲ └── engine died ──▶ exit 70
                                        Sleep ▼ │ Wake, and a token
                                             asleep
-EOF on the control connection at any time: the process group is killed.
+EOF on the control connection at any time: the process group is killed. (On another machine than
+the supervisor's that is when none has come back for a while: see `worker.remote`.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 
-from servekit.engines import create
+from servekit.engines import create, fetch_ahead
 from servekit.engines.base import Engine, StepOutput
+from servekit.engines.phases import heard_by, phase
 from servekit.engines.text import TextEngine
 from servekit.errors import LoadError
 from servekit.wire.adapters import LoadAdapter, UnloadAdapter
-from servekit.wire.connection import Connection, adopt, dial, listen
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import (
-    PROTOCOL,
     BootFailed,
     Drain,
-    Failed,
-    Generate,
-    Hello,
     Load,
     Loading,
     ModelInfo,
@@ -41,15 +36,15 @@ from servekit.wire.messages import (
     Pong,
     Progress,
     Ready,
-    SamplingParams,
     Stop,
-    Tokens,
     ToWorker,
     WorkerSpec,
-    WorkerToGateway,
 )
 from servekit.wire.residency import Sleep, Wake
+from servekit.wire.starts import Greeted, Phase, Phased
 from servekit.worker.adapters import Adapters
+from servekit.worker.line import Line
+from servekit.worker.probe import warm_up
 from servekit.worker.runner import Runner
 from servekit.worker.slumber import Slumber
 
@@ -66,33 +61,37 @@ PROBE_EVERY_S = 15.0
 TOKENS_OF_USE = 8
 
 
-def run(name: str, control: socket.socket) -> int:
-    """Run a worker until it is told to stop; returns the exit code."""
+def run(name: str, line: Line, began_s: float) -> int:
+    """Run a worker until it is told to stop; returns the exit code.
+
+    `began_s` is when this process was a worker's, on the monotonic clock.
+    """
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_live(name, control))
+        return runner.run(_live(name, line, began_s))
 
 
-async def _live(name: str, control: socket.socket) -> int:
-    return await Worker(name).live(control)
+async def _live(name: str, line: Line, began_s: float) -> int:
+    return await Worker(name, line, began_s).live()
 
 
 class Worker:
     """One worker process. All state is written on the event loop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, line: Line, began_s: float) -> None:
         self.name = name
+        self._began_s = began_s
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._exit: asyncio.Future[int] = self._loop.create_future()
-        self._control: Connection[ToWorker] = Connection(ToWorker, self._on_message, self._on_eof)
+        self._line = line
         self._boot_task: asyncio.Task[None] | None = None
         self._probe_task: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._adapters: Adapters | None = None
         self._slumber: Slumber | None = None
-        self._server: asyncio.Server | None = None
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
@@ -101,14 +100,16 @@ class Worker:
         self._probes = 0
         self._of_use = False  # as the supervisor has been told, unasked
 
-    async def live(self, control: socket.socket) -> int:
+    async def live(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._end, 0)
-        await adopt(control, lambda: self._control)
+        await self._line.open(self._on_message, self._on_eof)
+        heard_by(self._hear_from_any_thread)
+        self._line.send(Phased(Phase("worker", self._began_s, time.monotonic())))
         code = await self._exit
         if self._engine is not None and code != EXIT_BOOT_FAILED:
             self._engine.close()
-        self._control.close()
+        await self._line.close()
         return code
 
     def _end(self, code: int) -> None:
@@ -122,7 +123,7 @@ class Worker:
             case Load(spec):
                 self._boot_task = self._loop.create_task(self._boot(spec))
             case Ping(seq):
-                self._control.send(self._pong(seq))
+                self._line.send(self._pong(seq))
             case Drain():
                 self._drain()
             case Stop():
@@ -170,18 +171,18 @@ class Worker:
             info = await self._load(spec)
             await self._listen(spec, info)
             if not self._watches_itself:
-                with self._phase("warm-up"):
+                with phase("warm-up"):
                     self._report(Progress("warm-up"))
-                    await self._probe(spec.socket, info)
+                    await self._probe(info)
         except LoadError as error:
             self._boot_failed(error.message, error.permanent)
         except Exception as error:
             log.exception("boot failed")
             self._boot_failed(f"{type(error).__name__}: {error}", permanent=False)
         else:
-            self._control.send(Ready(info, self._timings_s))
+            self._line.send(Ready(info, self._timings_s))
             if not self._watches_itself:
-                probing = self._probe_when_idle(spec.socket, info)
+                probing = self._probe_when_idle(info)
                 self._probe_task = self._loop.create_task(probing)
 
     @property
@@ -189,11 +190,11 @@ class Worker:
         """Its engine has had an answer when it is loaded, and looks after itself: each costs."""
         return isinstance(self._engine, TextEngine)
 
-    async def _probe(self, socket_path: str, info: ModelInfo) -> None:
+    async def _probe(self, info: ModelInfo) -> None:
         self._probes += 1
-        await warm_up(socket_path, info)
+        await warm_up(self._line.dial, info)
 
-    async def _probe_when_idle(self, socket_path: str, info: ModelInfo) -> None:
+    async def _probe_when_idle(self, info: ModelInfo) -> None:
         """Send a request of our own whenever nobody else's has completed for a while.
 
         Health stays true that way: an engine that would hang on the next request hangs on this
@@ -205,7 +206,7 @@ class Worker:
             if self._finished != before or (runner is not None and (runner.busy or runner.asleep)):
                 continue
             try:
-                await self._probe(socket_path, info)
+                await self._probe(info)
             except (LoadError, OSError) as error:
                 if runner is not None and not runner.draining and not runner.asleep:
                     self._broken(str(error))
@@ -226,38 +227,52 @@ class Worker:
 
     def _say_so(self) -> None:
         """It is of use from now on, and may be killed before anybody asks."""
-        self._control.send(self._pong(0))
+        self._line.send(self._pong(0))
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
-        with self._phase("import"):
+        with phase("import"):
             self._report(Progress("import"))
-            self._engine = engine = await asyncio.to_thread(create, spec)
-        with self._phase("load"):
+            self._engine = engine = await asyncio.to_thread(self._create, spec)
+        with phase("load"):
             return await asyncio.to_thread(engine.load, self._report_from_thread)
+
+    def _create(self, spec: WorkerSpec) -> Engine:
+        fetch_ahead(spec, self._report_from_thread)
+        return create(spec)
 
     async def _listen(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
-        self._adapters = Adapters(self._runner, self._control.send)
-        probe = partial(self._probe, spec.socket, info)
-        self._slumber = Slumber(self._runner, self._control.send, probe, self._broken)
+        self._runner.on_greeting = self._on_greeting
+        self._adapters = Adapters(self._runner, self._line.send)
+        self._slumber = Slumber(
+            self._runner, self._line.send, lambda: self._probe(info), self._broken
+        )
         self._engine.start(self._emit)
         try:
-            # Kept: the server lives as long as its reference.
-            self._server = await listen(spec.socket, self._runner.connect)
+            await self._line.serve(spec, self._runner)
         except OSError as error:
             message = f"cannot listen on {spec.socket}: {error.strerror}"
             raise LoadError(message, permanent=False) from error
 
     def _boot_failed(self, message: str, permanent: bool) -> None:
-        self._control.send(BootFailed(message, permanent))
+        self._line.send(BootFailed(message, permanent))
         self._end(EXIT_BOOT_FAILED)
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._timings_s[name] = round(time.monotonic() - began, 3)
+    def _hear_from_any_thread(self, of: Phase) -> None:
+        if threading.get_ident() == self._thread:
+            self._hear(of)
+        else:
+            self._loop.call_soon_threadsafe(self._hear, of)
+
+    def _hear(self, of: Phase) -> None:
+        """Tell the supervisor at once: it is to know how far this got, should it die now."""
+        if of.ended_s is not None and not of.within:
+            self._timings_s[of.name] = round(of.ended_s - of.began_s, 3)
+        self._line.send(Phased(of))
+
+    def _on_greeting(self, gateway: str) -> None:
+        self._line.send(Greeted(gateway, time.monotonic()))
 
     def _report_from_thread(self, progress: Progress) -> None:
         self._loop.call_soon_threadsafe(self._report, progress)
@@ -268,39 +283,4 @@ class Worker:
         phase, at = self._reported
         if phase != progress.phase or now - at >= REPORT_EVERY_S or progress.done == progress.total:
             self._reported = (progress.phase, now)
-            self._control.send(Loading(progress))
-
-
-async def warm_up(socket_path: str, info: ModelInfo, timeout_s: float = 600.0) -> None:
-    """Bring one answer back along the path that requests take; raises LoadError if none comes."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def on_message(message: WorkerToGateway) -> None:
-        if done.done():
-            return
-        if isinstance(message, Failed):
-            text = f"the warm-up request failed: {message.message}"
-            done.set_exception(LoadError(text, permanent=False))
-        elif isinstance(message, Tokens) and any(delta.finish for delta in message.deltas):
-            done.set_result(None)
-
-    def on_close(error: Exception | None) -> None:
-        if not done.done():
-            done.set_exception(LoadError(f"warm-up broke off: {error}", permanent=False))
-
-    connection = await dial(socket_path, lambda: Connection(WorkerToGateway, on_message, on_close))
-    connection.send(Hello(PROTOCOL, "probe", "warm-up"))
-    connection.send(_probe_request(info))
-    try:
-        await asyncio.wait_for(done, timeout_s)
-    except TimeoutError:
-        raise LoadError(f"no warm-up token within {timeout_s:g} s", permanent=False) from None
-    finally:
-        connection.close()
-
-
-def _probe_request(info: ModelInfo) -> Generate:
-    """A token or two, or an embedding from a model that makes nothing else."""
-    if "generate" in info.serves:
-        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
-    return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
+            self._line.send(Loading(progress))

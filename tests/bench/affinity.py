@@ -2,12 +2,13 @@
 
     python -m tests.bench.affinity [--quick] [--only conversations overhead]
     python -m tests.bench.affinity --only conversations --model PATH --device cuda --engine vllm
-        [--memory 20%] [--clients 64] [--conversations 256] [--words 20]
+        [--memory 20%] [--clients 64] [--conversations 256] [--words 20] [--ways auto round_robin]
 
-Conversations: SmolLM2 on the CPU by default, four replicas with their prefix caches cold, a new
-instance for each way of routing. Each conversation begins with one of four system prompts and has
-four turns; each client thinks a moment, and asks again with all that was said before. Hits are the
-prompt tokens that came from a cache, by the usage. All ways are asked the same, in the same order.
+Conversations: SmolLM2 on the CPU by default, four replicas of one instance that changes its way of
+routing. What is said begins otherwise each time, so that nothing of it is in a cache. Each
+conversation begins with one of four system prompts and has four turns; each client thinks a moment,
+and asks again with all that was said before. Hits are the prompt tokens that came from a cache, by
+the usage. All ways are asked the same, in the same order.
 
 With `--device cuda` replicas have GPUs of their own, or share them where `--memory` says so. There
 `--words` makes prompts so many times as long, and `--think-s` the pauses shorter.
@@ -22,13 +23,14 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,7 +42,7 @@ from servekit.wire.messages import SamplingParams
 from tests.bench.figures import conditions
 from tests.bench.load import Order, run
 from tests.bench.table import Figure, markdown, percentile
-from tests.integration.instance import Instance, echo
+from tests.integration.instance import Instance, echo, write_config
 from tests.unit.gateway.simulated import Request, SimulatedReplica, balanced
 from tests.unit.gateway.simulated import Seen as SeenReplica
 
@@ -85,13 +87,14 @@ class Load:
     turns: int
     words: int
     think_s: float
+    salt: str = ""  # what all begin with, so that nothing is cached of those with another
 
 
 async def converse(http: httpx.AsyncClient, seed: int, load: Load, seen: Seen) -> None:
     """One conversation, from a system prompt that others have, too."""
     dice = random.Random(seed)
     system = words(random.Random(seed % SYSTEMS), 200 * load.words)
-    messages = [{"role": "system", "content": f"You know these words: {system}."}]
+    messages = [{"role": "system", "content": f"{load.salt} You know these words: {system}."}]
     for turn in range(load.turns):
         await asyncio.sleep(dice.expovariate(1 / load.think_s))
         said = words(dice, load.words * dice.randint(20, 80))
@@ -131,8 +134,8 @@ async def asked(
     return text, first_s, usage
 
 
-async def run_load(url: str, load: Load) -> Seen:
-    seen, left = Seen(), list(range(load.conversations))[::-1]
+async def run_load(url: str, load: Load, seen: Seen) -> None:
+    left = list(range(load.conversations))[::-1]
 
     async def client(http: httpx.AsyncClient) -> None:
         while left:
@@ -141,21 +144,30 @@ async def run_load(url: str, load: Load) -> Seen:
     limits = httpx.Limits(max_connections=load.clients)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
         await asyncio.gather(*(client(http) for _ in range(load.clients)))
-    return seen
 
 
-def conversations(model: dict[str, Any], load: Load) -> Iterator[Figure]:
-    seen: dict[str, Seen] = {}
-    for way in WAYS:
-        print(f"measuring: {way} …", file=sys.stderr, flush=True)
-        served = model | {"name": "m", "replicas": REPLICAS, "routing": way, "standby": False}
-        with (
-            tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
-            Instance.up(Path(folder), [served]) as instance,
-        ):
-            url = instance.until_settled(within_s=600).url
-            seen[way] = asyncio.run(run_load(url, load))
-    worst = seen["round_robin"]
+def route(instance: Instance, folder: Path, served: dict[str, Any], way: str) -> None:
+    """Another way of routing for an instance that goes on."""
+    write_config(folder, [served | {"routing": way}])
+    instance.signal(signal.SIGHUP)
+    instance.until(f"{way} is its way", lambda: instance.model("m").routing == way)
+
+
+def conversations(
+    model: dict[str, Any], load: Load, ways: Sequence[str], rounds: int
+) -> Iterator[Figure]:
+    seen: dict[str, Seen] = {way: Seen() for way in ways}
+    served = model | {"name": "m", "replicas": REPLICAS, "standby": False}
+    with (
+        tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
+        Instance.up(Path(folder), [served]) as instance,
+    ):
+        url = instance.until_settled(within_s=600).url
+        for turn, way in enumerate([*ways] * rounds):
+            print(f"measuring: {way} …", file=sys.stderr, flush=True)
+            route(instance, Path(folder), served, way)
+            asyncio.run(run_load(url, replace(load, salt=f"{turn + 1}."), seen[way]))
+    worst = seen[ways[-1]]
     for way, one in seen.items():
         mean, theirs = statistics.fmean(one.first_s), statistics.fmean(worst.first_s)
         later = statistics.fmean(one.later_s)
@@ -163,7 +175,7 @@ def conversations(model: dict[str, Any], load: Load) -> Iterator[Figure]:
         yield Figure(
             f"{way}: time to first token, mean / p90 / of later turns",
             f"{mean:.2f} / {percentile(one.first_s, 0.9):.2f} / {later:.2f} s",
-            how=f"{mean / theirs:.2f} of round robin's mean; {len(one.first_s)} requests",
+            how=f"{mean / theirs:.2f} of {ways[-1]}'s mean; {len(one.first_s)} requests",
         )
 
 
@@ -223,6 +235,8 @@ def _cpu_us(way: str, replicas: int, length: int, seconds: float) -> float:
 
 def _model(options: argparse.Namespace) -> dict[str, Any]:
     model = {"path": options.model, "engine": options.engine, "device": options.device}
+    if options.gpus:
+        model["gpus"] = options.gpus
     if options.memory:
         model["memory"] = options.memory
     if options.device == "cpu":
@@ -243,17 +257,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--memory", help="of each GPU, for replicas that share them")
+    parser.add_argument("--gpus", type=int, nargs="+", help="their indexes; by default all")
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--words", type=int, default=1)
     parser.add_argument("--think-s", type=float, default=1.0)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--rounds", type=int, default=1, help="of all ways, one after another")
     parser.add_argument("--quick", action="store_true", help="a try, not a measurement")
     parser.add_argument("--only", nargs="+", choices=("conversations", "overhead"))
     options = parser.parse_args(arguments)
     parts = options.only or ("conversations", "overhead")
     figures: list[Figure] = []
     if "conversations" in parts:
-        figures += conversations(_model(options), _load(options))
+        figures += conversations(_model(options), _load(options), options.ways, options.rounds)
     if "overhead" in parts:
         figures += overhead(quick=options.quick)
     print(f"{conditions()}\n\n{markdown(figures)}")

@@ -78,7 +78,7 @@ async def _stream(send: Send, ask: Ask, turns: bool) -> None:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for _ in range(ask.max_tokens):
-        choice = Choice(0, "a", None, None)
+        choice = Choice(0, "~", None, None)
         chunk = Chunk(
             "cmpl-0123456789abcdef01234567", "text_completion", 1_800_000_000, "echo", [choice]
         )

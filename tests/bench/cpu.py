@@ -52,6 +52,14 @@ def memory_bytes(pid: int) -> tuple[int, int]:
     return sizes["Rss"], sizes["Pss"]
 
 
+def heap_bytes(pid: int) -> int:
+    """Anonymous memory: heap and stacks, and nothing of a file."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def await_calm(within_s: float, cores: float = 0.3, window_s: float = 0.4) -> None:
     """Wait until the machine does next to nothing else, for at most `within_s`."""
     deadline = time.monotonic() + within_s

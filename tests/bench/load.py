@@ -3,8 +3,9 @@
     python -m tests.bench.load '{"port": 8000, "path": "/v1/completions", "body": "…", …}'
 
 It does as little per answer as it can, so that it is not what is measured: the request is made
-once, an answer is told to be whole by its length, and of a stream only `\\n\\n` is counted. Its
-result is one line of JSON; `own_cores` says how much of a core it took: near 1, it was the limit.
+once, an answer is told to be whole by its length, and of a stream `\\n\\n` and MARK are counted.
+Its result is one line of JSON; `own_cores` says how much of a core it took: near 1, it was the
+limit.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Result(msgspec.Struct, frozen=True):
     wall_s: float
     answers: int
     events: int  # server-sent ones
+    tokens: int  # MARKs in them
     writes: int  # by the first watched process
     own_cores: float
     other_cores: float  # taken by what is neither this process nor watched
@@ -50,8 +52,14 @@ class Result(msgspec.Struct, frozen=True):
         return self.answers / self.wall_s
 
     @property
-    def events_per_s(self) -> float:
-        return self.events / self.wall_s
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+
+#: Connections that are opened at once.
+TOGETHER = 256
+#: What a token of a stream says, and nothing else does.
+MARK = "~"
 
 
 class Unexpected(Exception):
@@ -71,7 +79,7 @@ class Count:
     """What has come over all connections."""
 
     def __init__(self) -> None:
-        self.answers = self.events = 0
+        self.answers = self.events = self.tokens = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, why: str) -> None:
@@ -90,9 +98,8 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is not a subclass
-        self._ask()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         assert self._transport is not None
         self._transport.write(self._request)
 
@@ -125,7 +132,7 @@ class WholeClient(Client):
             return
         self._received, self._expected = b"", 0
         self._count.answers += 1
-        self._ask()
+        self.ask()
 
     def _size(self, data: bytes) -> int:
         """Length of the whole answer; 0 while its head is not there."""
@@ -146,6 +153,7 @@ class StreamClient(Client):
         # An event cut between its two \n is seen by the neighbours alone: what follows the second
         # one is HTTP's \r or the next event's first letter, so nothing is counted twice.
         self._count.events += data.count(b"\n\n") + (self._tail[-1:] == b"\n" == data[:1])
+        self._count.tokens += data.count(b"~")
         tail = (self._tail + data if len(data) < 5 else data)[-5:]
         if tail != b"0\r\n\r\n":
             self._tail = tail
@@ -153,7 +161,7 @@ class StreamClient(Client):
             return
         self._tail = b""
         self._count.answers += 1
-        self._ask()
+        self.ask()
 
 
 async def drive(order: Order) -> Result:
@@ -162,12 +170,16 @@ async def drive(order: Order) -> Result:
     count = Count()
     request = _request(order)
     kind = StreamClient if order.stream else WholeClient
-    clients = []
-    for _ in range(order.connections):
-        _, client = await loop.create_connection(
-            lambda: kind(request, count), "127.0.0.1", order.port
-        )
-        clients.append(client)
+    clients: list[Client] = []
+    for begin in range(0, order.connections, TOGETHER):
+        some = range(begin, min(order.connections, begin + TOGETHER))
+        opening = [
+            loop.create_connection(lambda: kind(request, count), "127.0.0.1", order.port)
+            for _ in some
+        ]
+        clients += [client for _, client in await asyncio.gather(*opening)]
+    for client in clients:  # none before all are open: those that ask hold up the next
+        client.ask()
     await _pass(count, order.warm_s)
     before, began = _snapshot(count, order), time.perf_counter()
     await _pass(count, order.seconds)
@@ -187,16 +199,18 @@ async def _pass(count: Count, seconds: float) -> None:
 def _snapshot(count: Count, order: Order) -> list[float]:
     watched = [cpu_s(pid) for pid in order.watch]
     mine = cpu_s(os.getpid())
-    return [count.answers, count.events, writes(order.watch[0]), machine_cpu_s(), mine, *watched]
+    counted = (count.answers, count.events, count.tokens)
+    return [*counted, writes(order.watch[0]), machine_cpu_s(), mine, *watched]
 
 
 def _result(wall_s: float, differences: list[float]) -> Result:
-    answers, events, written, machine_s, own_s, *watched = differences
+    answers, events, tokens, written, machine_s, own_s, *watched = differences
     others_s = max(0.0, machine_s - own_s - sum(watched))
     return Result(
         wall_s,
         int(answers),
         int(events),
+        int(tokens),
         int(written),
         own_s / wall_s,
         others_s / wall_s,

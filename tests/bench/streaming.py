@@ -4,10 +4,9 @@ Three conditions, for the rate alone would not say what was compared:
 
     paced     a token for each stream every 5 ms, which leaves the gateway time to write each on
               its own; what is compared is CPU time, as the rate is given
-    flat out  the worker's steps as fast as they go, one token for each stream; every token is an
-              event of its own, and those that have come by the time a stream is written share
-              the write
-    bursts    16 tokens a step in one event, as an engine that runs ahead would bring them
+    flat out  the worker's steps as fast as they go, one token for each stream; those that have
+              come by the time a stream is written share the event and the write
+    bursts    16 tokens a step, as an engine that runs ahead would bring them
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 from servekit.wire.messages import Status
 from tests.bench.contest import Outcome, Plan, bare, contest, remarks
-from tests.bench.load import Order, Result
+from tests.bench.load import MARK, Order, Result
 from tests.bench.table import Figure, spread
 from tests.integration.instance import Instance, echo
 
@@ -62,7 +61,7 @@ def _ours(status: Status, streams: int) -> dict[str, Order]:
 
 
 def _body(model: str) -> str:
-    ask = {"model": model, "prompt": "a" * 64, "max_tokens": TOKENS, "stream": True}
+    ask = {"model": model, "prompt": MARK * 64, "max_tokens": TOKENS, "stream": True}
     return json.dumps(ask)
 
 
@@ -88,32 +87,31 @@ def _rows(streams: int, outcomes: dict[str, Outcome]) -> Iterator[Figure]:
         f"{ratio:.2f}; {free.median(_rate):,.0f}/s against {turns.median(_rate):,.0f}/s",
         "≥ 5" if aimed else "",
         ratio >= 5 if aimed else None,
-        f"every token an event, {_share(free)}; CPU time {spread(free.each(_us), 1)} µs a token "
+        f"{_share(free)}; CPU time {spread(free.each(_us), 1)} µs a token "
         f"({turns.median(_us) / free.median(_us):.2f} of the bare one's work a second); "
         f"{free.median(_rate) / stream.median(_rate):.2f} of a bare one that never lets the loop "
         f"turn ({stream.median(_rate):,.0f}/s, {_share(stream)})",
     )
     bursts = outcomes["bursts"]
     yield Figure(
-        f"streamed tokens/s, {streams} streams, {BURST} tokens an event",
-        f"{BURST * bursts.median(_rate) / turns.median(_rate):.1f}; "
-        f"{BURST * bursts.median(_rate):,.0f}/s",
-        how=f"steps of {BURST} tokens; {bursts.median(_rate):,.0f} events/s, {_share(bursts)}",
+        f"streamed tokens/s, {streams} streams, {BURST} tokens a step",
+        f"{bursts.median(_rate) / turns.median(_rate):.1f}; {bursts.median(_rate):,.0f}/s",
+        how=f"CPU time {spread(bursts.each(_us), 1)} µs a token, {_share(bursts)}",
     )
 
 
 def _rate(result: Result) -> float:
-    return result.events_per_s
+    return result.tokens_per_s
 
 
 def _per_cpu_s(result: Result) -> float:
-    return result.events / result.cpu_s[0]
+    return result.tokens / result.cpu_s[0]
 
 
 def _us(result: Result) -> float:
-    return result.cpu_s[0] / result.events * 1e6
+    return result.cpu_s[0] / result.tokens * 1e6
 
 
 def _share(outcome: Outcome) -> str:
-    share = outcome.median(lambda result: result.events / max(1, result.writes))
-    return f"{share:.1f} events a write"
+    share = outcome.median(lambda result: result.tokens / max(1, result.writes))
+    return f"{share:.1f} tokens a write"

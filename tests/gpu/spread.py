@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto", choices=sorted(TIE))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--only", choices=["killed"], help="this alone")
     parser.add_argument("--part", choices=["one", "tensor", "device_map", "sleep"])
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve()) if Path(args.model).exists() else args.model
@@ -74,6 +75,9 @@ def main() -> int:
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
+    if args.only:
+        yield from killed(args)
+        return
     one = part(args, "one")
     yield from figures("one", one)
     for name in ("tensor", "device_map"):

@@ -115,7 +115,7 @@ class Instance:
         with cls.begun(
             folder, models, *args, server=server, sections=sections, **start
         ) as instance:
-            instance.until("it answers on its control socket", instance.running, within_s=20)
+            instance.until("it answers on its control socket", instance.running, within_s=60)
             yield instance
 
     @classmethod
@@ -175,7 +175,7 @@ class Instance:
 
     # ---- waiting
 
-    def until(self, what: str, probe: Callable[[], T], within_s: float = 10.0) -> T:
+    def until(self, what: str, probe: Callable[[], T], within_s: float = 60.0) -> T:
         def alive_and_true() -> T:
             found = probe()
             assert found or self.process.poll() is None, (
@@ -199,7 +199,7 @@ class Instance:
         assert found is not None
         return found
 
-    def wait(self, within_s: float = 20.0) -> int:
+    def wait(self, within_s: float = 60.0) -> int:
         """Its exit code."""
         try:
             return self.process.wait(within_s)

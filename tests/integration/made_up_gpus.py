@@ -30,7 +30,8 @@ def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
 def nvmlDeviceGetName(handle): return "made up"
 def nvmlDeviceGetMemoryInfo(handle, version=None):
     used = sum(process.usedGpuMemory for process in nvmlDeviceGetComputeRunningProcesses(handle))
-    return Thing(total=101 * GIB, reserved=GIB, free=100 * GIB - used, used=used)
+    size = int((FOLDER / "size").read_text()) * GIB
+    return Thing(total=size + GIB, reserved=GIB, free=size - used, used=used)
 def nvmlDeviceGetComputeRunningProcesses(handle):
     held = {int(pid): size for pid, size in json.loads((FOLDER / "held").read_text()).items()}
     for entry in pathlib.Path("/proc").iterdir():
@@ -40,6 +41,7 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
 def nvmlDeviceGetGraphicsRunningProcesses(handle): raise NVMLError("Not Supported")
 def nvmlSystemGetDriverVersion(): return "580.95"
 def nvmlSystemGetCudaDriverVersion(): return 13000
+def nvmlDeviceGetUtilizationRates(handle): return Thing(gpu=42)
 def nvmlDeviceGetComputeMode(handle): return 0
 def nvmlDeviceGetPersistenceMode(handle): return 1
 def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
@@ -62,7 +64,7 @@ pathlib.Path.exists = exists
 
 
 class MadeUpGpus:
-    """So many GPUs of 100 GiB, and the environment of an instance that sees them."""
+    """So many GPUs of 100 GiB each, and the environment of an instance that sees them."""
 
     def __init__(self, folder: Path, count: int = 1) -> None:
         self._folder = folder / "gpus"
@@ -70,6 +72,7 @@ class MadeUpGpus:
         (self._folder / "pynvml.py").write_text(PYNVML)
         (self._folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
         (self._folder / "count").write_text(str(count))
+        self.grow(100)
         self.hold({})
 
     @property
@@ -80,6 +83,10 @@ class MadeUpGpus:
             "PYTHONPATH": path,
             "CUDA_VISIBLE_DEVICES": "0,1",
         }
+
+    def grow(self, size: int) -> None:
+        """Have each GPU so many GiB, before an instance looks."""
+        (self._folder / "size").write_text(str(size))
 
     def hold(self, held: dict[int, float]) -> None:
         """Have these PIDs hold so many GiB of each GPU, and no others."""

@@ -6,7 +6,7 @@ import json
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def bearer(key: str) -> dict[str, str]:
 # ---------------------------------------------------------------- who is let in
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/version", "/docs", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/livez", "/readyz", "/version", "/docs", "/docs/commands", "/openapi.json"]
+)
 def test_open_to_all(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
 
@@ -119,10 +121,11 @@ def test_only_its_models(instance: Instance) -> None:
         assert [model.id for model in client.models.list()] == ["b"]
         assert client.models.retrieve("b2").id == "b"
         assert client.completions.create(model="b", prompt="x", max_tokens=2).choices[0].text
-        for forbidden in (
+        asked: tuple[Callable[[], object], ...] = (
             lambda: client.completions.create(model="a", prompt="x"),
             lambda: client.models.retrieve("a"),
-        ):
+        )
+        for forbidden in asked:
             with pytest.raises(openai.PermissionDeniedError, match="'bob' may not use 'a'"):
                 forbidden()
         with pytest.raises(openai.NotFoundError) as error:

@@ -373,7 +373,7 @@ def test_a_load_that_hangs_ends_and_one_that_is_slow_does_not(tmp_path: Path) ->
             assert (stuck.status_code, "died while it loaded" in said(stuck)) == (409, True)
             assert "had not loaded the adapter 'stuck' after 3 s" in said(stuck)
         assert not base.failures
-        instance.until("it is back", lambda: ready(instance) == 2, within_s=20)
+        instance.until("it is back", lambda: ready(instance) == 2, within_s=60)
         every_worker_has(url, "loud", 2)
         assert state(instance, "stuck") is None
 

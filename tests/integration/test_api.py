@@ -50,6 +50,29 @@ def hi(text: str = "hello") -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/completions", {"model": "echo", "prompt": "a", "max_tokens": 1}),
+        ("POST", "/v1/completions", {"model": "echo", "prompt": "a", "stream": True}),
+        ("POST", "/v1/completions", {"model": "nobody", "prompt": "a"}),
+        ("POST", "/v1/completions", {"model": "echo", "prompt": "a", "n": 2, "max_tokens": 1}),
+        ("POST", "/v1/messages", {"model": "echo", "messages": hi("a"), "max_tokens": 1}),
+        ("POST", "/v1/embeddings", {"model": "echo"}),
+        ("GET", "/v1/models", None),
+        ("GET", "/nowhere", None),
+    ],
+)
+def test_every_answer_tells_its_id(
+    http: httpx.Client, method: str, path: str, body: object
+) -> None:
+    own = http.request(method, path, json=body, headers={"x-request-id": "mine-1"})
+    assert own.headers.get_list("x-request-id") == ["mine-1"]
+    made = [http.request(method, path, json=body).headers["x-request-id"] for _ in range(2)]
+    assert len({*made, "mine-1"}) == 3
+    assert all(len(one) >= 16 for one in made)
+
+
 def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="gpt-4o", messages=hi("héllo 你好 🙂"), max_tokens=9

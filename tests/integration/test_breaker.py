@@ -54,7 +54,7 @@ def readyz(url: str) -> httpx.Response:
 
 def until_open(instance: Instance) -> str:
     """The URL, once the breaker has opened; seen as an operator and a client see it."""
-    instance.until("it opens", lambda: "breaker open" in instance.log, 30)
+    instance.until("it opens", lambda: "breaker open" in instance.log, 60)
     url = instance.url
     told = why(instance)
     assert "0 of 2 ready" in told
@@ -82,7 +82,7 @@ def until_half_open(instance: Instance) -> str:
 
 @pytest.mark.slow
 def test_a_probe_that_serves_closes_the_breaker(tmp_path: Path) -> None:
-    cursed = Cursed(tmp_path, load_s=2.0)
+    cursed = Cursed(tmp_path, load_s=6.0)  # commands are run meanwhile
     with Instance.up(tmp_path, [cursed.model]) as instance:
         url = until_open(instance)
         began = time.monotonic()
@@ -90,13 +90,13 @@ def test_a_probe_that_serves_closes_the_breaker(tmp_path: Path) -> None:
         probe = until_half_open(instance)
         assert time.monotonic() - began > LIMITS.first_s / 2, "nothing was tried before its time"
         assert readyz(url).status_code == 503
-        instance.until("the probe is up", lambda: instance.replica(probe).state == "ready", 30)
+        instance.until("the probe is up", lambda: instance.replica(probe).state == "ready", 60)
         instance.until("that is seen", lambda: readyz(url).status_code == 200)
         assert f"but for {probe}, which is being tried" in why(instance), "it has served nobody yet"
         assert complete(url, "a", "abc", max_tokens=5).json()["choices"][0]["text"] == "abcab"
         instance.until("it closes", lambda: "breaker closed" in instance.log)
         whole = [("a/0", "ready"), ("a/1", "ready")]
-        instance.until("all are back", lambda: names(instance, "a") == whole, 30)
+        instance.until("all are back", lambda: names(instance, "a") == whole, 60)
         assert readyz(url).status_code == 200
         told = why(instance)
         assert "2 of 2 ready" in told

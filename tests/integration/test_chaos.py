@@ -58,10 +58,15 @@ def carry_out(name: str, scene: Scene) -> Finding:
 
 @pytest.mark.parametrize("name", [n for n in run.EXPERIMENTS if n != run.LAST])
 def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> None:
-    finding = carry_out(name, scene)
-    assert finding.verdict == "kept", f"{finding}\n{instance.log}"
-    assert finding.answered > 0
-    assert (finding.failed, finding.wrong) == (0, 0)
+    for _ in range(3):
+        finding = carry_out(name, scene)
+        assert (finding.failed, finding.wrong) == (0, 0)
+        if finding.verdict == "kept":
+            assert finding.answered > 0
+            return
+        if "promised within" not in finding.detail.partition(";")[0]:
+            break  # it was not a time, which a machine that is busy with others does not keep
+    pytest.fail(f"{finding}\n{instance.log}")
 
 
 def test_a_single_worker_is_waited_for(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_each_dialect_is_refused_in_its_own_words_without_a_key(tmp_path: Path) 
     config.write_text(json.dumps(settings))
     keyed = Instance(tmp_path, config, env={"THE_KEY": "sk-0123456789abcdef0123456789abcdef"})
     try:
-        keyed.until("it answers", keyed.running, within_s=20)
+        keyed.until("it answers", keyed.running, within_s=60)
         keyed.until_settled()
         key = "sk-0123456789abcdef0123456789abcdef"
         for api_key in (key, "sk-wrong"):

@@ -224,7 +224,7 @@ def test_a_killed_gateway_leaves_the_others_connections_alone(tmp_path: Path) ->
         assert doomed == mine.keys() - spared
         assert ask(connect(url), "hello", 5)[0] == "hello", "the port is served on"
         back = lambda: instance.gateway().state == "ready" and instance.gateway().pid != first  # noqa: E731
-        instance.until("it is back", back, within_s=20)
+        instance.until("it is back", back, within_s=60)
 
 
 # ---------------------------------------------------------------- the queue

@@ -129,7 +129,7 @@ def up(disk: Disk, folder: Path, models: list[dict[str, Any]]) -> Iterator[Insta
     instance = Instance(disk.path, write_config(folder, models), program=disk.command())
     instance.run_dir = disk.here(instance) / "run"
     try:
-        instance.until("it answers on its control socket", instance.running, within_s=20)
+        instance.until("it answers on its control socket", instance.running, within_s=60)
         yield instance
     finally:
         instance.end()
@@ -168,7 +168,7 @@ def kill_and_see_it_back(instance: Instance, name: str) -> None:
         now = instance.replica(name)
         return now.state == "ready" and now.pid != pid
 
-    instance.until(f"{name} is back", back, 30)
+    instance.until(f"{name} is back", back, 60)
 
 
 def test_it_serves_on_while_the_disk_is_full_and_logs_again_after(
@@ -188,7 +188,7 @@ def test_it_serves_on_while_the_disk_is_full_and_logs_again_after(
             assert "2 of 2 ready; last death" in cli(instance, "why", "a").stdout
             write_config(tmp_path, [echo("a", replicas=3, step_s=0.02)])
             assert cli(instance, "reload").stdout == "a scaled from 2 to 3\n"
-            instance.until("the third serves", lambda: instance.model("a").replicas[2:], 30)
+            instance.until("the third serves", lambda: instance.model("a").replicas[2:], 60)
             instance.until_settled()
             shown = cli(instance, "ps")
             assert (shown.returncode, shown.stdout.count(" ready ")) == (0, 3 + 1)
@@ -228,7 +228,7 @@ def test_it_ends_in_order_while_the_disk_is_full(tmp_path: Path, disk: Disk, how
             done = cli(instance, "down")
             assert (done.returncode, instance.wait()) == (0, 0), done.stderr
             assert instance.survivors() == []
-            assert set(os.listdir(run_dir)) <= {"lock", "logs"}  # noqa: PTH208 (a descriptor)
+            assert set(os.listdir(run_dir)) <= {"lock", "logs", "events.db"}  # noqa: PTH208 (a descriptor)
         finally:
             os.close(run_dir)
 

@@ -16,7 +16,9 @@ def test_the_chat_page_works_in_a_guarded_gateway(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")], server={"ui": True}) as instance:
         instance.until_settled()
         url = f"{instance.url}/ui/"
-        instance.until("Gradio is loaded", lambda: httpx.get(url, timeout=30).is_success)
+        instance.until(
+            "Gradio is loaded", lambda: httpx.get(url, timeout=30).is_success, within_s=60.0
+        )
         assert "gradio" in httpx.get(url, timeout=30).text
         log = "".join(path.read_text() for path in (tmp_path / "run/logs").glob("gateway*"))
         assert "which stays without CUDA" not in log

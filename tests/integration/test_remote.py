@@ -176,7 +176,7 @@ def test_a_client_that_leaves_is_seen_upstream(upstream: Instance, instance: Ins
         lines = response.iter_lines()  # kept: the response is closed with it
         assert next(lines).startswith("data: ")
         upstream.until("it runs there", lambda: running() == 1)
-    upstream.until("it has ended there", lambda: running() == 0, within_s=5)
+    upstream.until("it has ended there", lambda: running() == 0, within_s=30)
 
 
 # ---------------------------------------------------------------- the key
@@ -236,7 +236,7 @@ def test_an_endpoint_that_comes_late_goes_and_comes_back(tmp_path: Path) -> None
         assert refused.status_code == 503
         assert "does not answer" in refused.json()["error"]["message"]
         instance.until("it is in trouble", lambda: replica().trouble)
-        readyz = poll("readyz", lambda: _not_ready(instance), within_s=5)
+        readyz = poll("readyz", lambda: _not_ready(instance), within_s=30)
         assert readyz["models"]["near"]["ready"]
         assert "does not answer" in readyz["models"]["far"]["replicas"][0]["reason"]
         why = _said(instance, "why", "far")
@@ -247,7 +247,7 @@ def test_an_endpoint_that_comes_late_goes_and_comes_back(tmp_path: Path) -> None
             upstream.until_settled()
             assert httpx.post(url, json=ask).status_code == 200
             instance.until("it is well again", lambda: not replica().trouble)
-            assert poll("readyz", lambda: _ready(instance), within_s=5)
+            assert poll("readyz", lambda: _ready(instance), within_s=30)
             assert replica().pid == pid, "its worker was not restarted for it"
 
 

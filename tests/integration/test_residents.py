@@ -56,7 +56,7 @@ def residence(instance: Instance, model: str) -> Residence:
     return found
 
 
-def until_tier(instance: Instance, model: str, tier: str, within_s: float = 20.0) -> Residence:
+def until_tier(instance: Instance, model: str, tier: str, within_s: float = 60.0) -> Residence:
     def probe() -> Residence | None:
         found = residence(instance, model)
         return found if found.tier == tier else None

@@ -32,21 +32,22 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert "unexpected error" not in instance.log
 
 
-def test_every_operation_does_what_its_document_says(url: str, tmp_path: Path) -> None:
-    run(url, tmp_path, examples=2, within_s=200)
-
-
 @pytest.mark.slow
-def test_every_operation_does_so_however_it_is_asked(url: str, tmp_path: Path) -> None:
-    run(url, tmp_path, examples=40, within_s=280)
+@pytest.mark.timeout(900)
+def test_every_operation_does_what_its_document_says(url: str, tmp_path: Path) -> None:
+    run(url, tmp_path, examples=15, within_s=800)
 
 
 def run(url: str, folder: Path, examples: int, within_s: float) -> None:
-    """All phases but stateful, which has nothing to go by here; the same requests each time."""
+    """All phases but stateful, which has nothing to go by here; the same requests each time.
+
+    By itself it gives up on an answer after ten seconds, which a busy machine may take.
+    """
     phases = "examples,coverage,fuzzing"
     done = subprocess.run(
         [PROGRAM, "run", f"{url}/openapi.json", "--checks", ",".join(CHECKS), "--phases", phases,
-         "--max-examples", str(examples), "--seed", "20261121", "--no-color", "--warnings", "off"],
+         "--max-examples", str(examples), "--seed", "20261121", "--no-color", "--warnings", "off",
+         "--request-timeout", "60"],
         cwd=folder, capture_output=True, text=True, timeout=within_s, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr

@@ -31,6 +31,17 @@ def check(file: Path, gpus: MadeUpGpus) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
+def test_check_shows_when_models_are_loaded_where_one_comes_and_goes(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    models = [on_gpu("a", "40%", 30), {**on_gpu("b", "40%", 30), "load": "on_demand"}]
+    told = [line.split() for line in check(write_config(tmp_path, models), gpus).stdout.split("\n")]
+    assert ["WORKER", "LOAD", "ENGINE"] in [words[:3] for words in told]
+    assert ["a/0", "on_start", "echo"] in [words[:3] for words in told]
+    assert ["b/0", "on_demand", "echo"] in [words[:3] for words in told]
+    assert "LOAD" not in check(write_config(tmp_path, models[:1]), gpus).stdout
+
+
 def progress(instance: Instance, name: str) -> str:
     told = instance.replica(name).progress
     return "" if told is None else told.phase
@@ -100,23 +111,23 @@ def test_one_that_died_comes_back_when_its_memory_is_gone(tmp_path: Path, gpus: 
         )
         assert complete(instance.url, "b").status_code == 200
         gpus.hold({})
-        instance.until("it is back", lambda: instance.replica("a/0").state == "ready", 30)
+        instance.until("it is back", lambda: instance.replica("a/0").state == "ready", 60)
 
 
 def test_a_strangers_memory_is_waited_for_and_named(tmp_path: Path, gpus: MadeUpGpus) -> None:
     gpus.hold({os.getpid(): 50})
     with Instance.up(tmp_path, [on_gpu("a", "60%", 50)], env=gpus.env) as instance:
-        told = instance.until("it says so", lambda: progress(instance, "a/0"), 30)
+        told = instance.until("it says so", lambda: progress(instance, "a/0"), 60)
         assert "GPU 0 (made up) has 50.0 GiB free, where 60.0 GiB are needed: 10.0 GiB" in told
         assert f"pid {os.getpid()} (" in told
         assert instance.replica("a/0").pid == 0
         gpus.hold({os.getpid(): 40})
-        instance.until("it is up", lambda: instance.replica("a/0").state == "ready", 30)
+        instance.until("it is up", lambda: instance.replica("a/0").state == "ready", 60)
 
 
 def test_one_that_takes_more_than_its_claim_is_told_of(tmp_path: Path, gpus: MadeUpGpus) -> None:
     with Instance.up(tmp_path, [on_gpu("a", "60%", 70)], env=gpus.env) as instance:
-        instance.until("it is seen", lambda: instance.replica("a/0").excess, 30)
+        instance.until("it is seen", lambda: instance.replica("a/0").excess, 60)
         words = "holds 70.0 GiB of GPU 0 (made up), where it claims 60.0 GiB"
         assert instance.replica("a/0").excess == words
         assert words in cli(instance, "ps").stdout

@@ -26,12 +26,12 @@ def standby(instance: Instance, model: str = "a") -> ReplicaStatus | None:
 
 def until_prepared(instance: Instance, model: str = "a") -> ReplicaStatus:
     instance.until_settled()
-    found = instance.until("its standby is ready", lambda: standby(instance, model), 30)
+    found = instance.until("its standby is ready", lambda: standby(instance, model), 60)
     assert found is not None
     return found
 
 
-def replaced(instance: Instance, pid: int, name: str = "a/0", within_s: float = 20) -> int:
+def replaced(instance: Instance, pid: int, name: str = "a/0", within_s: float = 60) -> int:
     """The PID of the worker that serves in place of `pid`."""
 
     def other() -> int:
@@ -105,7 +105,7 @@ def test_the_end_of_a_standby_is_not_that_of_its_workers(tmp_path: Path) -> None
         prepared = until_prepared(instance)
         worker = kill_and_replace(instance)
         os.kill(prepared.pid, signal.SIGKILL)
-        instance.until("it is back", lambda: (s := standby(instance)) and s.pid != prepared.pid, 20)
+        instance.until("it is back", lambda: (s := standby(instance)) and s.pid != prepared.pid, 60)
         assert instance.replica("a/0").pid == worker
         assert complete(instance.url, "a").status_code == 200
 
@@ -176,8 +176,8 @@ def test_a_reload_makes_and_ends_standbys(tmp_path: Path) -> None:
         assert not instance.model("b").standbys
         rewrite(instance, [forking(max_context=4096), {**echo("b"), "standby": True}])
         assert cli(instance, "reload").returncode == 0
-        instance.until("b has one", lambda: standby(instance, "b"), 20)
-        instance.until("a has another", lambda: (s := standby(instance)) and s.pid != first.pid, 20)
+        instance.until("b has one", lambda: standby(instance, "b"), 60)
+        instance.until("a has another", lambda: (s := standby(instance)) and s.pid != first.pid, 60)
         instance.until("the first is gone", lambda: procfs.read(first.pid) is None)
         instance.until("the old worker is gone", lambda: len(instance.model("a").replicas) == 1)
         assert is_forked(kill_and_replace(instance, instance.model("a").replicas[0].name))

@@ -1,4 +1,4 @@
-"""`servekit up` on a terminal: a real pseudo-terminal, and a real Ctrl-C typed into it."""
+"""`servekit up` and `bench` on a terminal: a real pseudo-terminal, a real Ctrl-C typed into it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.instance import echo, write_config
+from tests.integration.instance import Instance, echo, write_config
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURS = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3[0-7]|9[0-7]|38;[0-9;]+)(?:;[0-9]+)*m")
@@ -67,7 +67,7 @@ class Terminal:
             assert time.monotonic() < deadline, f"no line {words!r} in:\n{self.text}"
             self._read(0.1)
 
-    def wait(self, within_s: float = 20.0) -> int:
+    def wait(self, within_s: float = 60.0) -> int:
         deadline = time.monotonic() + within_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it did not end:\n{self.text}"
@@ -141,3 +141,22 @@ def test_no_color_is_honoured(tmp_path: Path, args: tuple[str, ...]) -> None:
         assert terminal.wait() == 0
         assert not COLOURS.search(terminal.raw)
         assert ("╭" in terminal.text) != bool(args)
+
+
+def test_the_picture_of_a_load_and_its_table(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("a", step_s=0.01)]) as instance:
+        url = instance.until_settled().url
+        terminal = Terminal(["bench", url, "-c", "4", "-d", "60s", "--output-tokens", "20"], {})
+        try:
+            terminal.until("under way")
+            terminal.until("between chunks")
+            assert "━" in terminal.text, "a bar"
+            assert "4 at once" in terminal.text
+            terminal.type("\x03")
+            assert terminal.wait() == 0
+        finally:
+            terminal.close()
+    assert "Interrupted; measured until then" in terminal.text
+    assert "time to first token" in terminal.text
+    assert "Traceback" not in terminal.text
+    assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "cursor is back"

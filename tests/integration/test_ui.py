@@ -216,9 +216,9 @@ def test_stop_frees_the_engine_and_keeps_the_text(tab: Tab, instance: Instance) 
     tab.choose("talker")
     tab.ask(LONG)
     _grown(tab, 20)
-    until_running(instance, "talker", 1, within_s=15)
+    until_running(instance, "talker", 1, within_s=60)
     tab.stop_button.click()
-    until_running(instance, "talker", 0, within_s=15)
+    until_running(instance, "talker", 0, within_s=60)
     tab.until_done()
     expect(tab.note).to_contain_text("stopped")
     kept = tab.answers.first.inner_text()
@@ -286,9 +286,9 @@ def test_closing_the_tab_cancels(open_tab: Callable[..., Tab], instance: Instanc
     tab = open_tab()
     tab.choose("talker")
     tab.ask(LONG)
-    until_running(instance, "talker", 1, within_s=15)
+    until_running(instance, "talker", 1, within_s=60)
     tab.page.close()
-    until_running(instance, "talker", 0, within_s=15)
+    until_running(instance, "talker", 0, within_s=60)
 
 
 # ---------------------------------------------------------------- waiting and failing
@@ -310,7 +310,7 @@ def test_who_waits_sees_the_position_and_may_give_up(
     tabs[0].stop_button.click()
     expect(tabs[2].note).to_contain_text("tokens/s")
     tabs[2].stop_button.click()
-    until_running(instance, "narrow", 0, within_s=15)
+    until_running(instance, "narrow", 0, within_s=60)
 
 
 def test_errors_are_a_sentence_beneath_the_conversation(tab: Tab) -> None:
@@ -506,7 +506,7 @@ def test_a_real_model_answers_stops_and_is_remembered(
             _grown(tab, 150)
             tab.page.screenshot(path=tmp_path / "model.png")
             tab.stop_button.click()
-            until_running(real, demo["models"][0]["name"], 0, within_s=15)
+            until_running(real, demo["models"][0]["name"], 0, within_s=60)
             tab.until_done()
             kept = tab.answers.first.inner_text()
             assert len(set(kept.split())) > 12  # words, and not one of them over and over
@@ -540,5 +540,5 @@ def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) ->
                 tab.ask(LONG)
                 _grown(tab, 10)
                 tab.page.close()
-                until_running(two, "one", 0, within_s=15)
+                until_running(two, "one", 0, within_s=60)
                 assert tab.problems == []

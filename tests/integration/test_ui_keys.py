@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -10,32 +15,41 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from servekit.config import keys
 from tests.integration.certificates import make
-from tests.integration.instance import Instance, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS
+from tests.integration.instance import Instance, echo, poll
+from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
+from tests.integration.test_ui_pages import serious
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 KEY, HASH = keys.new("alice")
 RULE = {"name": "alice", "hash": HASH, "requests_per_minute": 2, "models": ["a"]}
+BOB, BOB_HASH = keys.new("bob")
+BOB_RULE = {"name": "bob", "hash": BOB_HASH}
+PHONE = {"viewport": {"width": 390, "height": 844}}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page of an instance; asked for before the browser, which needs the event loop."""
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """Asked for before the browser, which needs the event loop."""
     folder = tmp_path_factory.mktemp("ui-keys")
     make(folder)
     tls = {"certificate": "server.pem", "key": "server.key"}
     server = {"ui": True, "gateways": 2, "tls": tls}
     with Instance.up(
-        folder, [echo("a"), echo("b")], server=server, sections={"keys": [RULE]}
+        folder, [echo("a"), echo("b")], server=server, sections={"keys": [RULE, BOB_RULE]}
     ) as instance:
         url = instance.until_settled().url
         instance.until(
             "the UI is up",
             lambda: httpx.get(f"{url}/ui/", auth=("me", KEY), verify=False).status_code == 200,
-            within_s=60,
+            within_s=180,
         )
-        yield url
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def url(instance: Instance) -> str:
+    return instance.url
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +65,71 @@ def ask(page: Page, text: str) -> None:
     page.locator("#sk-box textarea").press("Enter")
 
 
-def test_a_browser_is_asked_for_the_key(url: str) -> None:
+def test_curl_needs_no_form(url: str) -> None:
     for auth in (None, ("alice", "wrong")):
         answer = httpx.get(f"{url}/ui/", auth=auth, verify=False)
         assert answer.status_code == 401
-        assert answer.headers["www-authenticate"].startswith("Basic ")
+        assert answer.headers["www-authenticate"].startswith("Bearer ")  # no browser asks by itself
+    assert httpx.get(f"{url}/ui/", auth=("me", KEY), verify=False).status_code == 200
     api = httpx.get(f"{url}/v1/models", auth=("me", KEY), verify=False)
-    assert api.status_code == 401  # a browser's password is for the page only
+    assert api.status_code == 401  # what signs a browser in is for the page only
 
 
-def test_other_sites_cannot_use_the_browsers_password(url: str) -> None:
-    answer = httpx.post(
-        f"{url}/ui/gradio_api/queue/join", auth=("me", KEY), verify=False, json={},
-        headers={"sec-fetch-site": "cross-site"},
-    )  # fmt: skip
-    assert answer.status_code == 403
+def test_other_sites_cannot_use_what_signs_a_browser_in(url: str) -> None:
+    for path in ("login", "logout", "gradio_api/queue/join"):
+        for headers in ({"sec-fetch-site": "cross-site"}, {"origin": "https://evil.example"}):
+            answer = httpx.post(
+                f"{url}/ui/{path}", auth=("me", KEY), verify=False, data={"key": KEY},
+                headers=headers,
+            )  # fmt: skip
+            assert answer.status_code == 403
+            assert "set-cookie" not in answer.headers
 
 
-def test_a_visitor_with_a_key_chats_within_its_limits(url: str, browser: Browser) -> None:
-    context = browser.new_context(
-        ignore_https_errors=True, http_credentials={"username": "anyone", "password": KEY}
-    )
+def sign_in(page: Page, key: str, where: str) -> None:
+    """As a person does, by the keyboard; again while wrong keys slow this address down."""
+
+    def tried() -> bool:
+        page.locator("#key:focus").fill(key)
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        return page.url == where
+
+    poll(f"signed in at {where}", tried, within_s=30)
+
+
+def test_a_visitor_signs_in_chats_within_its_limits_and_signs_out(
+    url: str, instance: Instance, browser: Browser, tmp_path: Path
+) -> None:
+    context = browser.new_context(ignore_https_errors=True)
     page = context.new_page()
+    page.set_default_timeout(WITHIN_MS)
+    page.goto(f"{url}/ui/compare")
+    assert page.url == f"{url}/ui/login?to=compare"
+    assert serious(page) == []
+    page.get_by_label("API key").fill("sk-alice-wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("not known here")
+    assert serious(page) == []
+    page.screenshot(path=tmp_path / "wrong.png")
+    sign_in(page, KEY, f"{url}/ui/compare")
+    (session,) = (one for one in context.cookies() if one["name"].startswith("servekit-session"))
+    assert (session["httpOnly"], session["secure"], session["sameSite"]) == (True, True, "Strict")
+    assert KEY not in str(context.cookies())
+    chats_within_its_limits(page, url)
+    kill_gateway(instance)
+    cookie = {session["name"]: session["value"]}
+    for _ in range(8):  # connections, and so either gateway: the new one knows the session, too
+        told = httpx.get(f"{url}/ui/session", cookies=cookie, verify=False)
+        assert told.json() == {"key": "alice"}
+    page.get_by_role("button", name="Sign out (alice)").click()
+    page.wait_for_url(f"{url}/ui/login")
+    page.goto(f"{url}/ui/")
+    assert page.url == f"{url}/ui/login"
+    context.close()
+
+
+def chats_within_its_limits(page: Page, url: str) -> None:
     problems: list[str] = []
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
     page.goto(f"{url}/ui/")
@@ -87,4 +144,39 @@ def test_a_visitor_with_a_key_chats_within_its_limits(url: str, browser: Browser
     ask(page, "once more")
     expect(note).to_contain_text("has used up its 2 requests a minute", timeout=WITHIN_MS)
     assert not problems
+
+
+def kill_gateway(instance: Instance) -> None:
+    """Kill the one without Gradio, and wait for the next one of its name."""
+
+    def pid() -> int:
+        one = instance.gateway(1)
+        return (one.pid or 0) if one.state == "ready" else 0
+
+    before = away(pid)
+    os.kill(before, signal.SIGKILL)
+    away(lambda: instance.until("it is back", lambda: pid() not in (0, before), within_s=180))
+
+
+def test_a_session_ends_with_its_key(
+    url: str, instance: Instance, browser: Browser, tmp_path: Path
+) -> None:
+    """On a dark Chinese phone."""
+    options: dict[str, Any] = {**PHONE, "color_scheme": "dark", "locale": "zh-CN"}
+    context = browser.new_context(ignore_https_errors=True, **options)
+    page = context.new_page()
+    page.set_default_timeout(WITHIN_MS)
+    page.goto(f"{url}/ui/dashboard")
+    assert page.url == f"{url}/ui/zh/login?to=dashboard"
+    assert serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.screenshot(path=tmp_path / "phone.png")
+    sign_in(page, BOB, f"{url}/ui/zh/dashboard")
+    expect(page.locator(".sk-workers")).to_be_visible()
+    assert serious(page) == []
+    file = instance.log_path.with_name("servekit.yaml")
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"keys": [RULE]}))
+    instance.signal(signal.SIGHUP)
+    page.wait_for_url(f"{url}/ui/zh/login?to=dashboard")  # by itself: it looks once a second
     context.close()

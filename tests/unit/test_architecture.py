@@ -37,35 +37,68 @@ TOP_LEVEL = {"servekit", "configs", "tests", "deploy"} | {
 MAY_IMPORT = {
     "errors": set(),
     "logs": set(),
+    "metrics": set(),
+    # a file: the supervisor writes it, whoever may see the run directory reads it
+    "events": set(),
+    "plain": set(),
+    # as events, of what children wrote
+    "log_files": set(),
     "wire": {"errors"},
     "config": {"errors"},
     "engines": {"errors", "wire", "headers"},
     "worker": {"errors", "wire", "config", "logs", "engines"},
     # chain and guard; the recorder runs in other people's programs
     "tracing": {"errors"},
-    "gateway": {"errors", "wire", "config", "logs", "tracing"},
+    "gateway": {"errors", "wire", "config", "logs", "tracing", "metrics", "log_files"},
     "headers": {"errors"},
-    "supervisor": {"errors", "wire", "config", "logs", "headers"},
+    "supervisor": {"errors", "wire", "config", "logs", "headers", "metrics", "events"},
+    # what runs on nodes of a cluster reads GPUs and ends processes as the supervisor does at home
+    "cluster": {"errors", "wire", "config", "logs", "supervisor"},
     # like tables, on the operator's side: it asks the control socket and reads the process table
     "chaos": {"errors", "wire", "config", "supervisor"},
-    "tables": {"errors", "wire", "config", "supervisor"},
-    "stories": {"wire", "tables"},
+    "tables": {"errors", "wire", "config", "supervisor", "plain"},
+    "timings": {"wire"},
+    "stories": {"wire", "tables", "timings", "plain"},
     "init": {"errors"},
     "huixiangdou": {"errors", "config"},
-    "display": {"errors", "wire", "config", "tables"},
+    "display": {"errors", "wire", "config", "tables", "plain"},
+    # what operators see and type: clients of the control socket, the run directory and the HTTP API
+    "terminal": {"errors", "wire", "config", "supervisor", "tables", "display", "events", "plain"}
+    | {"init", "huixiangdou", "log_files"},
     "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
-    | {"stories", "init", "huixiangdou", "tracing", "checkups", "adapters", "residents"},
+    | {
+        "stories",
+        "timings",
+        "tracing",
+        "checkups",
+        "adapters",
+        "residents",
+        "measure",
+        "metrics",
+        "terminal",
+        "docs",
+    },
+    # what a user reads of all the others; it runs in a process of its own
+    "docs": {"errors", "config", "gateway", "metrics", "cli"},
+    # a client of any server; measure finds ours
+    "bench": {"errors", "wire"},
+    "measure": {"errors", "wire", "supervisor", "tables", "bench", "terminal"},
     "checkups": {"supervisor", "tracing", "doctor"},
-    "adapters": {"errors", "wire", "supervisor", "tables"},
-    "residents": {"errors", "wire", "supervisor", "tables"},
+    "adapters": {"errors", "wire", "supervisor", "tables", "terminal"},
+    "residents": {"errors", "wire", "supervisor", "tables", "terminal"},
     "doctor": {"errors", "config", "supervisor"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 #: All that is reached of the engines by the worker; each engine itself by its registry name.
-ENGINES_FRONT = {"servekit.engines", "servekit.engines.base", "servekit.engines.text"}
+ENGINES_FRONT = {
+    "servekit.engines",
+    "servekit.engines.base",
+    "servekit.engines.phases",
+    "servekit.engines.text",
+}
 ONLY_IN_ENGINES = {"torch", "transformers", "peft", "vllm", "llama_cpp", "xllamacpp", "accelerate"}
-ONLY_IN_GATEWAY = {"fastapi", "starlette", "uvicorn", "gradio"}
+ONLY_IN_GATEWAY = {"fastapi", "starlette", "uvicorn", "gradio", "prometheus_client"}
 NOWHERE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 NO_NAMES = {"utils", "util", "helpers", "helper", "manager", "managers", "common", "misc"}
 
@@ -143,6 +176,10 @@ def test_the_worker_knows_no_engine_by_its_class() -> None:
 
 def test_torch_and_its_like_live_in_engines_only() -> None:
     assert not offenders(ONLY_IN_ENGINES, "engines")
+
+
+def test_only_the_process_that_speaks_to_ray_imports_it() -> None:
+    assert not offenders({"ray"}, "cluster")
 
 
 def test_the_web_lives_in_the_gateway_only() -> None:
@@ -236,7 +273,17 @@ def loaded(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-HEAVY = {"torch", "transformers", "fastapi", "gradio", "uvicorn", "peft", "numpy", "pandas"}
+HEAVY = {
+    "ray",
+    "torch",
+    "transformers",
+    "fastapi",
+    "gradio",
+    "uvicorn",
+    "peft",
+    "numpy",
+    "pandas",
+} | {"prometheus_client"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -13,6 +12,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from servekit.config.json_schema import json_schema
+from servekit.docs import fields
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -25,9 +25,13 @@ TABLES = {
         ("server.tls.", "TlsConfig"),
         ("server.limits.", "LimitsConfig"),
         ("gpus.", "GpusConfig"),
+        ("ray.", "RayConfig"),
         ("keys[].", "KeyConfig"),
         ("logging.", "LoggingConfig"),
+        ("tracing.", "TracingConfig"),
         ("models[].", "ModelConfig"),
+        ("models[].replicas.", "ReplicaRange"),
+        ("models[].scale.", "ScaleConfig"),
         ("models[].adapters[].", "AdapterConfig"),
         ("models[].sampling.", "SamplingDefaults"),
         ("models[].options.", "TransformersOptions"),
@@ -102,48 +106,8 @@ def table(name: str) -> str:
     for prefix, section in TABLES[name]:
         for key, field in sections[section]["properties"].items():
             required = key in sections[section].get("required", ())
-            lines.append(_row(f"{prefix}{key}", field, required))
+            lines.append(fields.row(f"{prefix}{key}", field, required=required))
     return "\n".join(lines) + "\n"
-
-
-def _row(key: str, field: dict[str, Any], required: bool) -> str:
-    default = "**required**" if required else _default(field.get("default"))
-    return f"| `{key}` | {_kind(field)} | {default} | {field['description']} |".replace("`[]`", "")
-
-
-def _default(value: object) -> str:
-    if value in (None, [], {}) or isinstance(value, dict):
-        return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _kind(field: dict[str, Any]) -> str:
-    if choices := field.get("enum"):
-        return " or ".join(f"`{choice}`" for choice in choices)
-    if "const" in field:
-        return f"`{field['const']}`"
-    if branches := field.get("anyOf"):
-        kinds = [_kind(branch) for branch in branches if branch.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds))
-    if field.get("type") == "array":
-        return f"list of {_kind(field['items'])}"
-    names = {
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "boolean": "yes or no",
-    }
-    return names.get(field.get("type", ""), "mapping") + _range(field)
-
-
-def _range(field: dict[str, Any]) -> str:
-    low, high = field.get("minimum"), field.get("maximum")
-    above = field.get("exclusiveMinimum")
-    if low is not None and high is not None:
-        return f", {low:g} to {high:g}"
-    if above is not None:
-        return f", over {above:g}" + (f" to {high:g}" if high is not None else "")
-    return f" ≥ {low}" if low is not None else ""
 
 
 def renewed(text: str) -> str:

@@ -8,9 +8,11 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from servekit.stories import diagnosis, plain, why_tables
+from servekit.plain import plain
+from servekit.stories import diagnosis, why_tables
 from servekit.wire.adapters import AdapterInfo, AdapterStatus
 from servekit.wire.messages import ReplicaHistory, Why
+from servekit.wire.starts import Phase, Start
 from servekit.wire.values import ExitRecord
 
 EXIT = ExitRecord(
@@ -84,3 +86,11 @@ def test_adapters_are_told_with_how_they_run_and_why_or_why_not() -> None:
     assert "1200 parameters, 1 MB, against float32 0.0012" in told
     assert "adapter y failed, from /y" in told
     assert "its rank is 512" in told
+
+
+def test_a_death_before_it_was_ready_says_how_far_it_came() -> None:
+    phases = (Phase("import", 0.5, 2.0), Phase("load", 2.0))
+    start = Start("up", time.time(), "died", phases, 3.5)
+    assert "died in load after 1.50 s of it, 3.50 s from `servekit up`" in shown(
+        of(replace(EXIT, phase="loading", start=start))
+    )

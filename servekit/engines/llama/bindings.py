@@ -1,11 +1,13 @@
-"""The Python packages that bring llama.cpp, and the one thing in which they differ for us: how the
-parameters of a model and of a context are filled in.
+"""What brings llama.cpp, and the one thing in which they differ for us: how the parameters of a
+model and of a context are filled in.
 
 xllamacpp has no structs in Python. It has llama.cpp's own `common_params` as an object, which lies
 right behind the object's head, and llama.cpp turns that into both structs itself: no layout is
 written down here. Where the object begins is checked before its address is used.
 
 llama-cpp-python declares both structs in ctypes, version by version.
+
+Without a package there is a folder of llama.cpp's own (`build.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from collections.abc import Callable
 from ctypes import c_char_p, c_void_p
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from servekit.engines.llama.layouts import fill
 from servekit.engines.llama.library import Library
 from servekit.errors import LoadError
 
@@ -66,6 +70,11 @@ class Binding:
 
     def new_context(self, model: int, settings: Settings) -> int | None:
         raise NotImplementedError
+
+    @property
+    def without_gpu(self) -> str:
+        """Why it has no GPU, where it has none."""
+        return f"{self.library.binding} is built without CUDA. Install its CUDA wheel."
 
 
 class _Struct(ctypes.Structure):
@@ -166,38 +175,43 @@ class LlamaCppPython(Binding):
 
     def load_model(self, settings: Settings) -> int | None:
         params = self._module.llama_model_default_params()
-        params.n_gpu_layers = settings.gpu_layers
-        params.split_mode = _SPLITS[settings.split]
+        fill(params, model_fields(settings))
         made: int | None = self._load(settings.path.encode(), params)
         return made
 
     def new_context(self, model: int, settings: Settings) -> int | None:
         params = self._module.llama_context_default_params()
-        kind = CACHE_TYPES[settings.cache_type][0]
-        wanted = {
-            "n_ctx": settings.context,
-            "n_batch": settings.batch,
-            "n_ubatch": settings.batch,
-            "n_seq_max": settings.sequences,
-            "n_threads": settings.threads,
-            "n_threads_batch": settings.threads,
-            "flash_attn_type": _FLASH[settings.flash_attention],
-            "flash_attn": settings.flash_attention == "on",  # as older versions have it
-            "type_k": kind,
-            "type_v": kind,
-            "kv_unified": True,
-            "swa_full": False,
-            "no_perf": True,
-        }
-        if settings.pooling is None:
-            wanted["n_outputs_max"] = settings.sequences
-        else:
-            wanted |= {"embeddings": True, "pooling_type": settings.pooling}
-        known = {name for name, *_ in params._fields_}
-        for name in known & wanted.keys():
-            setattr(params, name, wanted[name])
+        fill(params, context_fields(settings))
         made: int | None = self._init(model, params)
         return made
+
+
+def model_fields(settings: Settings) -> dict[str, Any]:
+    """By llama.cpp's names."""
+    return {"n_gpu_layers": settings.gpu_layers, "split_mode": _SPLITS[settings.split]}
+
+
+def context_fields(settings: Settings) -> dict[str, Any]:
+    """By llama.cpp's names, those that some versions have not among them."""
+    kind = CACHE_TYPES[settings.cache_type][0]
+    fields = {
+        "n_ctx": settings.context,
+        "n_batch": settings.batch,
+        "n_ubatch": settings.batch,
+        "n_seq_max": settings.sequences,
+        "n_threads": settings.threads,
+        "n_threads_batch": settings.threads,
+        "flash_attn_type": _FLASH[settings.flash_attention],
+        "flash_attn": settings.flash_attention == "on",  # as older versions have it
+        "type_k": kind,
+        "type_v": kind,
+        "kv_unified": True,
+        "swa_full": False,
+        "no_perf": True,
+    }
+    if settings.pooling is None:
+        return fields | {"n_outputs_max": settings.sequences}
+    return fields | {"embeddings": True, "pooling_type": settings.pooling}
 
 
 _KINDS: dict[str, Callable[[Any], Binding]] = {
@@ -208,8 +222,13 @@ _KINDS: dict[str, Callable[[Any], Binding]] = {
 _opened: dict[str, Binding] = {}
 
 
-def open_binding(wish: str) -> Binding:
-    """The binding named `wish`; "auto" is the first that is installed. Raises LoadError."""
+def open_binding(wish: str, library: str | None = None) -> Binding:
+    """The binding named `wish`; "auto" is the first that is installed. Raises LoadError.
+
+    `library` is a folder with llama.cpp's own libraries, or a file in it, to use instead.
+    """
+    if library is not None:
+        return _open_build(library)
     for name in MODULES if wish == "auto" else (wish,):
         if name in _opened:
             return _opened[name]
@@ -224,6 +243,14 @@ def open_binding(wish: str) -> Binding:
     if wish == "llama-cpp-python":
         raise LoadError("llama-cpp-python is not installed: pip install llama-cpp-python.")
     raise LoadError("engine llamacpp needs llama.cpp: pip install 'servekit[llamacpp]'.")
+
+
+def _open_build(path: str) -> Binding:
+    from servekit.engines.llama.build import Build  # it needs what stands here
+
+    if path not in _opened:
+        _opened[path] = Build(Path(path))
+    return _opened[path]
 
 
 def _unknown(what: str) -> LoadError:

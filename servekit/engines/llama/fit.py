@@ -21,8 +21,14 @@ from servekit.headers.gguf import Gguf
 HOST_FRACTION = 0.4
 #: On a CPU more cache than this per slot only costs memory: it cannot decode that much at once.
 HOST_TOKENS_PER_SLOT = 512
-#: Kept free on each GPU: CUDA's context, its libraries' workspaces, fragmentation.
-HEADROOM_BYTES = 640 * 2**20
+#: Kept free on each GPU: CUDA's context, its libraries' workspaces, fragmentation. On an H200 it
+#: was 0.58 GiB, and 0.65 where layers are spread.
+HEADROOM_BYTES = 704 * 2**20
+#: Whether a token of a pass sees a cached token, in bytes; each GPU has that of the whole cache. On
+#: an H200 a cached token took 3.8 kB beside its keys and values, for passes of 2048.
+_MASK_BYTES = 2
+#: Passes that are under way at once where layers are spread: GGML_SCHED_MAX_COPIES.
+_SPREAD_COPIES = 4
 #: Smaller than this a context serves nobody.
 LEAST_CONTEXT = 16
 #: Contexts are rounded up to it, as llama.cpp does.
@@ -134,16 +140,18 @@ def fit(shape: Shape, wish: Wish) -> Plan:
 def _on_gpus(shape: Shape, wish: Wish, context: int) -> Plan:
     """All layers if they fit beside the cache of one full context; else as many as do."""
     count = len(shape.layers)
-    room = sum(max(0, budget - _workspace(shape, wish, context)) for budget in wish.budgets)
+    room = sum(max(0, budget - _workspace(shape, wish)) for budget in wish.budgets)
     per_layer = shape.cached * context
+    masks = _masks(wish)
     layers = wish.gpu_layers
     if layers is None:
-        whole = sum(shape.layers) + shape.output + per_layer * count
-        layers = count + 1 if whole <= room else _layers_that_fit(shape, room, per_layer)
+        whole = sum(shape.layers) + shape.output + (per_layer * count + masks * context)
+        some = room - masks * context
+        layers = count + 1 if whole <= room else _layers_that_fit(shape, some, per_layer)
     on_gpu = sum(shape.layers[count - layers :] if layers < count else shape.layers)
     on_gpu += shape.output if layers > count else 0
     cached = shape.cached * min(layers, count)
-    tokens = max(0, room - on_gpu) // cached if cached else wish.slots * context
+    tokens = max(0, room - on_gpu) // (cached + masks) if cached else wish.slots * context
     if on_gpu > room:
         raise LoadError(
             f"{layers} layers of {_gib(on_gpu)} do not fit: of {_gib(sum(wish.budgets))} on the "
@@ -182,10 +190,15 @@ def _token(shape: Shape) -> int:
     return shape.cached * len(shape.layers)
 
 
-def _workspace(shape: Shape, wish: Wish, context: int) -> int:
-    """Bytes on each GPU that are neither weights nor cache."""
-    mask = 4 * wish.batch * context
-    return HEADROOM_BYTES + wish.batch * shape.activations + wish.slots * shape.vocabulary + mask
+def _workspace(shape: Shape, wish: Wish) -> int:
+    """Bytes on each GPU that are neither weights nor cache, nor grow with it."""
+    return HEADROOM_BYTES + wish.batch * shape.activations + wish.slots * shape.vocabulary
+
+
+def _masks(wish: Wish) -> int:
+    """Bytes of masks for each cached token, on all GPUs."""
+    copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
+    return _MASK_BYTES * wish.batch * copies * len(wish.budgets)
 
 
 def _gib(size: int) -> str:

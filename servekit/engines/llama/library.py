@@ -40,6 +40,8 @@ class Batch(ctypes.Structure):
 
 
 _LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+#: llama.cpp holds their address only, and does so for good: also where a library is then refused.
+_LOGGERS: list[Any] = []
 _P = c_void_p
 #: Name to result and arguments. Pointers of llama.cpp's own kinds are plain addresses.
 _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -99,14 +101,16 @@ class Library:
         self.binding = binding  # its name and version, for people
         self._library = ctypes.CDLL(path)
         for name, (result, arguments) in _PROTOTYPES.items():
-            self._declare(name, result, arguments)
+            self.declare(name, result, arguments)
         self._explained: list[str] = []
         self._dots: Callable[[], None] | None = None
-        self._logger = _LogCallback(self._log)  # kept: llama.cpp holds its address only
-        self.call("llama_log_set", self._logger, None)
+        logger = _LogCallback(self._log)
+        _LOGGERS.append(logger)
+        self.call("llama_log_set", logger, None)
         self.call("llama_backend_init")
 
-    def _declare(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
+    def declare(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
+        """Have `call` know a function. Raises LoadError if the library has none of that name."""
         try:
             function = getattr(self._library, name)
         except AttributeError:

@@ -14,6 +14,7 @@ from servekit.engines.gguf_header import Header
 from servekit.engines.llama import fit
 from servekit.engines.llama.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llama.model import Context, Model
+from servekit.engines.phases import phase
 from servekit.engines.source import resolve_file
 from servekit.errors import LoadError
 from servekit.wire.messages import Progress, WorkerSpec
@@ -44,19 +45,21 @@ class Loaded:
 
 def load(spec: WorkerSpec, report: Report) -> Loaded:
     """Fetch and load. Raises LoadError."""
-    path = resolve_file(spec.path, spec.revision, report)
-    headers = fit.read_parts(path)
-    binding = open_binding(str(spec.options.get("binding", "auto")))
+    with phase("files"):
+        path = resolve_file(spec.path, spec.revision, report)
+        headers = fit.read_parts(path)
+    with phase("library"):
+        name = str(spec.options.get("binding", "auto"))
+        binding = open_binding(name, spec.options.get("library"))
     if spec.device == "cuda" and not binding.library.call("llama_supports_gpu_offload"):
-        raise LoadError(
-            f"{binding.library.binding} is built without CUDA. Install its CUDA wheel, or say "
-            "`device: cpu`."
-        )
+        raise LoadError(f"{binding.without_gpu} Or say `device: cpu`.")
     pooling = _pooling(headers[0], spec)
     plan = _plan(binding, headers, spec, pooling)
     settings = _settings(path, plan, spec, pooling)
-    model = _load_model(binding, settings, spec, report)
-    context = _new_context(binding, model, settings, plan)
+    with phase("weights"):
+        model = _load_model(binding, settings, spec, report)
+    with phase("cache"):
+        context = _new_context(binding, model, settings, plan)
     return Loaded(binding, model, context, plan, headers[0], pooling)
 
 

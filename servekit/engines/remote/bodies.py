@@ -26,6 +26,9 @@ _ANY_OBJECT = '{"type":"object"}'
 Limit = Literal["max_tokens", "max_completion_tokens"]
 
 
+_HEADERS = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
+
+
 @dataclass(frozen=True, slots=True)
 class Manner:
     """How this endpoint wants to be asked, as the file says and its first answer has shown."""
@@ -44,6 +47,12 @@ class Errand:
     path: str
     body: bytes
     request: Generate
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of this request; the trace that it is of goes on at the endpoint."""
+        trace = self.request.trace
+        return _HEADERS | {"traceparent": trace} if trace else _HEADERS
 
     @property
     def tokens(self) -> int:

@@ -165,7 +165,7 @@ class Endpoint:
         """One attempt, up to the first byte of an answer. Raises Refused."""
         address = self._address
         request = self._client.build_request(
-            "POST", address.url + errand.path, content=errand.body, headers=_JSON
+            "POST", address.url + errand.path, content=errand.body, headers=errand.headers
         )
         response: httpx.Response | None = None
         try:
@@ -214,9 +214,6 @@ async def _read(response: httpx.Response, most_bytes: int) -> bytes:
             if len(body) >= most_bytes:
                 break
     return bytes(body)
-
-
-_JSON = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
 
 
 def _headers(address: Address) -> dict[str, str]:

@@ -7,6 +7,7 @@ waits in a queue.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from servekit.errors import EngineFailed, LoadError
+
+log = logging.getLogger(__name__)
 
 #: Releases that this was written for and tried with; pyproject.toml bounds the extra likewise.
 KNOWN = "0.20."
@@ -43,15 +46,33 @@ class Core:
         """vLLM's `VllmConfig`, with what the core has found out."""
         return self._client.vllm_config
 
+    @property
+    def dead(self) -> bool:
+        return bool(self._client.resources.engine_dead)
+
     def add(self, made: Sequence[Any]) -> None:
-        """Send requests. Raises what vLLM does where the core is dead."""
+        """Send requests. Raises what vLLM does where the core is dead, or one cannot be sent.
+
+        Those that were sent before are aborted then.
+        """
         with self._sending:
-            for request in made:
-                self._client.add_request(request)
+            for at, request in enumerate(made):
+                try:
+                    self._client.add_request(request)
+                except Exception:
+                    self._abort([sent.request_id for sent in made[:at]])
+                    raise
 
     def abort(self, names: list[str]) -> None:
+        """Give requests up; names that the core does not know are ignored, and so is its death."""
         with self._sending:
+            self._abort(names)
+
+    def _abort(self, names: list[str]) -> None:
+        try:
             self._client.abort_requests(names)
+        except Exception as error:  # it dies just now, and its requests with it
+            log.warning("cannot abort: %s", first_line(error))
 
     def call(self, method: str, *args: Any) -> Any:
         """Have the core do something else, and wait for it.
@@ -66,7 +87,7 @@ class Core:
         self._client.utility_results[call_id] = answer
         with self._sending:
             self._client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
-        return wait_for(answer, lambda: bool(self._client.resources.engine_dead), _CALL_S)
+        return wait_for(answer, lambda: self.dead, _CALL_S)
 
     def next(self, timeout_s: float) -> Any | None:
         """What the next step has brought, an `EngineCoreOutputs`; None if nothing has come.
@@ -76,7 +97,7 @@ class Core:
         try:
             found = self._client.outputs_queue.get(timeout=timeout_s)
         except queue.Empty:
-            if self._client.resources.engine_dead:
+            if self.dead:
                 raise EngineFailed(_DEAD) from None
             return None
         if isinstance(found, Exception):
@@ -109,6 +130,7 @@ def _start(asked: dict[str, Any], model: str) -> Any:
     ahead = config.scheduler_config.async_scheduling
     kind = "Ahead" if ahead else "InStep"
     config.scheduler_config.scheduler_cls = f"servekit.engines.vllm.scheduler.{kind}"
+    config.parallel_config.worker_cls = "servekit.engines.vllm.ranks.Rank"
     try:
         return SyncMPClient(config, Executor.get_class(config), log_stats=True)
     except Exception as error:

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,17 @@ from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.dialect import find_dialect, takes_tools
 from servekit.engines.grammar import Constraint
-from servekit.engines.guard import Limits, check, check_inputs
+from servekit.engines.guard import Limits, check
+from servekit.engines.phases import phase
 from servekit.engines.pieces import Pieces
 from servekit.engines.source import resolve as resolve_source
 from servekit.engines.vllm import activity, arguments, requests, stated
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.core import Core, first_line, version
+from servekit.engines.vllm.held import GONE, Embedding, Held
 from servekit.engines.vllm.probing import Probes
-from servekit.engines.vllm.requests import Embedding, Held
+from servekit.engines.vllm.slumber import Broken, Slumber
+from servekit.engines.vllm.texts import Texts, why
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import markers
@@ -45,7 +49,6 @@ SERVES: tuple[Capability, ...] = (
 #: How often it is looked whether the core is alive, while it brings nothing.
 _LOOK_EVERY_S = 0.2
 CLOSE_TIMEOUT_S = 5.0
-_GONE = "The engine has stopped; the worker is being restarted."
 
 
 class VllmEngine(Engine):
@@ -53,13 +56,14 @@ class VllmEngine(Engine):
 
     _core: Core
     _probes: Probes
+    _slumber: Slumber
     _stated: stated.Stated
+    _texts: Texts | None = None
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self.fatal: Exception | None = None
-        self._held = Held()
-        self._changing = threading.Lock()  # what is held
+        self._held = Held(self._moved)
         self._emit: Emit = lambda outputs: None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -71,17 +75,21 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- loading
 
     def load(self, report: Report) -> ModelInfo:
-        folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
-        tokenizer = weights.load_tokenizer(folder, self.spec)
+        with phase("files"):
+            folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
+        with phase("tokenizer"):
+            tokenizer = weights.load_tokenizer(folder, self.spec)
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self._pieces = Pieces(tokenizer)
         self._parameters = stated.parameters(folder)
         self._embeds = pooling.is_embedder(folder)
         memory = arguments.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         asked = arguments.arguments(self.spec, folder, memory, embeds=self._embeds)
-        with activity.reported(report):
+        with phase("core"), activity.reported(report):
             self._core = Core(asked, self.spec.model)
         self._probes = Probes(self._core)
+        level = int(self.spec.options.get("sleep_level", 1))
+        self._slumber = Slumber(self._core, level, self._restore_adapters)
         model = self._core.config.model_config
         self.vocab_size = int(model.get_vocab_size())
         self._limits = Limits(self.vocab_size, int(model.max_model_len))
@@ -94,6 +102,11 @@ class VllmEngine(Engine):
         return self._embedding() if self._embeds else self._generating(folder, tokenizer)
 
     def _embedding(self) -> ModelInfo:
+        from vllm.pooling_params import PoolingParams
+
+        params = PoolingParams(task="embed")
+        make = partial(requests.request, lora=None, pooling_params=params)
+        self._texts = Texts(self._core, self._held, self._limits, make, self._fail)
         size = self._probes.width()
         info = self._info(("embed", "tokenize", "detokenize"))
         return structs.replace(info, embedding_size=size, chat=False)
@@ -155,10 +168,15 @@ class VllmEngine(Engine):
             raise Unsupported("This model makes embeddings only.", param="model")
         check(job, self._limits)
         lora = self._adapting().request(job.adapter) if job.adapter else None
-        name = self._name(job.id)
+        name = f"{job.id}#{next(self._serial)}"
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
         made = requests.request(name, ids, lora, sampling_params=self._params(job))
-        self._send(job.id, [name], [made])
+        self._held.begin(job.id, [name])
+        try:
+            self._core.add([made])
+        except Exception as error:  # the core has died, of which the loop will say so; or not
+            self._held.forget(job.id)
+            raise EngineFailed(why(self._core, error)) from error
 
     def _params(self, job: Job) -> Any:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -176,56 +194,17 @@ class VllmEngine(Engine):
         return params
 
     def embed(self, job: EmbedJob) -> None:
-        from vllm.pooling_params import PoolingParams
-
-        if not self._embeds:
+        if self._texts is None:
             raise Unsupported("This model has no pooling to make embeddings with.", param="model")
-        check_inputs(job, self._limits)
-        names = [self._name(job.id) for _ in job.inputs]
-        made = [
-            requests.request(name, ids, None, pooling_params=PoolingParams(task="embed"))
-            for name, ids in zip(names, job.inputs, strict=True)
-        ]
-        self._send(job.id, names, made, Embedding(names, [b""] * len(names), len(names)))
-
-    def _name(self, job_id: int) -> str:
-        return f"{job_id}#{next(self._serial)}"
-
-    def _send(
-        self, job_id: int, names: list[str], made: Sequence[Any], texts: Embedding | None = None
-    ) -> None:
-        with self._changing:
-            if self.fatal is not None or self._closing:
-                raise EngineFailed(_GONE)
-            if job_id in self._held.names:
-                raise RequestError(f"Request id {job_id} is already in flight.")
-            if not self._held.names:
-                self._progress_at = time.monotonic()  # what was idle until now is not late
-            self._held.names[job_id] = names
-            if texts is not None:
-                self._held.embeddings[job_id] = texts
-            self._held.jobs |= dict.fromkeys(names, job_id)
-        try:
-            self._core.add(made)
-        except Exception as error:  # the core has died; the loop will say so
-            self._forget(job_id)
-            raise EngineFailed(_GONE) from error
+        first = next(self._serial)
+        names = [f"{job.id}#{first}.{at}" for at in range(len(job.inputs))]
+        self._held.begin(job.id, names, Embedding.of(names))
+        self._texts.send(job, names)
 
     def cancel(self, job_id: int) -> None:
-        names = self._forget(job_id)
+        names = self._held.cancel(job_id)
         if names and self.fatal is None and not self._closing:
-            try:
-                self._core.abort(names)
-            except Exception as error:  # as above
-                log.warning("cannot cancel: %s", error)
-
-    def _forget(self, job_id: int) -> list[str]:
-        with self._changing:
-            names = self._held.names.pop(job_id, [])
-            self._held.embeddings.pop(job_id, None)
-            for name in names:
-                self._held.jobs.pop(name, None)
-        return names
+            self._core.abort(names)
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
         if self._embeds or self._grammars is None:
@@ -249,14 +228,16 @@ class VllmEngine(Engine):
         return self._adapters
 
     def load_now(self) -> Load:
-        total = len(self._held.names)
+        total = len(self._held)
         running = min(self._running, total)
         age_s = time.monotonic() - self._progress_at if total else 0.0
         return Load(running, total - running, self._kv_used if total else 0.0, age_s)
 
     def close(self) -> None:
-        with self._changing:
-            self._closing = True
+        self._closing = True
+        self._held.end()
+        if self._texts is not None:
+            self._texts.close()
         if (core := getattr(self, "_core", None)) is not None:
             core.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -265,28 +246,25 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- asleep
 
     def sleep(self) -> None:
-        self._order("sleep", self._level)
+        self._turn(self._slumber.sleep)
 
     def wake(self) -> None:
-        if self._level == 1:
-            self._order("wake_up", None)
-        else:
-            self._order("wake_up", ["weights"])
-            self._order("collective_rpc", "reload_weights", None, (), None)
-            self._order("wake_up", ["kv_cache"])
-            if self._adapters is not None:
-                self._adapters.restore()
-        self._progress_at = time.monotonic()
+        self._turn(self._slumber.wake)
+        self._moved()
 
-    @property
-    def _level(self) -> int:
-        return int(self.spec.options.get("sleep_level", 1))
+    def _restore_adapters(self) -> None:
+        if self._adapters is not None:
+            self._adapters.restore()
 
-    def _order(self, method: str, *args: Any) -> None:
+    def _turn(self, what: Callable[[], None]) -> None:
+        """One of the above; a core that is left between the two is given up."""
+        if self.fatal is not None:
+            raise LoadError(GONE, permanent=False)
         try:
-            self._core.call(method, *args)
-        except Exception as error:  # whatever the core has raised comes as this
-            raise LoadError(f"vLLM: {first_line(error)}", permanent=False) from error
+            what()
+        except Broken as error:
+            self._die(error)
+            raise
 
     # ---------------------------------------------------------------- the loop
 
@@ -300,44 +278,48 @@ class VllmEngine(Engine):
                 self._die(error)
 
     def _take_step(self, found: Any) -> None:
-        self._progress_at = time.monotonic()
+        self._moved()
         if (told := found.scheduler_stats) is not None:
             self._running, self._kv_used = told.num_running_reqs, told.kv_cache_usage
-        if made := [one for output in found.outputs if (one := self._take(output)) is not None]:
-            self._emit(made)
+        left, jobs = self._held.left, self._held.jobs
+        made: list[StepOutput] = []
+        for output in found.outputs:
+            job_id = jobs.get(output.request_id)
+            if job_id is not None and not self._embeds and requests.is_plain(output):
+                made.append(StepOutput(job_id, output.new_token_ids))
+            elif (one := self._take(output, job_id)) is not None:
+                made.append(one)
+        if made:
+            self._held.tell(made, left, self._emit)
 
-    def _take(self, output: Any) -> StepOutput | None:
-        job_id = self._held.jobs.get(output.request_id)
+    def _moved(self) -> None:
+        """Something went on; and what was idle until now is not late."""
+        self._progress_at = time.monotonic()
+
+    def _take(self, output: Any, job_id: int | None) -> StepOutput | None:
         if job_id is None:  # cancelled, or a question of our own
             self._probes.take(output)
             return None
-        if (embedding := self._held.embeddings.get(job_id)) is not None:
-            return self._take_vector(job_id, embedding, output)
-        made = requests.output_of(job_id, output, self._stated.eos, self._pieces.of)
-        if made.finish or made.error:
-            self._forget(job_id)
-        return made
+        if self._embeds:
+            embedding = self._held.embeddings.get(job_id)  # None: cancelled just now
+            return None if embedding is None else self._take_vector(job_id, embedding, output)
+        return requests.output_of(job_id, output, self._stated.eos, self._pieces.of)
 
     def _take_vector(self, job_id: int, embedding: Embedding, output: Any) -> StepOutput | None:
         if output.pooling_output is None:
-            self._forget(job_id)
+            self._core.abort(list(embedding.places))  # the others are of no use
             return StepOutput(job_id, [], error="vLLM made no embedding; its log says why.")
         vector = output.pooling_output.float().cpu().numpy()
-        embedding.vectors[embedding.names.index(output.request_id)] = vector.astype("<f4").tobytes()
+        embedding.vectors[embedding.places[output.request_id]] = vector.astype("<f4").tobytes()
         embedding.left -= 1
-        if embedding.left:
-            return None
-        self._forget(job_id)
-        return StepOutput(job_id, [], "stop", vectors=embedding.vectors)
+        return None if embedding.left else StepOutput(job_id, [], "stop", vectors=embedding.vectors)
+
+    def _fail(self, output: StepOutput) -> None:
+        """Tell one job, if it is held, that it has failed."""
+        self._held.tell([output], -1, self._emit)
 
     def _die(self, error: Exception) -> None:
-        log.exception("the engine died")
-        with self._changing:
-            self.fatal = error
-            ids = list(self._held.names)
-            self._held.names.clear()
-            self._held.jobs.clear()
-            self._held.embeddings.clear()
+        log.error("the engine died", exc_info=error)
+        self.fatal = error
+        self._held.end(self._emit)
         self._probes.fail(error)
-        if ids:
-            self._emit([StepOutput(job_id, [], error=_GONE) for job_id in ids])

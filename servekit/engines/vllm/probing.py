@@ -19,8 +19,9 @@ _TOKENS = 2
 class Probes:
     """Asks from any thread but the loop's, which brings the answers by `take`."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, patience_s: float = _PATIENCE_S) -> None:
         self._core = core
+        self._patience_s = patience_s
         self._serial = itertools.count()
         self._open: dict[str, tuple[Future[Any], list[Any]]] = {}
 
@@ -62,12 +63,14 @@ class Probes:
         self._open[name] = (answer, [])
         try:
             self._core.add([request(name, prompt, lora, **params)])
-            answer.result(_PATIENCE_S)
+            answer.result(self._patience_s)
             return self._open[name][1]
         except TimeoutError:
             raise LoadError("vLLM did not answer a probe.", permanent=False) from None
         finally:
             del self._open[name]
+            if not answer.done():  # nobody asks any more
+                self._core.abort([name])
 
     def take(self, output: Any) -> None:
         """Take an output that is no client's."""

@@ -10,7 +10,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,29 +19,12 @@ from servekit.engines.choosing import LEAST, Sampling
 from servekit.engines.grammar import Constraint, serialized
 from servekit.wire.messages import TokenLogprob
 
-#: Under which a request's `extra_args` hold its grammar, and the tokens that it goes on after.
-GRAMMAR, EMITTED = "servekit_grammar", "servekit_emitted"
+#: Under which a request's `extra_args` hold its grammar, the tokens that it goes on after, and for
+#: its noise how many they are.
+GRAMMAR, EMITTED, DONE = "servekit_grammar", "servekit_emitted", "servekit_done"
 #: Of `vllm.v1.engine.FinishReason`; the others are failures.
 _STOP, _LENGTH = 0, 1
 _MASK = 2**63 - 1
-
-
-@dataclass(slots=True)
-class Embedding:
-    """A job with texts, and the vectors that have come."""
-
-    names: list[str]
-    vectors: list[bytes]
-    left: int
-
-
-@dataclass(slots=True)
-class Held:
-    """Requests under way: by the names that the core has for them, and by their jobs."""
-
-    jobs: dict[str, int] = field(default_factory=dict)
-    names: dict[int, list[str]] = field(default_factory=dict)
-    embeddings: dict[int, Embedding] = field(default_factory=dict)
 
 
 def request(name: str, ids: list[int], lora: Any, **params: Any) -> Any:
@@ -68,8 +50,8 @@ def sampling_arguments(
     """Keyword arguments of `vllm.SamplingParams`.
 
     Tokens that another worker has produced are a part of the prompt here. Penalties of the
-    completion count them by a bias, exactly until a token occurs again; a seed goes on with other
-    noise than the undisturbed answer would have had.
+    completion count them by a bias, exactly until a token occurs again; a seed's noise goes on
+    after them (`ranks`).
     """
     done = len(job.emitted)
     made: dict[str, Any] = {
@@ -88,16 +70,26 @@ def sampling_arguments(
         "skip_clone": True,
     }
     if job.params.seed is not None:
-        seed = job.params.seed if not done else hash((job.params.seed, done))
-        made["seed"] = seed & _MASK  # to vLLM -1 is none at all
+        made["seed"] = job.params.seed & _MASK  # to vLLM -1 is none at all
     if not made["ignore_eos"]:
         made["stop_token_ids"] = sorted(set(eos) - {primary_eos})
     if bias := _bias(job, sampling):
         made["logit_bias"] = bias
-    if isinstance(job.constraint, Constraint):
-        text = serialized(job.constraint.grammar)
-        made["extra_args"] = {GRAMMAR: text} | ({EMITTED: job.emitted} if done else {})
+    if brought := _brought(job):
+        made["extra_args"] = brought
     return made
+
+
+def _brought(job: Job) -> dict[str, Any]:
+    """What is for servekit's own parts in the core."""
+    brought: dict[str, Any] = {}
+    if isinstance(job.constraint, Constraint):
+        brought[GRAMMAR] = serialized(job.constraint.grammar)
+        if job.emitted:
+            brought[EMITTED] = job.emitted
+    if job.emitted and job.params.seed is not None:
+        brought[DONE] = len(job.emitted)
+    return brought
 
 
 def _bias(job: Job, sampling: Sampling) -> dict[int, float]:
@@ -107,6 +99,12 @@ def _bias(job: Job, sampling: Sampling) -> dict[int, float]:
             penalty = sampling.presence_penalty + count * sampling.frequency_penalty
             bias[token] = bias.get(token, 0.0) - penalty
     return bias
+
+
+def is_plain(output: Any) -> bool:
+    """Whether an `EngineCoreOutput` brings tokens and nothing else, as most of most steps do."""
+    told = output.finish_reason is None and output.new_logprobs is None
+    return told and output.prefill_stats is None
 
 
 def output_of(

@@ -41,6 +41,11 @@ GGUF, FOLDER = Asked("gguf"), Asked("folder")
             "(pip install 'servekit[llamacpp]')",
         ),
         (
+            Asked("gguf", options=frozenset({"library"})),
+            machine(modules=["transformers"]),
+            "llamacpp: a GGUF file, and its options name a library",
+        ),
+        (
             Asked("gguf", adapters=("LORA",)),
             machine(),
             "transformers: a GGUF file; llamacpp, which runs it as it is, has no adapters",

@@ -18,6 +18,8 @@ def told(folder: Path, model: str, *, gpu: bool = True, modules: frozenset[str] 
     """The complaints about one model, without the file's name and the line."""
     (folder / "m.gguf").touch()
     (folder / "f").mkdir()
+    (folder / "build").mkdir()
+    (folder / "build" / "libllama.so").touch()
     for kind in ("LORA", "BOFT"):
         (folder / kind).mkdir()
         (folder / kind / "adapter_config.json").write_text(f'{{"peft_type": "{kind}"}}')
@@ -38,6 +40,8 @@ RIGHT = [
     "engine: llamacpp, path: m.gguf",
     "engine: llamacpp, path: org/name/x.gguf, gpus_per_replica: 2",
     "engine: llamacpp, path: 'pypi:a==1'",
+    "engine: llamacpp, path: m.gguf, options: {library: build}",
+    "engine: llamacpp, path: m.gguf, options: {library: ./build/libllama.so}",
     "engine: transformers, path: m.gguf, adapters: [{name: x, path: ./BOFT}]",
     "engine: transformers, path: ./f, parallel: device_map, gpus_per_replica: 2, idle_sleep_s: 1",
     "engine: echo, path: anything at all",
@@ -53,6 +57,15 @@ WRONG = [
         "models[0].path: the engine llamacpp runs GGUF files, and this is a folder with "
         "safetensors.",
     ),
+    (
+        "engine: llamacpp, path: m.gguf, options: {library: build, binding: xllamacpp}",
+        "models[0].options.library: `binding` says where llama.cpp is, too; leave one out.",
+    ),
+    (
+        "engine: llamacpp, path: m.gguf, options: {library: f}",
+        "there is no libllama.so in {here}/f.",
+    ),
+    ("engine: llamacpp, path: m.gguf, options: {library: [f]}", "must be text, but is a list."),
     ("engine: llamacpp, path: org/name", "one file of a hub's model is org/name/FILE.gguf."),
     (
         "engine: llamacpp, path: m.gguf, adapters: [{name: x, path: ./LORA}]",
@@ -90,7 +103,7 @@ def test_what_fits_is_let_be(tmp_path: Path, model: str) -> None:
 
 @pytest.mark.parametrize(("model", "words"), WRONG)
 def test_what_is_lacking_is_named(tmp_path: Path, model: str, words: str) -> None:
-    assert told(tmp_path, model).endswith(words)
+    assert told(tmp_path, model).endswith(words.replace("{here}", str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +120,15 @@ def test_a_missing_extra_is_named_by_what_installs_it(
     said = told(tmp_path, model, modules=frozenset())
     assert said.startswith("models[0].engine: the engine ")
     assert said.endswith(f" is not installed; {remedy}.")
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "auto"])
+def test_a_library_that_is_named_is_enough(tmp_path: Path, engine: str) -> None:
+    model = f"engine: {engine}, path: m.gguf, options: {{library: build}}"
+    assert told(tmp_path, model, modules=frozenset({"transformers"})) == ""
+    config, _ = load_here(tmp_path / "servekit.yaml", Machine(False, lambda module: False))
+    [found] = config.models
+    assert (found.engine, found.options["library"]) == ("llamacpp", str(tmp_path / "build"))
 
 
 def test_an_engine_for_gpus_needs_one(tmp_path: Path) -> None:

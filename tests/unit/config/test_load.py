@@ -50,7 +50,7 @@ MODEL = [
     ("device: gpu", "must be auto, cpu or cuda, but is the text 'gpu'. Did you mean 'cuda'?"),
     ("dtype: bf16", "Did you mean 'bfloat16'?"),
     ("replicas: two", "must be a whole number or auto, but is the text 'two'."),
-    ("replicas: 0", "replicas: must be between 1 and 256, or auto."),
+    ("replicas: 0", "replicas: must be between 1 and 256, auto, or {min, max}."),
     ("replicas: 1.5", "must be a whole number or auto, but is the number 1.5."),
     ('replicas: "2"', "must be a whole number or auto, but is the text '2'. Leave out the quotes."),
     ("replicas: yes", "must be a whole number or auto, but is the truth value yes."),
@@ -64,7 +64,7 @@ MODEL = [
     ("gpus: [one]", "a GPU is an index (0) or a UUID"),
     ("gpus: [0, 0]", ":4:15: models[0].gpus[1]: the GPU 0 stands twice."),
     ("{gpus: [0], device: cpu}", "models[0].gpus: `device: cpu` uses no GPUs."),
-    ("{gpus: [0], replicas: 2}", "2 replicas need a GPU each, and `gpus` lists 1."),
+    ("{gpus: [0], replicas: 2}", "2 replicas need a GPU each, and `gpus` lists 1; with `memory`"),
     ("revision: 1234567", 'Put it in quotes: "1234567".'),
     ("env: {THREADS: 4}", 'env.THREADS: must be text, but is the number 4. Put it in quotes: "4".'),
     ("env: {NO: 'x', CUDA_VISIBLE_DEVICES: '0'}", ":4:20: models[0].env.CUDA_VISIBLE_DEVICES: "),
@@ -344,12 +344,12 @@ def test_any_value_is_right_or_a_config_error(tmp_path: Path, key: str, value: o
 def test_loading_is_quick_and_light() -> None:
     """A wrong file is told within a second, however slow the machine."""
     code = (
-        "import sys, time; begun = time.perf_counter()\n"
+        "import sys, time\n"
         "from pathlib import Path\n"
         "from servekit.config.load import load\n"
         f"load(Path({str(Path(__file__).parents[3] / 'configs' / 'demo.yaml')!r}))\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'gradio'} & set(sys.modules)\n"
-        "print(time.perf_counter() - begun, *heavy)"
+        "print(time.process_time(), *heavy)"
     )
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -357,4 +357,5 @@ def test_loading_is_quick_and_light() -> None:
     ]
     outputs = [run.stdout.split() for run in runs]
     assert all(len(words) == 1 for words in outputs)
-    assert min(float(words[0]) for words in outputs) < 0.8  # 0.25 on a quiet machine
+    # its own time, not that of a busy machine; 0.3 on a quiet one
+    assert min(float(words[0]) for words in outputs) < 1.0

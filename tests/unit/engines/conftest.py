@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,6 +77,19 @@ def bindings() -> list[str]:
     from servekit.engines.llama.bindings import MODULES
 
     return [name for name, module in MODULES.items() if find_spec(module)] or ["xllamacpp"]
+
+
+@pytest.fixture(scope="session")
+def llama_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libllama.so: a copy of xllamacpp's, which has llama.cpp's own functions.
+
+    A copy, for one library has one log, and the binding's own tests read theirs.
+    """
+    spec = find_spec("xllamacpp")
+    assert spec is not None and spec.origin is not None
+    folder = tmp_path_factory.mktemp("build")
+    shutil.copy(Path(spec.origin).with_name("xllamacpp.abi3.so"), folder / "libllama.so")
+    return folder
 
 
 @pytest.fixture(scope="module", params=bindings())

@@ -18,7 +18,7 @@ from servekit.errors import LoadError, RequestError
 from servekit.wire.adapters import AdapterSpec
 from servekit.wire.messages import ChatMessage, Progress, SamplingParams, WorkerSpec
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Running:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +265,25 @@ def test_a_cache_that_does_not_fit(tiny_model: Path) -> None:
     error = refused(tiny_model, options={"kv_cache_bytes": 2**50})
     assert "kv_cache_bytes" in str(error)
     assert not error.permanent
+
+
+def test_weights_stay_in_the_page_cache_where_replicas_share_them(
+    harness: Make, tiny_model: Path
+) -> None:
+    """Source: proc(5), /proc/PID/smaps: of a private mapping, what was written is one's own."""
+    assert harness().generate(PROMPTS[0], max_tokens=4)
+    file = str(tiny_model / "model.safetensors")
+    own_kb = [kb for path, kb in _own_pages(Path("/proc/self/smaps")) if path == file]
+    assert own_kb
+    assert sum(own_kb) == 0
+
+
+def _own_pages(smaps: Path) -> Iterator[tuple[str, int]]:
+    """Each mapping's file, and the kB of it that were written."""
+    file = ""
+    for line in smaps.read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            file = words[5] if len(words) > 5 else ""
+        elif words[0] == "Private_Dirty:":
+            yield file, int(words[1])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from servekit.engines.cache import Cache
 from servekit.engines.source import resolve
+from servekit.engines.wheel import largest_wheel
 from servekit.errors import LoadError
 from tests.unit.engines.origins import (
     Handler,
@@ -25,7 +28,7 @@ from tests.unit.engines.origins import (
 )
 
 PATH = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +191,23 @@ def test_progress_grows_with_the_download(tiny: bytes, tmp_path: Path) -> None:
     assert (phase, unit) == ("fetch", "bytes") and 0 < done < total
     assert abs(total - wheel.stat().st_size) < 0.01 * total
     assert "path" in found
+
+
+def test_folders_that_vanish_while_the_download_is_measured_do_not_end_it(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.whl").write_bytes(b"wheel")
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            folder = Path(tempfile.mkdtemp(dir=tmp_path))
+            (folder / "deep").mkdir()
+            shutil.rmtree(folder)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {largest_wheel(tmp_path) for _ in range(2000)} == {5}
+    finally:
+        over.set()
+        thread.join()

@@ -24,7 +24,7 @@ from servekit.wire.messages import (
 )
 from servekit.worker.runner import Runner
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 async def until(condition: Callable[[], Any], what: str = "the condition") -> None:

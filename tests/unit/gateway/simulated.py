@@ -109,13 +109,13 @@ class SimulatedReplica:
 class Seen:
     """A replica as one gateway sees it: a `balancer.Target`."""
 
-    def __init__(self, replica: SimulatedReplica, share: int) -> None:
+    def __init__(self, replica: SimulatedReplica, share: int, block: int = BLOCK) -> None:
         self.replica = replica
         self.name = self.socket = replica.name
         self.share = share
         self.info: ModelInfo | None = ModelInfo(
             8192, SLOTS, True, "simulated", "none", "cpu",
-            prefix_block=BLOCK, prefix_tokens=CACHE_TOKENS,
+            prefix_block=block, prefix_tokens=CACHE_TOKENS,
         )  # fmt: skip
         self.account: Account | None = None
         self.last_id = 0
@@ -124,14 +124,19 @@ class Seen:
 
     @property
     def credits(self) -> int:
-        return SLOTS // self.share - len(self.calls)
+        return SLOTS // self.share - len(self.calls) if self.routable else 0
 
     def take(self, request: Request) -> None:
         self.last_id += 1
         self.calls[self.last_id] = request.call
-        request.end = partial(self.calls.pop, self.last_id)
+        request.end = partial(self.end, self.last_id)
         request.left = -1  # to be looked up
         self.replica.unread.append(request)
+
+    def end(self, id: int) -> None:
+        call = self.calls.pop(id)
+        if self.account is not None:
+            self.account.end(id, call)
 
 
 Router = Callable[[Sequence[Seen], Call], Seen | None]
@@ -173,14 +178,19 @@ class Outcome:
         return quantiles(self.first_s, n=100)[98]
 
 
-def simulate(requests: Sequence[Request], *routers: Router, replicas: int = 4) -> Outcome:
+def simulate(
+    requests: Sequence[Request], *routers: Router, replicas: int = 4, block: int = BLOCK
+) -> Outcome:
     """Run a load to its end, each request by any of the routers, which know nothing of each other.
 
+    `block` is what replicas tell of their prefix caches; 0: nothing.
     With one router this is deterministic; with several, which one it is depends on a seed.
     """
     outcome = Outcome()
     workers = [SimulatedReplica(f"m/{index}") for index in range(replicas)]
-    gateways = [(route, [Seen(worker, len(routers)) for worker in workers]) for route in routers]
+    gateways = [
+        (route, [Seen(worker, len(routers), block) for worker in workers]) for route in routers
+    ]
     dice = random.Random(0)
     serial = itertools.count()
     events: list[tuple[float, int, Request | SimulatedReplica]] = []

@@ -41,16 +41,14 @@ def test_where_a_key_is(headers: list[tuple[bytes, bytes]], browser: bool, key: 
     "value", [b"", b"abc", b"Bearer", b"Bearer  ", b"Basic", basic("me:abc"), b"Digest abc"]
 )
 def test_where_none_is(value: bytes) -> None:
-    with pytest.raises(InvalidKey, match="an API key is needed") as error:
+    with pytest.raises(InvalidKey, match="an API key is needed"):
         key_of([(b"authorization", value)])
-    assert error.value.scheme == "Bearer"
 
 
 @pytest.mark.parametrize("value", [b"Basic !!!", b"Basic", basic("no colon"), basic("me:")])
-def test_a_browser_is_asked_again(value: bytes) -> None:
-    with pytest.raises(InvalidKey) as error:
+def test_a_password_that_holds_no_key(value: bytes) -> None:
+    with pytest.raises(InvalidKey):
         key_of([(b"authorization", value)], browser=True)
-    assert error.value.scheme == "Basic"
 
 
 async def test_who_may_administer() -> None:

@@ -6,19 +6,22 @@ All loads are seeded and all times simulated: the figures are the same on each r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from servekit.gateway.balance import DECODE_WEIGHT
-from servekit.gateway.balancer import Account, Balancer
+from servekit.gateway.balance import DECODE_WEIGHT, FULL, Asked, Facts, choose
+from servekit.gateway.balancer import LOOK, Account, Balancer
 from servekit.gateway.call import Call
 from servekit.gateway.prefixes import BLOCK_TOKENS, Prompt, read
 from servekit.wire.messages import ChatMessage, ModelStatus, SamplingParams
 from tests.unit.gateway.conftest import EchoWorker, Service, until
 from tests.unit.gateway.scripted import ScriptedWorker
 from tests.unit.gateway.simulated import (
+    SLOTS,
     Outcome,
     Request,
     Router,
@@ -107,6 +110,59 @@ def test_the_same_load_is_served_the_same_way() -> None:
         assert first == second
 
 
+@pytest.mark.parametrize("policy", ["auto", "least_loaded"])
+def test_of_many_replicas_few_are_looked_at_and_all_are_used(policy: str) -> None:
+    """Nobody's first token is later than if the shortest of all queues were looked for."""
+
+    def load(seed: int) -> Sequence[Request]:
+        return heavy(seed, rate=9.0 * 32 / 4, count=3000)
+
+    looked: set[int] = set()
+
+    class Watched(Balancer[Seen]):
+        def _few(self, replicas: Collection[Seen]) -> Iterable[Seen]:
+            few = list(super()._few(replicas))
+            looked.add(len(few))
+            return few
+
+    balancer = Watched()
+    balancer.set_status(ModelStatus("m", "-", "-", 0, (), routing=policy))  # type: ignore[arg-type]
+    ours, theirs = (
+        simulate(load(1), route, replicas=32, block=0)
+        for route in (balancer.choose, shortest_queue)
+    )
+    assert looked == {LOOK}
+    assert ours.mean_s <= theirs.mean_s
+    assert ours.p99_s <= theirs.p99_s
+    shares = [ours.chosen.count(f"m/{at}") / len(ours.chosen) for at in range(32)]
+    assert all(share > 0.01 for share in shares), shares
+
+
+@given(
+    owed=st.lists(st.integers(0, 5), min_size=1, max_size=LOOK),
+    kv_used=st.lists(st.sampled_from([0.0, 0.5, FULL, 1.0]), min_size=LOOK, max_size=LOOK),
+    room=st.lists(st.integers(0, 2), min_size=LOOK, max_size=LOOK),
+    last=st.permutations(range(LOOK)),
+)
+def test_the_short_way_chooses_as_the_policy_does(
+    owed: list[int], kv_used: list[float], room: list[int], last: list[int]
+) -> None:
+    balancer: Balancer[Seen] = Balancer()
+    replicas = [
+        Seen(SimulatedReplica(f"m/{at}"), SLOTS // (room[at] or 1)) for at in range(len(owed))
+    ]
+    facts = []
+    for at, one in enumerate(replicas):
+        one.routable = room[at] > 0
+        one.account = account = Account(one.name, None)
+        account.owed, account.kv_used, account.last = float(owed[at]), kv_used[at], last[at]
+        account.told = balancer._words
+        facts.append(Facts(one.credits, account.owed, 0, kv_used[at], last[at]))
+    chosen, _ = balancer._least_loaded(replicas)
+    found = choose("auto", Asked(), facts)
+    assert chosen is (None if found is None else replicas[found])
+
+
 def test_sessions_stay_where_they_are_also_without_anything_known() -> None:
     """Short prompts have no blocks; the session alone says where."""
 
@@ -159,10 +215,24 @@ def test_a_call_is_owed_for_until_its_prompt_is_read_and_its_answer_done() -> No
     assert one.account.owed == 1024 + 10 * DECODE_WEIGHT
     assert balancer.choose([one, other], ask("x")) is other
     call.emitted.append(1)
-    one.account.settle(one, 0.0)
+    one.account.settle(one)
     assert one.account.owed == 10 * DECODE_WEIGHT, "its first token: the prompt has been read"
-    one.calls.clear()
-    assert one.account.settle(one, 0.0) == [1]
+    one.end(1)
+    assert one.account.owed == 0.0
+
+
+def test_what_ends_unread_is_not_owed_for_either() -> None:
+    balancer: Balancer[Seen] = Balancer()
+    one = seen()
+    for _ in range(2):
+        balancer.note(one, call := long_call(text(1)))
+        one.take(Request(call, 10))
+    assert one.account is not None
+    one.end(1)
+    one.account.settle(one)
+    assert one.account.owed == 10 * DECODE_WEIGHT, "of the second all is held"
+    one.account.end(7, call)  # one that it was never sent
+    one.end(2)
     assert one.account.owed == 0.0
 
 
@@ -173,8 +243,10 @@ def test_what_is_held_is_not_owed_for() -> None:
         call = long_call(text(1))
         balancer.note(one, call)
         assert one.account is not None
-        assert one.account._debts[one.last_id + 1].prompt == expected
+        owed = one.account.owed
         one.take(Request(call, 10))
+        assert owed == expected + 10 * DECODE_WEIGHT
+        one.end(one.last_id)
 
 
 def test_how_long_answers_are_is_learnt() -> None:
@@ -186,7 +258,7 @@ def test_how_long_answers_are_is_learnt() -> None:
         assert chosen is not None
         chosen.take(Request(call, 10))
         call.emitted += [1] * 40
-        chosen.calls.clear()
+        chosen.end(chosen.last_id)
     call = Call("m", SamplingParams(), prompt="x")
     assert balancer._expected(call) == pytest.approx(40.0, abs=1.0)
     assert balancer._expected(ask("x", 5)) == 5.0
@@ -203,7 +275,7 @@ def test_calls_from_before_there_was_a_choice_count() -> None:
         assert chosen is new
         new.take(Request(ask("x", 10), 10))
     assert alone.account is not None
-    assert len(alone.account._debts) == 3
+    assert len(alone.account._answers) == 3
 
 
 def test_calls_of_other_gateways_count_as_far_as_they_are_known(service: Service) -> None:

@@ -16,7 +16,7 @@ from servekit.supervisor.control import Operators
 from servekit.wire.adapters import Adapters as Told
 from servekit.wire.adapters import AdapterSpec, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.messages import Accepted, AccessRules, KeyRule, Refused
-from tests.unit.supervisor.test_control import Desk, ResidenceDesk
+from tests.unit.supervisor.test_control import Desk, MetricsDesk, ResidenceDesk
 
 SALT = b"s" * 32
 KEYED = AccessRules(
@@ -54,7 +54,7 @@ async def served(
     folder: Path, answer: Accepted | Refused, rules: AccessRules = OPEN, key: str = ""
 ) -> AsyncIterator[tuple[httpx.AsyncClient, AdapterDesk]]:
     desk = AdapterDesk(answer)
-    operators = Operators(Desk(), desk, ResidenceDesk())
+    operators = Operators(Desk(), desk, ResidenceDesk(), MetricsDesk())
     await operators.listen(folder / "s")
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=folder / "s")

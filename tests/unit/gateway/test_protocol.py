@@ -45,3 +45,30 @@ async def test_a_connection_that_ends_leaves_nothing_for_the_collector(reset: bo
             await until(lambda: seen and seen[0]() is None, "the protocol is gone")
     finally:
         gc.enable()
+
+
+async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gateway that another has taken over from refuses nobody, and keeps nobody."""
+    monkeypatch.setattr(Http, "leaving", False)
+    ask = b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+    listener = socket.create_server(("127.0.0.1", 0))
+    taken_over = listener.dup()  # as the next gateway has it
+    hot = {b"/hot": lambda exchange: exchange.answer(b"{}")}
+    async with serving(nothing, listener, hot, 1000) as close_doors:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(ask)
+        assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n{}")
+        close_doors()
+        _, late_writer = await asyncio.open_connection(*taken_over.getsockname())
+        late_writer.write(ask)
+        writer.write(ask)
+        assert b"connection: close" in await reader.readuntil(b"\r\n\r\n{}")
+        assert await reader.read() == b""
+        with taken_over:
+            other, _ = await asyncio.to_thread(taken_over.accept)  # not answered here
+            assert other.getpeername() == late_writer.get_extra_info("sockname")
+            other.close()
+        writer.close()
+        late_writer.close()

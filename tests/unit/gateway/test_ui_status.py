@@ -23,10 +23,10 @@ def told(*replicas: wire.ReplicaStatus) -> Router:
 
 async def test_a_loading_worker_has_a_bar_and_the_choice_says_so() -> None:
     router = told(replica("loading", progress=wire.Progress("fetch", 30, 120, "bytes")))
-    assert '<progress value="30" max="120">' in workers(router)
+    assert '<progress aria-label="m/0" value="30" max="120">' in workers(router)
     assert choices(router) == [("m · fetch 25 %", "m")]
     unknown = told(replica("loading", progress=wire.Progress("warm-up")))
-    assert "<progress></progress>" in workers(unknown)
+    assert '<progress aria-label="m/0"></progress>' in workers(unknown)
 
 
 async def test_reasons_and_restarts_are_shown_and_escaped() -> None:

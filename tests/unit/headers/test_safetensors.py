@@ -55,7 +55,24 @@ def test_an_index_says_which_files_count(tmp_path: Path) -> None:
 )
 def test_what_is_no_header_is_a_value_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"model\.safetensors: its header cannot be read$"):
+        safetensors.elements(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 200_000],
+)
+def test_what_is_no_index_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged: it has"):
+        safetensors.elements(tmp_path)
+
+
+def test_an_index_that_names_a_file_which_is_missing(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ValueError, match=r"names model-00001-of-00002\.safetensors, which"):
         safetensors.elements(tmp_path)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from servekit.config.schema import Config, ModelConfig
 from servekit.supervisor.adapter_desk import AdapterDesk
-from servekit.supervisor.fleet import Fleet, Yard
+from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
+from servekit.supervisor.yard import Yard
 from servekit.wire.adapters import Adapters, AdapterSpec, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.messages import Accepted, Refused
 
@@ -42,6 +43,8 @@ def desk(tmp_path: Path) -> Make:
         yard = cast(Yard, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), start=None))
         plan = SimpleNamespace(config=Config(models=models))
         served = [Fleet(model, yard) for model in models]
+        for fleet in served:
+            fleet.wanted = True
         return AdapterDesk(cast(Fleets, SimpleNamespace(served=served, plan=plan)))
 
     return make
@@ -78,6 +81,16 @@ async def test_without_workers_it_is_the_moment_that_is_wrong(desk: Make, tmp_pa
         answer = await desk_.add(AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x"))))
         assert isinstance(answer, Refused)
         assert (answer.invalid, answer.retry_after_s) == (False, 5.0)
+
+
+async def test_to_a_model_that_is_stopped_it_comes_with_that(desk: Make, tmp_path: Path) -> None:
+    made = desk("a")
+    made._fleet("a").wanted = False
+    answer = await made.add(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
+    assert answer == Accepted("x is loaded with a, which is not there now")
+    shown = made.show(GetAdapters("a"))
+    assert isinstance(shown, Adapters)
+    assert [(one.name, one.state) for one in shown.adapters["a"]][-1] == ("x", "loading")
 
 
 async def test_they_are_shown_by_model(desk: Make) -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.supervisor.adapters import Outcome, Refusal
+from servekit.supervisor.adapters import Later, Outcome, Refusal
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 NAMES = ("x", "y", "z")
 WORKERS = 3
 
@@ -83,7 +83,8 @@ class Fleet:
 
     drain_timeout_s = 1.0
 
-    def __init__(self, *file: AdapterSpec) -> None:
+    def __init__(self, *file: AdapterSpec, is_away: bool = False) -> None:
+        self.is_away = is_away  # if none of them serves
         self.fakes = [Fake(f"m/{index}") for index in range(WORKERS)]
         self.adapters = Adapters("m", file, self)
         self.tasks: list[asyncio.Task[Any]] = []
@@ -328,3 +329,64 @@ async def test_it_is_unloaded_once_gateways_have_no_request_for_it(
     is_unused[0] = True
     await fleet.finish()
     assert not any(worker.held for worker in fleet.fakes)
+
+
+async def test_what_is_added_to_a_model_that_is_away_comes_with_it() -> None:
+    fleet = Fleet(is_away=True)
+    adding = fleet.do(fleet.adapters.add(spec("x")))
+    again = fleet.do(fleet.adapters.add(spec("x")))
+    await fleet.finish()
+    assert adding.result() == Later()
+    assert "already been loaded" in again.result().message
+    assert fleet.adapters.expected() == (spec("x"),)
+    fleet.start(fleet.fakes[0])
+    await fleet.settle()
+    assert asked(fleet) == ["x"]
+    await fleet.finish()
+    assert fleet.serving() == {"x"}
+    assert (fleet.fakes[0].serves, set(fleet.fakes[0].held)) == (True, {"x"})
+
+
+async def test_what_is_added_to_a_model_that_is_away_and_then_refused_has_failed() -> None:
+    fleet = Fleet(is_away=True)
+    fleet.do(fleet.adapters.add(spec("x")))
+    await fleet.finish()
+    fleet.start(fleet.fakes[0])
+    await fleet.settle()
+    fleet.fakes[0].answer(well=False)
+    await fleet.finish()
+    (entry,) = fleet.adapters.book
+    assert (entry.state, entry.reason) == ("failed", "m/0 refuses x")
+    assert fleet.fakes[0].serves
+
+
+@pytest.mark.parametrize("removed", [True, False])
+async def test_one_that_wakes_has_no_other_than_is_meant_now(removed: bool) -> None:
+    fleet = await up(spec("y"))
+    fleet.is_away = True
+    fleet.do(fleet.adapters.add(spec("x")))
+    await fleet.finish()
+    for worker in fleet.fakes:
+        worker.serves = False  # they sleep, with all that they have
+    if removed:
+        fleet.do(fleet.adapters.remove("x"))
+    fleet.do(fleet.adapters.add(spec("x", "/b"), in_place=True))
+    await fleet.finish()
+    assert fleet.adapters.expected() == (spec("y"), spec("x", "/b"))
+    for worker in fleet.fakes:
+        fleet.do(fleet._come_up(worker))
+    await fleet.settle()
+    assert asked(fleet) == [""], "the old one is unloaded first"
+    fleet.fakes[0].answer(well=True)
+    await fleet.settle()
+    assert asked(fleet) == ["x"]
+    await fleet.finish()
+    assert all(worker.serves for worker in fleet.fakes)
+
+
+async def test_the_next_version_has_what_was_added_to_one_that_was_away() -> None:
+    fleet = Fleet(is_away=True)
+    fleet.do(fleet.adapters.add(spec("x")))
+    await fleet.finish()
+    assert fleet.adapters.successor((), ()).expected() == (spec("x"),)
+    assert fleet.adapters.successor((), {"x"}).expected() == ()

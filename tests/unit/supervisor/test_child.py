@@ -64,7 +64,7 @@ async def ended(child: Child[FromWorker]) -> Exit:
     return await asyncio.wait_for(asyncio.shield(child.exited), 10)
 
 
-async def gone(pid: int, within_s: float = 5.0) -> bool:
+async def gone(pid: int, within_s: float = 30.0) -> bool:
     """Whether a process that is not our child ends in time; its end comes as no event."""
     deadline = asyncio.get_running_loop().time() + within_s
     while asyncio.get_running_loop().time() < deadline:

@@ -15,6 +15,7 @@ from servekit.wire.adapters import (
     GetAdapters,
     RemoveAdapter,
 )
+from servekit.wire.counting import Figures, GetMetrics, Series
 from servekit.wire.messages import (
     Accepted,
     GetStatus,
@@ -76,6 +77,13 @@ class ResidenceDesk:
         return Refused(f"no model is called {wish.model!r}", True)
 
 
+class MetricsDesk:
+    """Has counted one thing."""
+
+    def show(self, wish: GetMetrics) -> Figures:
+        return Figures((Series("servekit_queue_depth", ("m",), [3.0]),))
+
+
 class BrokenDesk(Desk):
     async def status_now(self) -> Status:
         raise RuntimeError("bug")
@@ -83,7 +91,7 @@ class BrokenDesk(Desk):
 
 async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     desk = Desk()
-    operators = Operators(desk, AdapterDesk(), ResidenceDesk())
+    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -99,7 +107,7 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
 
 
 async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:
-    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk())
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert await ask(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted("x serves")
@@ -132,7 +140,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -
 
 
 async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
-    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk())
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert await ask(path, Reside("m", "load")) == Accepted("m: load, done")
@@ -142,8 +150,16 @@ async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
     operators.close()
 
 
+async def test_gateways_are_told_the_figures(tmp_path: Path) -> None:
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert await ask(path, GetMetrics()) == MetricsDesk().show(GetMetrics())
+    operators.close()
+
+
 async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
-    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk())
+    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     await operators.listen(tmp_path / "control.sock")
     with pytest.raises(ServekitError, match="hung up"):
         await ask(tmp_path / "control.sock", GetStatus())

@@ -110,7 +110,7 @@ def test_one_that_died_is_started_again(drivers: list[Driver]) -> None:
         "import time; time.sleep(600)",  # hangs: the test goes on after `answer_s`
         "print('no json', flush=True); input(); input()",
         "raise SystemExit(1)",
-        "print('[', end='', flush=True); import time; time.sleep(600)",  # in mid-answer
+        "print('[', end='', flush=True); import time; time.sleep(600)",  # hangs in mid-answer
     ],
 )
 def test_a_driver_that_hangs_or_breaks_holds_nobody_up(drivers: list[Driver], code: str) -> None:

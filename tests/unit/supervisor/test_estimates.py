@@ -112,6 +112,15 @@ def test_gguf(tmp_path: Path) -> None:
     assert asis.on_each_floor_bytes == 0, "what does not fit stays in the host's memory"
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 200_000])
+def test_a_damaged_folder_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
+    path = folder(tmp_path / "m")
+    (path / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json is damaged: it has to be JSON" in of(path).note(0)
+    (path / "config.json").write_text(text)
+    assert of(path).note(0).endswith("config.json is damaged: it has to be a JSON object")
+
+
 def test_what_is_not_here_is_not_known(tmp_path: Path) -> None:
     model = ModelConfig.model_validate({"name": "a", "path": "org/name"})
     [spot] = place([model], gpus(), 4)

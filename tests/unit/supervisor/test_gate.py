@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from servekit.supervisor.estimates import CONTEXT_BYTES
 from servekit.supervisor.gate import Gate, Reading
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.ledger import Ledger
@@ -42,13 +43,15 @@ class Worker:
     place: Assignment
     pid: int = 0
     told: list[str] = field(default_factory=list)
+    lacked: list[Mapping[str, int]] = field(default_factory=list)
 
     @property
     def need_bytes(self) -> Mapping[str, int]:
         return {g.uuid: c for g, c in zip(self.place.gpus, self.place.claims, strict=True)}
 
-    def waits(self, what: str) -> None:
+    def waits(self, what: str, lacking: Mapping[str, int] | None = None) -> None:
         self.told.append(what)
+        self.lacked.append(lacking or {})
 
 
 def worker(name: str, slot: Slot, *claims: int) -> Worker:
@@ -140,9 +143,11 @@ async def test_it_waits_for_memory_and_says_so(gate: Gate, nvml: Nvml) -> None:
     entering = asyncio.create_task(gate.enter(one))
     await until(lambda: bool(one.told))
     assert one.told[0].startswith("waits for memory: GPU 0 (H200) has 30.0 GiB free")
+    assert one.lacked[0] == {"GPU-0": 10 * GIB}
     assert gate.ledger.room("GPU-0") == 60 * GIB, "it has its claim while it waits"
     nvml.held[1] = {"GPU-0": 60}
     assert await entering == ""
+    assert one.lacked[-1] == {}
 
 
 async def test_what_does_not_fit_the_ledger_is_refused_with_the_arithmetic(gate: Gate) -> None:
@@ -208,6 +213,55 @@ async def test_asleep_it_claims_what_it_still_holds(gate: Gate, nvml: Nvml, proc
     nvml.held[1] = {"GPU-0": 40}
     assert await gate.enter(one) == "", "58 more are free"
     assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
+
+
+async def test_asleep_it_claims_what_is_used_where_its_processes_cannot_be_seen(
+    gate: Gate, nvml: Nvml, process: int
+) -> None:
+    """As in a container. Others hold no more than they claim: the rest is its own."""
+    one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 20)
+    for guest in (one, other):
+        assert await gate.enter(guest) == ""
+        gate.loaded(guest.name)
+    one.pid, nvml.held[1] = process, {"GPU-0": 30}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 10 * GIB}
+    nvml.held[1] = {"GPU-0": 5}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": CONTEXT_BYTES}, "a context there is in any case"
+    nvml.held[1] = {"GPU-0": 99}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}
+    gate.ledger.measured("a/0", {"GPU-0": 50 * GIB})  # it could be seen, and has nothing now
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 0}
+
+
+async def test_one_that_is_not_seen_by_a_silent_driver_sleeps_with_its_claim(
+    gate: Gate, nvml: Nvml, process: int
+) -> None:
+    one = worker("a", GPUS[:1], 60)
+    assert await gate.enter(one) == ""
+    one.pid, nvml.answers = process, False
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}
+
+
+async def test_one_that_has_died_meanwhile_did_not_fall_asleep(nvml: Nvml, process: int) -> None:
+    one = worker("a", GPUS[:1], 60)
+
+    def read() -> Reading:
+        found = nvml.read()
+        one.pid = two if is_asleep else process
+        return found
+
+    is_asleep, two = False, process + 1
+    gate = Gate(Ledger(GPUS), read)
+    assert await gate.enter(one) == ""
+    gate.loaded("a/0")
+    is_asleep, nvml.held[process] = True, {"GPU-0": 2}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}, "it is its next life's"
 
 
 async def test_a_driver_that_does_not_answer_holds_nobody_up(gate: Gate, nvml: Nvml) -> None:

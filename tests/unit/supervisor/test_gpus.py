@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from servekit.supervisor.attestation import held_bytes, stray_memory
 from servekit.supervisor.gpus import Gpu, find_gpus, match, restrict
+from servekit.wire.messages import GpuStatus
+from tests.integration.made_up_gpus import GIB, MadeUpGpus
 
 GPUS = tuple(
     Gpu(i, uuid, "H200", 10, 10) for i, uuid in enumerate(["GPU-aa01", "GPU-aa02", "GPU-bb03"])
@@ -55,6 +60,29 @@ def test_looking_for_gpus_never_imports_torch() -> None:
         "find_gpus(); gpu_memory_by_pid(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_use_is_told_of_each_gpu_as_far_as_it_is_known(tmp_path: Path) -> None:
+    """By the process that reads NVML, on made-up GPUs of which the second tells no utilisation."""
+    gpus = MadeUpGpus(tmp_path, 2)
+    gpus.hold({1: 25})
+    with (tmp_path / "gpus" / "pynvml.py").open("a") as nvml:
+        nvml.write(
+            "def nvmlDeviceGetUtilizationRates(handle):\n"
+            "    if handle: raise NVMLError('Not Supported')\n"
+            "    return Thing(gpu=40)\n"
+        )
+    command = [sys.executable, "-m", "servekit.supervisor.nvml", str(os.getpid())]
+    env = {**os.environ, **gpus.env}
+    run = subprocess.run(
+        command, input="use\n", capture_output=True, text=True, env=env, timeout=30, check=True
+    )
+    told = [GpuStatus(**gpu) for gpu in json.loads(run.stdout)]
+    assert [(one.index, one.uuid, one.utilisation) for one in told] == [
+        (0, "GPU-0", 0.4),
+        (1, "GPU-1", None),
+    ]
+    assert [(one.used_bytes, one.total_bytes) for one in told] == [(25 * GIB, 100 * GIB)] * 2
 
 
 def test_finds_what_nvml_finds() -> None:

@@ -23,6 +23,8 @@ GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
 
 
 class Host:
+    launcher = None
+
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir.take(path)
         self.mark = "of-a-unit-test"
@@ -32,6 +34,8 @@ class Host:
         return {}
 
     def changed(self) -> None: ...
+    def noticed(self) -> None: ...
+
     def children_changed(self) -> None: ...
     def line(self, name: str, text: str) -> None: ...
     def is_unused(self, adapter: str) -> bool:
@@ -137,6 +141,22 @@ async def test_it_ends_when_it_is_not_wanted_any_more_and_for_good_when_closed(m
     brood.close()
     brood.tend(wanted, workers(wanted, ()))
     assert [standby.ending for standby in run] == [True, True]
+
+
+async def test_it_ends_when_its_model_is_unloaded_and_comes_again(made: Made) -> None:
+    brood, run = made
+    wanted = model(standby=True)
+    some = workers(wanted, ())
+    brood.tend(wanted, some, away=True)
+    assert not run
+    brood.tend(wanted, some)
+    some[0].state = "asleep"
+    brood.tend(wanted, some)
+    assert [standby.ending for standby in run] == [False]
+    brood.tend(wanted, some, away=True)
+    assert [standby.ending for standby in run] == [True]
+    brood.tend(wanted, workers(wanted, ()))
+    assert [standby.ending for standby in run] == [True, False]
 
 
 async def test_nothing_is_forked_before_it_is_ready_or_for_another_version(made: Made) -> None:

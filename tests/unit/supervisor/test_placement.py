@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
+from servekit.supervisor.claims import least
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment, Misplaced, place
 
@@ -114,7 +115,7 @@ def can_be_placed(models: list[ModelConfig], count: int) -> bool:
     slots = [
         set(range(count)) if m.gpus is None else {int(g) for g in m.gpus}
         for m in models
-        for _ in range(1 if m.replicas == "auto" else int(m.replicas))
+        for _ in range(least(m))
     ]
 
     def fill(index: int, taken: frozenset[int]) -> bool:

@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.supervisor.residency import (
-    LONGEST_TURN_S,
-    Decision,
-    Facts,
-    Step,
-    decide,
-    leaves_in_s,
-    linger_s,
-    turn_s,
-)
+from servekit.supervisor.eviction import LONGEST_TURN_S, linger_s, turn_s
+from servekit.supervisor.facts import Facts, Step
+from servekit.supervisor.residency import Decision, decide, leaves_in_s
 from servekit.wire.residency import Residency
 from tests.unit.supervisor.world import PLACE, Model, Request, World
 
@@ -60,7 +53,7 @@ def test_one_that_is_quiet_makes_room_and_the_reason_is_told() -> None:
     old = model("old", tier="resident", used_at=0.0)
     decision = decide([old, model("new", 30, waiting_since=99.0)], {PLACE: 20 * GIB}, 100.0)
     said = "evicted for new, 30.0 GiB needed, 20.0 GiB free"
-    assert decision.steps == (Step("stop", "old", said),)
+    assert decision.steps == (Step("stop", "old", said, makes_room=True),)
     assert decision.waits == {"new": "30.0 GiB needed, 20.0 GiB free; it waits for old"}
 
 
@@ -124,6 +117,37 @@ def test_only_as_many_go_as_it_takes() -> None:
     assert len(decide([*small, new], {PLACE: 5 * GIB}, 100.0).steps) == 2
 
 
+def test_room_is_made_for_one_that_comes_without_having_it() -> None:
+    """A reload has added it, or its breaker lets it try again."""
+    old = model("old", 10, "resident", used_at=0.0)
+    new = model("new", 15, "coming", load="on_start")
+    decision = decide([old, new], {PLACE: -5 * GIB}, 100.0)
+    assert decision.steps == (
+        Step("stop", "old", "evicted for new, which lacks 5.0 GiB", makes_room=True),
+    )
+    assert decision.waits == {"new": "it lacks 5.0 GiB; it waits for old"}
+    assert decide([old, replace(new, tier="resident")], {PLACE: -5 * GIB}, 100.0).steps
+    assert not decide([old, new], FREE, 100.0).steps
+    busy = replace(old, busy=True, since=99.0)
+    assert decide([busy, new], {PLACE: -5 * GIB}, 100.0) == Decision((), decision.waits)
+    stays = replace(old, load="on_start")
+    assert decide([stays, new], {PLACE: -5 * GIB}, 100.0) == Decision((), {})
+    going = replace(old, tier="leaving")
+    assert decide([going, new], {PLACE: -5 * GIB}, 100.0) == Decision((), {})
+    third = model("third", 10, "resident", used_at=0.0)
+    assert len(decide([old, third, new], {PLACE: -5 * GIB}, 100.0).steps) == 1
+
+
+def test_room_is_made_where_others_hold_what_was_free() -> None:
+    old = model("old", 10, "resident", used_at=0.0)
+    new = model("new", 15, "coming", lacks={PLACE: 7 * GIB})
+    free = {PLACE: 20 * GIB}
+    said = "evicted for new, which lacks 7.0 GiB"
+    assert decide([old, new], free, 100.0).steps == (Step("stop", "old", said, makes_room=True),)
+    assert not decide([old, replace(new, lacks={PLACE: 11 * GIB})], free, 100.0).steps
+    assert not decide([replace(old, tier="leaving"), new], free, 100.0).steps
+
+
 def test_what_is_leaving_is_waited_for() -> None:
     facts = [
         model("going", 10, "leaving"),
@@ -159,6 +183,33 @@ def test_it_sleeps_where_it_can_and_the_host_has_memory_for_it() -> None:
     half = replace(old, asleep={PLACE: 5 * GIB})  # it would go on holding too much
     assert kinds(decide([half, new], FREE, 99.0)) == [("stop", "old")]
     assert kinds(decide([half, new], {PLACE: 5 * GIB}, 99.0)) == [("sleep", "old")]
+
+
+def test_several_sleepers_share_what_the_host_has() -> None:
+    one = model("a", 5, "resident", can_sleep=True, asleep={"ram": 8 * GIB}, load_s=5.0)
+    other = replace(one, name="b", load_s=50.0)
+    new = model("new", waiting_since=1.0)
+    free = {PLACE: 0, "ram": 15 * GIB}
+    assert sorted(kinds(decide([one, other, new], free, 99.0))) == [("sleep", "b"), ("stop", "a")]
+    free["ram"] = 16 * GIB
+    assert {kind for kind, _ in kinds(decide([one, other, new], free, 99.0))} == {"sleep"}
+
+
+def test_who_is_just_falling_asleep_has_its_memory_already() -> None:
+    going = model("going", 5, "leaving", asleep={"ram": 8 * GIB}, falls_asleep=True)
+    one = model("a", tier="resident", can_sleep=True, asleep={"ram": 8 * GIB}, wish="sleep")
+    assert kinds(decide([going, one], {PLACE: 0, "ram": 16 * GIB}, 9.0)) == [("sleep", "a")]
+    assert decide([going, one], {PLACE: 0, "ram": 15 * GIB}, 9.0).steps == ()
+
+
+def test_an_operator_is_told_what_a_sleeper_would_need() -> None:
+    one = model("a", tier="resident", can_sleep=True, wish="sleep")
+    one = replace(one, asleep={PLACE: 1 * GIB, "ram": 30 * GIB})
+    decision = decide([one], {PLACE: 0, "ram": 12 * GIB}, 1.0)
+    assert decision.steps == ()
+    said = "asleep it takes 30.0 GiB of the host's memory, where 12.0 GiB can be had"
+    assert decision.waits == {"a": said}
+    assert decide([replace(one, wish="")], {"ram": 12 * GIB}, 1.0).waits == {}
 
 
 def test_what_one_holds_asleep_is_freed_by_stopping_it() -> None:

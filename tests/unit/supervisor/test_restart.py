@@ -26,6 +26,13 @@ def test_a_fruitful_life_starts_the_back_off_over() -> None:
     assert [one.after_s(fruitful=life) for life in lives] == [1, 2, 4, 1, 2, 1, 1]
 
 
+def test_an_operators_word_starts_it_over_too() -> None:
+    one = policy()
+    assert [one.after_s(fruitful=False) for _ in range(3)] == [1, 2, 4]
+    one.forget()
+    assert one.after_s(fruitful=False) == 1
+
+
 @pytest.mark.parametrize(
     ("served", "ready_s", "fruitful"),
     [(0, 0.0, False), (0, 29.9, False), (0, 30.0, True), (1, 0.0, True)],

@@ -25,6 +25,8 @@ from servekit.supervisor.run_dir import (
     read_record,
 )
 
+#: Of this process alone: what is swept by its mark here is not swept beside it.
+DEAD = f"mark-of-a-dead-one-{os.getpid()}"
 #: A process that lives until somebody ends it; no test waits for it.
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
@@ -35,7 +37,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         SLEEP,
         start_new_session=True,
         stdout=subprocess.PIPE,
-        env={**os.environ, MARK: "mark-of-a-dead-one"},
+        env={**os.environ, MARK: DEAD},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
@@ -142,9 +144,7 @@ def test_the_sweep_finds_by_mark_who_left_the_group(
     path = tmp_path / "r"
     RunDir.take(path).release()
     (path / "supervisor.json").write_text(
-        json.dumps(
-            {"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": "mark-of-a-dead-one"}
-        )
+        json.dumps({"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": DEAD})
     )
     RunDir.take(path).release()
     assert sleeper.wait(timeout=5) == -signal.SIGKILL

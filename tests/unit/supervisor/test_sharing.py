@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.claims import Misplaced, claim_bytes, reserve_bytes
+from servekit.supervisor.claims import Misplaced, claim_bytes, least, reserve_bytes
 from servekit.supervisor.gpus import Gpu, Slot
 from servekit.supervisor.placement import Assignment, place
 
@@ -54,6 +55,16 @@ def indexes(placed: tuple[Assignment, ...]) -> Places:
         ),
         # auto takes as many as fit, one on each GPU
         ([model("a", memory="60%"), model("b", memory="30%")], 2, EACH_ON_BOTH),
+        # of a number that the file names, more than GPUs where each says what it takes
+        ([model("a", memory="30%", replicas=3)], 1, {"a": [(0,), (0,), (0,)]}),
+        ([model("a", memory="30%", replicas=4)], 2, {"a": [(0,), (0,), (1,), (1,)]}),
+        ([model("a", memory="30%", replicas=3, gpus_per_replica=2)], 2, {"a": [(0, 1)] * 3}),
+        (
+            [model("a", memory="40%", replicas=2), model("b", memory="60%", replicas=1)],
+            2,
+            {"a": [(0,), (1,)], "b": [(0,)]},
+        ),
+        ([model("a", memory="50%", replicas=2, load="on_demand")], 1, {"a": [(0,), (0,)]}),
         # several GPUs for one, neighbours, in pairs
         ([model("a", gpus_per_replica=2)], 4, {"a": [(0, 1), (2, 3)]}),
         ([model("a", gpus_per_replica=2)], 3, {"a": [(0, 1)]}),
@@ -147,11 +158,23 @@ def test_what_is_claimed_is_known_of_each_gpu() -> None:
             "needs 4 GPUs for 2 replicas of 2, and it may use 3: 1 too few",
         ),
         (
-            [model("a", memory="10%", replicas=2)],
+            [model("a", replicas=2, load="on_demand")],
             1,
             None,
             (0, "replicas"),
-            "needs 2 GPUs for 2 replicas of 1",
+            "needs 2 GPUs for 2 replicas of 1, and it may use 1: 1 too few; two of them share a "
+            "GPU only where `memory` says what each takes",
+        ),
+        *(
+            (
+                [model("a", memory="40%", replicas=3, load=load)],
+                1,
+                None,
+                (0, "memory"),
+                "no place was found for a/2 beside the others: it claims 40.0 GiB of GPU 0 (H200), "
+                "which has 100.0 GiB, less 40.0 GiB of a, less 40.0 GiB of a: 20.0 GiB too much",
+            )
+            for load in ("on_start", "on_demand")
         ),
         (
             [model("a", gpus_per_replica=2), model("b", gpus=[1], memory="10%")],
@@ -231,10 +254,13 @@ def fits(
     """By the rules, and not by the code: claims of those that stay and each of the others."""
     for gpu in {gpu for _, slot in slots for gpu in slot}:
         here = [one for one, slot in slots if gpu in slot]
-        if len({one.name for one in here}) < len(here):
+        counts = Counter(one.name for one in here)
+        if any(counts[m.name] > 1 and (m.memory is None or m.replicas == "auto") for m in here):
             return False
         staying = sum(claim_bytes(m, gpu, reserve) for m in here if m.load == "on_start")
-        passing = [claim_bytes(m, gpu, reserve) for m in here if m.load != "on_start"]
+        passing = [
+            claim_bytes(m, gpu, reserve) * counts[m.name] for m in here if m.load != "on_start"
+        ]
         if staying + max(passing, default=0) > gpu.total_bytes - reserve_bytes(gpu, reserve):
             return False
     return True
@@ -243,7 +269,7 @@ def fits(
 def can_be_placed(models: list[ModelConfig], count: int, reserve: str | None) -> bool:
     """By exhaustion."""
     some = gpus(count)
-    todo = [m for m in models for _ in range(1 if m.replicas == "auto" else int(m.replicas))]
+    todo = [m for m in models for _ in range(least(m))]
 
     def fill(at: int, slots: list[tuple[ModelConfig, Slot]]) -> bool:
         if at == len(todo):

@@ -59,6 +59,6 @@ async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> 
             held[os.getpid()] = {"GPU-0": 5 * GIB}
         vram.forget()
         vram.leave()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while ledger.claim_of("a/0"):  # noqa: ASYNC110 - the ledger tells nobody
                 await asyncio.sleep(0.01)

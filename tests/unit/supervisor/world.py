@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from servekit.supervisor.residency import Decision, Facts, decide
+from servekit.supervisor.facts import Facts
+from servekit.supervisor.residency import Decision, decide
 from servekit.wire.residency import LoadMode, Residency
 
 STEP_S = 0.1

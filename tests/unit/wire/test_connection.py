@@ -17,7 +17,7 @@ from servekit.wire import connection as module
 from servekit.wire.connection import Connection, adopt, dial, listen
 from servekit.wire.messages import Cancel, GatewayToWorker, Generate, Hello, SamplingParams
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class End:

@@ -16,6 +16,7 @@ from servekit.wire.messages import (
     GatewayToWorker,
     Load,
     ModelInfo,
+    OneEach,
     Ready,
     ToGateway,
     Tokens,
@@ -46,6 +47,7 @@ INFO = ModelInfo(10, 1, True, "a", "float32", "cpu")
     [
         (ToWorker, Load(SPEC)),
         (FromWorker, Ready(INFO, {"load": 1.5})),
+        (WorkerToGateway, OneEach([1, 7], ["hé", ""], [5, 6])),
         (WorkerToGateway, Tokens([Delta(1, "hé", [5, 6], "stop", 2, 3), Delta(2, "")])),
     ],
 )

@@ -20,6 +20,7 @@ from servekit.wire.messages import (
     Generate,
     Hello,
     ModelInfo,
+    OneEach,
     SamplingParams,
     Tokens,
     WorkerSpec,
@@ -34,6 +35,14 @@ def spec(folder: Path, engine: str = "echo", path: str = "-", **options: Any) ->
     return WorkerSpec(
         "m/0", "m", engine, path, None, "cpu", "auto", None, False, {}, options, socket
     )
+
+
+def deltas_of(message: Tokens | OneEach) -> list[Delta]:
+    """What it tells of each request; of one more token without the counts."""
+    if isinstance(message, Tokens):
+        return message.deltas
+    rows = zip(message.ids, message.texts, message.token_ids, strict=True)
+    return [Delta(id, text, [token_id]) for id, text, token_id in rows]
 
 
 class Client:
@@ -54,8 +63,8 @@ class Client:
         self.connection.send(Hello(PROTOCOL, "gateway", "g"))
 
     def _on_message(self, message: WorkerToGateway) -> None:
-        if isinstance(message, Tokens):
-            for delta in message.deltas:
+        if isinstance(message, Tokens | OneEach):
+            for delta in deltas_of(message):
                 self.deltas.setdefault(delta.id, []).append(delta)
         elif isinstance(message, Failed):
             self.failures[message.id] = message

@@ -8,15 +8,17 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from servekit.errors import RequestError
+from servekit.wire.connection import dial
 from servekit.wire.messages import ChatMessage, Generate, Grammar, SamplingParams, ToolCall
 from servekit.worker.intake import LONG_PROMPT_CHARS, completion_limit
-from servekit.worker.worker import warm_up
+from servekit.worker.probe import warm_up
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.test_embedding import bert
 from tests.unit.gateway.conftest import DEADLINE_S, until
@@ -136,7 +138,7 @@ async def test_inputs_that_cannot_be_embedded_are_named(
 async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path, bert_folder: Path) -> None:
     wanted = spec(tmp_path, "transformers", str(bert_folder), threads=1)
     async with serving(wanted) as client:
-        await warm_up(wanted.socket, client.info)
+        await warm_up(partial(dial, wanted.socket), client.info)
         requests = [client.send(task="embed", inputs=["a", "b" * number]) for number in range(1, 9)]
         first = [(await client.answer(request))[0].vectors for request in requests]
         assert all(len(vectors) == 2 and len(vectors[0]) == 4 * 32 for vectors in first)

@@ -12,6 +12,7 @@ from servekit.wire.messages import (
     PROTOCOL,
     Generate,
     Hello,
+    OneEach,
     SamplingParams,
     Tokens,
     WorkerSpec,
@@ -19,6 +20,7 @@ from servekit.wire.messages import (
 )
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S, until
+from tests.unit.worker.serving import deltas_of
 
 #: Much more than a socket's buffer takes while nobody reads.
 TOKENS = 200_000
@@ -51,7 +53,12 @@ async def test_the_last_answer_is_out_before_it_is_idle(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await idle.wait()
         await connection.closed
-    deltas = [delta for message in got if isinstance(message, Tokens) for delta in message.deltas]
+    deltas = [
+        delta
+        for message in got
+        if isinstance(message, Tokens | OneEach)
+        for delta in deltas_of(message)
+    ]
     assert sum(len(delta.token_ids) for delta in deltas) == TOKENS
     assert deltas[-1].finish == "length"
     server.close()

@@ -21,6 +21,7 @@ from servekit.wire.messages import (
     Generate,
     Hello,
     ModelInfo,
+    OneEach,
     SamplingParams,
     Together,
     Tokens,
@@ -158,7 +159,7 @@ async def test_a_suspect_waits_for_proof_and_the_others_wait_for_its(scene: Scen
     await scene.runs("running", "suspect")
     await until(lambda: b.words)
     assert (a.words, b.words) == ([Alone(1)], [Alone(0)])
-    assert [type(message) for message in b.got] == [Hello, Tokens, Tokens, Alone]
+    assert [type(message) for message in b.got] == [Hello, Tokens, OneEach, Alone]
     engine.step("suspect")
     await until(lambda: len(a.got) == 3)
     assert not engine.submitted[2:]
@@ -166,7 +167,7 @@ async def test_a_suspect_waits_for_proof_and_the_others_wait_for_its(scene: Scen
     await scene.runs("running", "suspect", "late")
     await until(lambda: a.words[1:] and b.words[1:])
     assert a.words[1:] == b.words[1:] == [Together()]
-    assert isinstance(a.got[-2], Tokens), "its proof is there before"
+    assert isinstance(a.got[-2], Tokens | OneEach), "its proof is there before"
     assert not scene.runner.ward.closed
 
 
@@ -206,7 +207,7 @@ async def test_who_has_the_last_chance_is_alone_until_it_is_done(scene: Scene) -
     await scene.in_line(1)
     for _ in range(5):
         scene.engine.step("last")
-    await until(lambda: sum(isinstance(message, Tokens) for message in scene.a.got) > 0)
+    await until(lambda: sum(isinstance(message, Tokens | OneEach) for message in scene.a.got) > 0)
     assert scene.engine.submitted == ["last"]
     scene.engine.step("last", "stop")
     await scene.runs("last", "late")

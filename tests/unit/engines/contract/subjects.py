@@ -38,8 +38,7 @@ class Subject:
     site: Callable[[Path], Path] | None = None
     #: Its arithmetic repeats: the same text alone and in a crowd. Not so in low precision.
     exact: bool = True
-    #: After another worker's tokens a seed gives what it would have given without. vLLM's noise is
-    #: the state of a generator, which begins anew.
+    #: After another worker's tokens a seed gives what it would have given without.
     seeds_go_on: bool = True
     #: Names of tests, and why they are not for this engine.
     exempt: Mapping[str, str] = field(default_factory=dict)
@@ -145,9 +144,7 @@ SUBJECTS = [
     ),
     Subject("transformers", _transformers("continuous"), adapter=_lora),
     Subject("transformers-static", _transformers("static"), adapter=_lora),
-    Subject(
-        "vllm", _vllm, modules=("vllm",), gpu=True, adapter=_lora, exact=False, seeds_go_on=False
-    ),
+    Subject("vllm", _vllm, modules=("vllm",), gpu=True, adapter=_lora, exact=False),
     Subject("llamacpp", _llamacpp, modules=("xllamacpp", "llama_cpp")),
     Subject("markov", _markov, site=markov.install),
 ]

@@ -18,7 +18,7 @@ from tests.unit.engines.contract.subjects import spec
 from tests.unit.engines.remote.liar import Liar, lying, said, silent, status
 
 SLOTS = 4
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 USER = [ChatMessage("user", "Hi")]
 
 

@@ -11,6 +11,7 @@ from servekit.engines.llama.fit import (
     HEADROOM_BYTES,
     Shape,
     Wish,
+    _masks,
     _workspace,
     fit,
     read_parts,
@@ -47,7 +48,7 @@ def taken(shape: Shape, wish: Wish, gpu_layers: int, tokens: int) -> int:
     layers = min(gpu_layers, len(shape.layers))
     weights = layers * shape.layers[0] + (shape.output if gpu_layers > layers else 0)
     cache = tokens * shape.cached * layers
-    return weights + cache + _workspace(shape, wish, shape.own_context)
+    return weights + cache + _workspace(shape, wish) + tokens * _masks(wish)
 
 
 def test_a_big_gpu_takes_it_all() -> None:
@@ -81,6 +82,35 @@ def test_a_gpu_without_room_gets_no_layer() -> None:
 
 def test_two_gpus_share() -> None:
     assert fit(SHAPE, replace(WISH, budgets=(4 * GIB, 4 * GIB))).gpu_layers == 33
+
+
+#: As SmolLM2-135M in Q4_1: 30 layers of a cache of 768 bytes a token each.
+SMALL = Shape(
+    architecture="llama",
+    layers=(2 * MIB,) * 30,
+    output=30 * MIB,
+    weights=92 * MIB,
+    cached=768,
+    activations=4 * (8 * 576 + 2 * 1536),
+    vocabulary=4 * 49_152,
+    own_context=8192,
+)
+
+
+@pytest.mark.parametrize(("layers", "gpus"), [(31, 1), (15, 1), (31, 2)])
+def test_what_an_h200_held_is_within_the_claim(layers: int, gpus: int) -> None:
+    """Beside weights and cache it held 0.66 GiB, and 3.8 kB for each cached token.
+
+    Spread over two, four times the latter on each of them; a little more in all.
+    """
+    budget, copies = 2 * GIB, 4 if gpus > 1 else 1
+    wish = replace(WISH, slots=64, batch=2048, gpu_layers=layers, budgets=(budget,) * gpus)
+    plan = fit(SMALL, replace(wish, max_context=2048))
+    weights = sum(SMALL.layers[:layers]) + (SMALL.output if layers > 30 else 0)
+    own = (weights + plan.context * 768 * min(layers, 30)) / gpus
+    held = own + 0.66 * GIB + plan.context * 3830 * copies
+    assert plan.context > 16_384
+    assert 0.85 * budget < held <= budget
 
 
 def test_layers_that_were_asked_for_and_do_not_fit_are_refused() -> None:

@@ -47,7 +47,7 @@ class Liar:
     connections: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def until(self, true: Callable[[], bool], within_s: float = 10.0) -> None:
+    async def until(self, true: Callable[[], bool], within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
             while not true():
                 self.changed.clear()

@@ -38,6 +38,14 @@ def test_a_plain_chat_says_nothing_that_was_not_said() -> None:
     }
 
 
+def test_the_trace_that_a_request_is_of_goes_on() -> None:
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    request = Generate(1, SamplingParams(), messages=USER, trace=parent)
+    assert errand(request, MANNER).headers["traceparent"] == parent
+    untraced = errand(Generate(1, SamplingParams(), messages=USER), MANNER)
+    assert "traceparent" not in untraced.headers
+
+
 def test_a_conversation_goes_as_it_is() -> None:
     call = ToolCall("call_1", "f", '{"a": 1}')
     told = body(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ def two_ranks() -> Callable[..., Any]:
     @contextmanager
     def opened(path: Path, **fields: Any) -> Iterator[Harness]:
         patch = pytest.MonkeyPatch()
-        patch.setenv("PYTHONPATH", str(ROOT))  # the ranks are fresh interpreters
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # ranks are fresh interpreters
         try:
             engine = Harness(make_spec(path, gpus=2, parallel="tensor", **fields))
             try:

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from servekit.engines.base import EmbedJob
 from servekit.engines.vllm.engine import VllmEngine
-from servekit.errors import RequestError
+from servekit.engines.vllm.probing import Probes
+from servekit.errors import LoadError, RequestError
 from servekit.wire.adapters import AdapterSpec
 from servekit.wire.messages import Grammar
+from tests.unit.engines import test_pooling as pooling
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, write_tiny_llama
 
 GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -98,6 +102,29 @@ def test_a_seed_repeats(engine: Harness) -> None:
     assert engine.tokens(engine.submit(PROMPTS[1], **(asked | {"seed": 8}))) != first
 
 
+@pytest.mark.parametrize("at", [1, 7, 23])
+def test_a_seed_goes_on_with_the_noise_that_it_would_have_had(engine: Harness, at: int) -> None:
+    """So hot that noise alone decides, which no rounding changes."""
+    asked = GREEDY | {"temperature": 1000.0, "seed": 7}
+    whole = engine.tokens(engine.submit(PROMPTS[1], **asked))
+    assert len(set(whole)) > 12
+    jobs = [engine.submit(PROMPTS[1], emitted=whole[:at], **asked) for _ in range(3)]
+    assert [engine.tokens(job) for job in jobs] == [whole[at:]] * 3
+    other = engine.submit(PROMPTS[1], emitted=whole[:at], **(asked | {"seed": 8}))
+    assert engine.tokens(other) != whole[at:]
+
+
+def test_a_seed_goes_on_behind_a_long_prompt_and_in_a_crowd(engine: Harness) -> None:
+    """A prompt that is read in parts draws for each, and takes it back."""
+    prompt = (engine.engine.codec.encode("".join(PROMPTS)) * 8)[:400]
+    asked = GREEDY | {"temperature": 1000.0, "seed": 5}
+    whole = engine.tokens(engine.submit(prompt, **asked))
+    crowd = [engine.submit(prompt[:-one], **asked) for one in range(1, 40)]
+    again = [engine.submit(prompt, emitted=whole[:at], **asked) for at in (0, 3, 11)]
+    assert [engine.tokens(job) for job in again] == [whole, whole[3:], whole[11:]]
+    assert all(len(engine.tokens(job)) == 24 for job in crowd)
+
+
 def test_a_grammar_is_kept_to_and_gone_on_with(engine: Harness) -> None:
     schema: dict[str, Any] = {
         "type": "object",
@@ -136,6 +163,17 @@ def test_a_cancelled_request_brings_nothing_more(engine: Harness) -> None:
     engine.until(lambda: engine.engine.load_now().running == 0, "it is idle")
     assert sum(len(output.token_ids) for output in engine.outputs[job]) < 400
     assert engine.outputs[job][-1].finish is None
+
+
+def test_nothing_comes_once_a_cancellation_has_returned(engine: Harness) -> None:
+    jobs = [engine.submit(prompt, max_tokens=200, ignore_eos=True) for prompt in PROMPTS * 8]
+    engine.until(lambda: jobs[-1] in engine.outputs, "the last one began")
+    counts = {}
+    for job in jobs:
+        engine.engine.cancel(job)
+        counts[job] = len(engine.outputs.get(job, ()))
+    engine.generate("x", **GREEDY)
+    assert {job: len(engine.outputs.get(job, ())) for job in jobs} == counts
 
 
 def test_what_it_cannot_do_harms_nobody(engine: Harness) -> None:
@@ -181,6 +219,55 @@ def test_asleep_the_memory_is_given_back(engine: Harness) -> None:
     print({"before": before, "asleep": asleep, "after": held_bytes()})
     assert asleep < before - 4 * GIB
     assert engine.generate(PROMPTS[0], **GREEDY) == text
+
+
+def test_without_room_it_sleeps_on_and_wakes_when_there_is_some(engine: Harness) -> None:
+    text = engine.generate(PROMPTS[0], **GREEDY)
+    engine.engine.sleep()
+    free, _ = torch.cuda.mem_get_info()
+    taken = torch.empty(free - GIB // 2, dtype=torch.uint8, device="cuda")  # by somebody else
+    for _ in range(2):
+        with pytest.raises(LoadError, match="too little free memory to wake it"):
+            engine.engine.wake()
+    assert engine.engine.fatal is None
+    del taken
+    torch.cuda.empty_cache()
+    engine.engine.wake()
+    assert engine.generate(PROMPTS[0], **GREEDY) == text
+
+
+def test_an_unanswered_probe_leaves_nothing_in_the_core(engine: Harness) -> None:
+    probes = Probes(engine.engine._core, patience_s=0.0)
+    for _ in range(8):
+        with pytest.raises(LoadError, match="did not answer a probe"):
+            probes.scores([1, 2, 3], 0)
+    assert engine.generate("x", **GREEDY)
+    assert engine.engine.load_now().running == 0
+
+
+def test_thousands_of_texts_are_embedded_and_a_cancelled_job_is_not_heard_of(
+    tmp_path: Path,
+) -> None:
+    path = write_tiny_llama(tmp_path / "embedder", hidden_size=256)
+    pooling.write(path, {"word_embedding_dimension": 256, "pooling_mode_lasttoken": True})
+    options = {"enforce_eager": True, "slots": 64, "kv_cache_bytes": 2**28}
+    spec = make_spec(path, engine="vllm", device="cuda", options=options, memory_bytes=4 * GIB)
+    one = Harness(spec, VllmEngine)
+    try:
+        assert one.info.embedding_size == 256
+        texts = [[5 + n % 100, 7, 9] for n in range(2048)]
+        for job_id in (1, 2, 3):
+            one.engine.embed(EmbedJob(job_id, texts))
+        one.engine.cancel(2)
+        one.until(lambda: one.ended(1) and one.ended(3), "they are embedded")
+        first, third = one.outputs[1][0].vectors or [], one.outputs[3][0].vectors or []
+        assert len(first) == len(third) == 2048 and 2 not in one.outputs
+        numbers = np.stack([np.frombuffer(vector, "<f4") for vector in first])
+        np.testing.assert_allclose(numbers[:100], numbers[100:200], atol=0.02)
+        assert np.abs(numbers[0] - numbers[1]).max() > 0.02
+        assert one.engine.load_now().running == one.engine.load_now().waiting == 0
+    finally:
+        one.close()
 
 
 def test_a_core_that_dies_is_noticed(folder: Path) -> None:

@@ -60,11 +60,11 @@ def test_penalties_of_the_completion_count_what_there_is() -> None:
     assert (found["presence_penalty"], found["frequency_penalty"]) == (0.5, 0.25)
 
 
-def test_a_seed_goes_on_with_other_noise_always_the_same() -> None:
-    first, later = asked(seed=5), asked([7], seed=5)
-    assert first["seed"] == 5
-    assert later["seed"] == asked([8], seed=5)["seed"] != 5
-    assert later["seed"] != asked([7, 8], seed=5)["seed"]
+def test_a_seed_goes_on_after_so_many_tokens() -> None:
+    assert "extra_args" not in asked(seed=5)
+    later = asked([7, 8], seed=5)
+    assert (later["seed"], later["extra_args"]) == (5, {requests.DONE: 2})
+    assert "extra_args" not in asked([7, 8])
 
 
 def test_each_seed_is_one_to_vllm_too() -> None:

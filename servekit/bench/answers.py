@@ -1,0 +1,81 @@
+"""What is looked at of an answer: text, counts, the end, an error. Sources: OpenAI's API reference;
+`reasoning_content` and `reasoning` are what vLLM, DeepSeek and others call thoughts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+#: Characters of a server's message that are kept.
+_MESSAGE = 300
+#: Raw takes any value as it stands, null too.
+_NULL = msgspec.Raw(b"null")
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = _NULL
+
+
+class _Choice(msgspec.Struct):
+    delta: _Said | None = None
+    message: _Said | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class Answer(msgspec.Struct):
+    """An event of a stream, a whole answer, or an error in the place of either."""
+
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+    error: msgspec.Raw = _NULL
+    data: list[msgspec.Raw] | None = None  # of embeddings
+
+    @property
+    def failed(self) -> bool:
+        return bytes(self.error) != b"null"
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it has what answers of OpenAI's API have."""
+        return self.choices is not None or self.data is not None or self.usage is not None
+
+
+decode = msgspec.json.Decoder(Answer).decode
+
+
+def text_of(choice: _Choice) -> tuple[str, bool]:
+    """What it says, and whether it brings anything generated (thoughts and tool calls too)."""
+    said = choice.delta or choice.message
+    if said is None:
+        return choice.text or "", bool(choice.text)
+    if said.content:
+        return said.content, True
+    calls = bytes(said.tool_calls)
+    return "", bool(said.reasoning_content or said.reasoning or calls not in (b"null", b"[]"))
+
+
+def message_of(body: bytes) -> str:
+    """The sentence in an error's body, whatever envelope it came in; else its beginning."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _line(body.decode(errors="replace"))
+    while isinstance(found, dict):
+        inner = next((found[key] for key in ("error", "message", "detail") if key in found), None)
+        if inner is None:
+            break
+        found = inner
+    return _line(found if isinstance(found, str) else msgspec.json.encode(found).decode())
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:_MESSAGE]

@@ -1,0 +1,62 @@
+"""Whether it was the clients that were measured. A pure rule on figures of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: Cores of a client process; above, its own work delays what it sees.
+BUSY_CORES = 0.9
+#: 99 % of the times that a client looked, it must have come to it by then.
+LAG_S = 0.02
+#: 99 % of the arrivals must have been sent by then.
+LATE_S = 0.02
+#: Of this machine's cores, taken by anything.
+BUSY_MACHINE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """What the client processes of one load say of themselves, and their machine of itself."""
+
+    cpu_cores: tuple[float, ...]
+    lag_p99_s: float
+    late_p99_s: float | None  # of an open loop
+    machine: float = 0.0  # the share of its cores that was busy with anything
+    cores: int = 1  # of this machine
+    beside_server: bool = False  # the server runs on this machine too
+
+
+def limits(found: Clients) -> Iterator[str]:
+    """One sentence for each way in which the clients held things up, with its figure."""
+    busiest = max(found.cpu_cores, default=0.0)
+    if busiest >= BUSY_CORES:
+        yield (
+            f"The load generator was the limit: its busiest process took {busiest:.0%} of a core"
+            f"; {_advice(found)}."
+        )
+    if found.lag_p99_s >= LAG_S:
+        yield (
+            f"The load generator was late to look: 1 % of the times by {_ms(found.lag_p99_s)} "
+            f"or more, which is in the latencies; {_advice(found)}."
+        )
+    if found.late_p99_s is not None and found.late_p99_s >= LATE_S:
+        yield (
+            f"Arrivals were sent late, 1 % of them by {_ms(found.late_p99_s)} or more; "
+            f"latencies are from when they should have been sent; {_advice(found)}."
+        )
+    if found.machine >= BUSY_MACHINE and found.beside_server:
+        yield (
+            f"The {found.cores} cores of this machine were {found.machine:.0%} busy, and the "
+            "server runs on it too: each held the other up."
+        )
+
+
+def _advice(found: Clients) -> str:
+    if found.machine < BUSY_MACHINE and len(found.cpu_cores) < found.cores:
+        return f"use more processes (--processes {len(found.cpu_cores) + 1})"
+    return "run it where there are more free cores"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"

@@ -1,0 +1,106 @@
+"""Percentiles: exact ones of what is kept, and near ones of what is too much to keep."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+#: Buckets of a Histogram for each doubling: neighbours are 0.55 % apart.
+_PER_DOUBLING = 126
+_SCALE = _PER_DOUBLING / math.log(2.0)
+#: What is shorter is no time at all: it came in the same read.
+_LEAST_S = 1e-6
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Between the two nearest ranks, linearly (numpy's default). `ordered` must not be empty."""
+    rank = (len(ordered) - 1) * percent / 100
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    low, high = ordered[below], ordered[above]
+    return low + (high - low) * (rank - below)
+
+
+class Sample:
+    """Numbers that are all kept, eight bytes each."""
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values = array("d", values)
+        self._ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.values) / len(self.values)
+
+    @property
+    def greatest(self) -> float:
+        return max(self.values)
+
+    def lately(self, count: int = 1000) -> Sample:
+        """The last ones."""
+        return Sample(self.values[-count:])
+
+    def at(self, percent: float) -> float:
+        if len(self._ordered) != len(self.values):
+            self._ordered = sorted(self.values)
+        return percentile(self._ordered, percent)
+
+
+class Histogram:
+    """Counts of durations in logarithmic buckets: an hour of gaps in a few kilobytes.
+
+    What it says is within 0.3 % of the truth; 0 stays 0. Histograms of several processes add up.
+    """
+
+    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
+        self.counts: dict[int, int] = dict(counts or {})
+
+    def add(self, value_s: float) -> None:
+        bucket = bucket_of(value_s)
+        self.counts[bucket] = self.counts.get(bucket, 0) + 1
+
+    def merge(self, counts: Mapping[int, int]) -> None:
+        for bucket, count in counts.items():
+            self.counts[bucket] = self.counts.get(bucket, 0) + count
+
+    def __len__(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def mean(self) -> float:
+        total = math.fsum(value_of(bucket) * count for bucket, count in self.counts.items())
+        return total / len(self)
+
+    @property
+    def greatest(self) -> float:
+        return value_of(max(self.counts))
+
+    def at(self, percent: float) -> float:
+        """The value that so many percent are not above."""
+        wanted = max(1, math.ceil(len(self) * percent / 100))
+        for bucket in sorted(self.counts):
+            wanted -= self.counts[bucket]
+            if wanted <= 0:
+                return value_of(bucket)
+        raise ValueError("a percentile of nothing")
+
+
+def bucket_of(value_s: float) -> int:
+    """0 is for what takes no time; the others count up from a microsecond."""
+    if value_s < _LEAST_S:
+        return 0
+    return 1 + int(math.log(value_s / _LEAST_S) * _SCALE)
+
+
+def value_of(bucket: int) -> float:
+    """The middle of a bucket, in seconds."""
+    if bucket == 0:
+        return 0.0
+    return _LEAST_S * math.exp((bucket - 0.5) / _SCALE)

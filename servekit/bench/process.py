@@ -1,0 +1,94 @@
+"""The course of one client process: its order in, reports out, and the end of stdin is the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+
+import msgspec
+
+from servekit.bench.driver import Driver
+from servekit.bench.order import FromClient, Go, Order, Ready
+
+_REPORT_EVERY_S = 0.1
+#: A line may hold what came of a very busy tenth of a second.
+LONGEST_LINE_BYTES = 256 * 2**20
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is our parent's to act on
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)  # the hot path makes no cycles
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(_live())
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class _Sent(asyncio.BaseProtocol):
+    """Knows when all is written, or nobody reads any more."""
+
+    def __init__(self) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
+async def _live() -> None:
+    loop = asyncio.get_running_loop()
+    told = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), sys.stdin)
+    out, sent = await loop.connect_write_pipe(_Sent, os.fdopen(os.dup(1), "wb"))
+    order = msgspec.json.decode(await told.readline(), type=Order)
+    driver = Driver(order)
+    go: asyncio.Future[Go | None] = loop.create_future()
+    listening = asyncio.create_task(_listen(told, driver, go))
+    await driver.warm_up()
+    _tell(out, Ready())
+    if (begin := await go) is not None:
+        await _measure(driver, begin.at, out)
+    listening.cancel()
+    driver.close()
+    out.close()  # what is written goes out first
+    await sent.closed
+
+
+async def _listen(
+    told: asyncio.StreamReader, driver: Driver, go: asyncio.Future[Go | None]
+) -> None:
+    """Hear when to begin, then when to stop: at the end of stdin, whatever ended our parent."""
+    line = await told.readline()
+    go.set_result(msgspec.json.decode(line, type=Go) if line else None)
+    await told.read()
+    driver.stop()
+
+
+async def _measure(driver: Driver, at: float, out: asyncio.WriteTransport) -> None:
+    reporting = asyncio.create_task(_report(driver, out))
+    try:
+        await driver.measure(at)
+    finally:
+        reporting.cancel()
+    _tell(out, driver.report())
+    _tell(out, driver.ended())
+
+
+async def _report(driver: Driver, out: asyncio.WriteTransport) -> None:
+    while True:
+        await asyncio.sleep(_REPORT_EVERY_S)
+        _tell(out, driver.report())
+
+
+def _tell(out: asyncio.WriteTransport, message: FromClient) -> None:
+    out.write(msgspec.json.encode(message) + b"\n")

@@ -1,0 +1,122 @@
+"""What `--json` writes. Its schema is stable: names stay, new ones may come.
+
+`servekit bench --schema` prints it as a JSON schema. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+#: Raised when a name changes its meaning or goes away.
+VERSION = 1
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """How values are spread over requests, or over gaps between chunks."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    percentiles: Annotated[list[float], Meta(description="From 0 to 100, 101 numbers.")]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    kind: Annotated[
+        str,
+        Meta(
+            description="`http STATUS`; `connect`: no connection; `timeout`; `cut`: the connection "
+            "or the stream ended before the answer did; `frame`: an error in the place of an "
+            "answer, as within a stream; `protocol`: not HTTP, or no answer of OpenAI's API."
+        ),
+    ]
+    count: int
+    message: Annotated[str, Meta(description="Of the first one.")]
+
+
+class Goodput(msgspec.Struct, frozen=True):
+    slo: Annotated[dict[str, float], Meta(description="Limits on each request, in seconds.")]
+    requests_per_s: Annotated[float, Meta(description="Those that kept all limits.")]
+    share: Annotated[float, Meta(description="Of all requests that ended, failed ones included.")]
+
+
+class ClientFigures(msgspec.Struct, frozen=True):
+    """The load generator about itself."""
+
+    processes: int
+    cpu_cores: Annotated[list[float], Meta(description="Of each process, while it asked.")]
+    lag_p99_s: Annotated[float, Meta(description="How late an event loop came to a timer.")]
+    late_p99_s: Annotated[
+        float | None, Meta(description="How late arrivals were sent; open loop only.")
+    ]
+    resent: Annotated[
+        int, Meta(description="Requests sent again: the server was closing a kept connection.")
+    ]
+    limits: Annotated[
+        list[str], Meta(description="In what it was itself the limit; empty is good.")
+    ]
+
+
+class Second(msgspec.Struct, frozen=True):
+    requests: Annotated[int, Meta(description="Answered within this second.")]
+    failed: int
+    output_tokens: Annotated[
+        float, Meta(description="Of them: whole answers, counted where they end.")
+    ]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One load."""
+
+    concurrency: Annotated[int | None, Meta(description="Closed loop: users at once.")]
+    rate: Annotated[float | None, Meta(description="Open loop: arrivals per second.")]
+    duration_s: Annotated[
+        float, Meta(description="From the first request to the end of asking, or the last answer.")
+    ]
+    interrupted: bool
+    completed: Annotated[int, Meta(description="Requests answered.")]
+    failed: int
+    unfinished: Annotated[int, Meta(description="Cut off by us at an interruption.")]
+    requests_per_s: Annotated[float, Meta(description="Answered within the duration.")]
+    output_tokens_per_s: Annotated[float, Meta(description="Within the duration.")]
+    prompt_tokens_per_s: Annotated[
+        float | None, Meta(description="Of requests answered within it; None: not told.")
+    ]
+    tokens_by: Annotated[
+        str,
+        Meta(
+            description="Who counted output tokens: `usage` (the server), `chunks` (one each), "
+            "`both` (of some requests the server told none), `none` (there are none)."
+        ),
+    ]
+    prompt_tokens: Spread | None
+    output_tokens: Spread | None
+    ttft_s: Annotated[Spread | None, Meta(description="To the first chunk with text.")]
+    itl_s: Annotated[Spread | None, Meta(description="Between two chunks of a stream, all gaps.")]
+    tpot_s: Annotated[Spread | None, Meta(description="Per output token after the first.")]
+    e2e_s: Annotated[Spread | None, Meta(description="To the last byte.")]
+    goodput: Goodput | None
+    errors: list[Failure]
+    client: ClientFigures
+    timeline: Annotated[list[Second], Meta(description="By second from the start.")]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What `servekit bench` found."""
+
+    version: int
+    servekit: Annotated[str, Meta(description="The version of servekit that measured.")]
+    began_at: Annotated[str, Meta(description="UTC, ISO 8601.")]
+    url: str
+    asked: Annotated[dict[str, Any], Meta(description="What requests were like, as said.")]
+    runs: list[Run]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a result."""
+    return msgspec.json.schema(Result)

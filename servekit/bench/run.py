@@ -1,0 +1,185 @@
+"""The course of `servekit bench`: look at the server, then one load after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from servekit import __version__
+from servekit.bench import probe
+from servekit.bench.clients import Clients
+from servekit.bench.order import Asking
+from servekit.bench.result import VERSION, Result, Run
+from servekit.bench.tally import Machine, Tally
+from servekit.bench.wish import Load, Wish
+
+_LOOK_EVERY_S = 0.1
+_HERE = {"127.0.0.1", "::1", "localhost"}
+
+
+class Watcher(Protocol):
+    """Who shows it while it goes on."""
+
+    def warming(self, load: Load) -> None: ...
+    def began(self, load: Load, tally: Tally) -> None: ...
+    def looked(self) -> None: ...
+    def ended(self, run: Run) -> None: ...
+
+
+def run(
+    wish: Wish,
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    watcher: Callable[[Wish], contextlib.AbstractContextManager[Watcher]],
+) -> Result:
+    """Measure all loads; after a Ctrl-C, what there is until then. Raises ServekitError."""
+    known = probe.models(wish.target)
+    model = probe.choose(wish.asking.model or None, known, wish.target.url)
+    wish = msgspec.structs.replace(wish, asking=msgspec.structs.replace(wish.asking, model=model))
+    told = probe.calibrated(wish.target, wish.asking, wish.seed, wish.timeout_s)
+    began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    with watcher(wish) as shown:
+        runs = asyncio.run(_Course(wish, told, program, environ, shown).loads())
+    return Result(VERSION, __version__, began_at, wish.target.url, asked(wish), runs)
+
+
+def asked(wish: Wish) -> dict[str, object]:
+    """What requests are like, in the command line's words; no key."""
+    about = wish.asking
+    return {
+        "model": about.model,
+        "api": about.api,
+        "stream": about.stream,
+        "prompt_tokens": None if about.dataset else str(about.prompt_tokens),
+        "output_tokens": str(about.output_tokens),
+        "turns": str(about.turns),
+        "shared_prefix_tokens": about.shared_prefix_tokens,
+        "prefixes": about.prefixes,
+        "ignore_eos": about.ignore_eos,
+        "extra": about.extra,
+        "dataset": about.dataset,
+        "requests": wish.requests,
+        "duration_s": wish.duration_s,
+        "warmup": wish.warmup,
+        "seed": wish.seed,
+        "timeout_s": wish.timeout_s,
+    }
+
+
+class _Course:
+    def __init__(
+        self,
+        wish: Wish,
+        asking: Asking,
+        program: Sequence[str],
+        environ: Mapping[str, str],
+        shown: Watcher,
+    ) -> None:
+        self._wish = wish
+        self._asking = asking
+        self._program = program
+        self._environ = environ
+        self._shown = shown
+        self._stop = asyncio.Event()
+
+    async def loads(self) -> list[Run]:
+        runs = []
+        with _interrupts(self._stop):
+            for load in self._wish.loads:
+                if self._stop.is_set():
+                    break
+                if (run := await self._load(load)) is not None:
+                    runs.append(run)
+        return runs
+
+    async def _load(self, load: Load) -> Run | None:
+        """None if it was interrupted before it began."""
+        self._shown.warming(load)
+        async with Clients(self._program, self._environ) as clients:
+            stopping = asyncio.create_task(self._stopped(clients))
+            try:
+                await clients.start(list(self._wish.orders(load, self._asking)))
+                if self._stop.is_set():
+                    return None
+                return await self._measure(load, clients)
+            finally:
+                stopping.cancel()
+
+    async def _stopped(self, clients: Clients) -> None:
+        await self._stop.wait()
+        clients.stop()
+
+    async def _measure(self, load: Load, clients: Clients) -> Run:
+        busy = machine_cpu_s()
+        at = clients.go()
+        limit_s = self._wish.duration_s
+        tally = Tally(at, self._wish.slo, None if limit_s is None else at + limit_s)
+        self._shown.began(load, tally)
+        looking = asyncio.create_task(self._look())
+        try:
+            await clients.read_into(tally)
+        finally:
+            looking.cancel()
+        found = tally.run(
+            concurrency=load.users,
+            rate=load.rate,
+            interrupted=self._stop.is_set(),
+            machine=Machine(
+                busy_share(busy, machine_cpu_s()),
+                len(os.sched_getaffinity(0)),
+                self._wish.target.host in _HERE,
+            ),
+        )
+        self._shown.ended(found)
+        return found
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self._shown.looked()
+
+
+def busy_share(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """Of this machine's cores, between two looks at `machine_cpu_s`."""
+    return (after[0] - before[0]) / (after[1] - before[1]) if after[1] > before[1] else 0.0
+
+
+def machine_cpu_s() -> tuple[float, float]:
+    """CPU time of all cores since boot, busy and in all; zeros where it is not told (proc(5))."""
+    try:
+        fields = [
+            float(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        ]
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return sum(fields) - fields[3] - fields[4], sum(fields)
+
+
+@contextlib.contextmanager
+def _interrupts(stop: asyncio.Event) -> Iterator[None]:
+    """A first Ctrl-C ends the measurement with what there is; a second one ends everything."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def interrupt() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

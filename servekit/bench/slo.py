@@ -1,0 +1,64 @@
+"""What a user still calls good: limits on one request, and which requests keep them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from servekit.bench.order import Record
+from servekit.bench.timing import Timing
+from servekit.errors import ConfigError
+
+#: What a limit can be on, and what that is of one request.
+MEANINGS = {
+    "ttft": "time to the first token",
+    "itl": "mean time between two chunks of its stream",
+    "gap": "longest time between two chunks of its stream",
+    "tpot": "time per output token after the first",
+    "e2e": "time to the last byte",
+}
+
+Slo = Mapping[str, float]
+
+
+def parse(text: str) -> dict[str, float]:
+    """`ttft=0.5,itl=0.05,e2e=10`, in seconds. Raises ConfigError."""
+    limits: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        name = name.strip()
+        if name not in MEANINGS:
+            raise ConfigError(f"--slo {part!r}: write one of {', '.join(MEANINGS)}, as in ttft=0.5")
+        if name in limits:
+            raise ConfigError(f"--slo says {name} twice")
+        limits[name] = _seconds(part, value)
+    if not limits:
+        raise ConfigError("--slo is empty: write a limit in seconds, as in ttft=0.5,e2e=10")
+    return limits
+
+
+def _seconds(part: str, value: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?\s*", value)
+    seconds = float(found[1]) / (1000 if found[2] == "ms" else 1) if found else 0.0
+    if not seconds > 0 or math.isinf(seconds):
+        raise ConfigError(f"--slo {part!r}: write a time in seconds above 0, as in ttft=0.5")
+    return seconds
+
+
+def is_good(record: Record, timing: Timing, slo: Slo) -> bool:
+    """Whether a request was answered and kept every limit that there is something to hold to.
+
+    An answer of one chunk has no gaps, and one that is not streamed no first token: limits on those
+    are not broken by it.
+    """
+    if record.fate != "ok":
+        return False
+    found = {
+        "ttft": timing.ttft_s,
+        "itl": timing.itl_s,
+        "gap": record.longest_gap_s,
+        "tpot": timing.tpot_s,
+        "e2e": timing.e2e_s,
+    }
+    return all((value := found[name]) is None or value <= limit for name, limit in slo.items())

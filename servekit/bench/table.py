@@ -1,0 +1,133 @@
+"""What `servekit bench` found, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from servekit.bench.result import Result, Run, Spread
+
+_LATENCIES = (
+    ("time to first token", "ttft_s"),
+    ("between chunks", "itl_s"),
+    ("per output token", "tpot_s"),
+    ("end to end", "e2e_s"),
+)
+
+
+def tables(result: Result) -> Iterator[RenderableType]:
+    """Rates by load, then latencies by load, then what went wrong and what to doubt."""
+    if not result.runs:
+        yield Text("Interrupted before anything was measured.")
+        return
+    yield _heading(result)
+    yield Text()
+    yield _rates(result.runs)
+    if any(run.completed for run in result.runs):
+        yield Text()
+        yield _latencies(result.runs)
+    if any(run.errors for run in result.runs):
+        yield Text()
+        yield _errors(result.runs)
+    for sentence in notes(result.runs):
+        yield Text(f"\n{sentence}", style="yellow")
+
+
+def load_text(run: Run) -> str:
+    if run.concurrency is not None:
+        return f"{run.concurrency} at once"
+    return f"{run.rate:g} arrivals/s"
+
+
+def seconds(value: float) -> str:
+    """Three digits, in the unit that suits."""
+    if value >= 0.9995:
+        return f"{number(value)} s"
+    if value >= 0.0001:
+        return f"{number(value * 1000)} ms"
+    return f"{value * 1e6:.0f} µs"
+
+
+def number(value: float) -> str:
+    """Three digits, or all of a large one."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def notes(runs: Sequence[Run]) -> Iterator[str]:
+    """What a reader should know before believing the figures; each once."""
+    found: dict[str, None] = {}
+    for run in runs:
+        for sentence in _notes(run):
+            found[sentence if len(runs) == 1 else f"{load_text(run)}: {sentence}"] = None
+    yield from found
+
+
+def _notes(run: Run) -> Iterator[str]:
+    if run.interrupted:
+        yield f"Interrupted; measured until then, {run.unfinished} requests were under way."
+    if run.tokens_by == "chunks":
+        yield "The server tells no usage: each chunk of a stream is counted as one token."
+    if run.tokens_by == "both":
+        yield "Of some requests the server told no usage: their chunks are counted as tokens."
+    yield from run.client.limits
+
+
+def _heading(result: Result) -> Text:
+    about = result.asked
+    how = "streams" if about["stream"] else "not streamed"
+    prompts = about["dataset"] or f"prompts of {about['prompt_tokens']} tokens"
+    answers = "" if about["api"] == "embeddings" else f", answers of {about['output_tokens']}"
+    return Text(f"{result.url}, {about['model']}: {about['api']}, {how}, {prompts}{answers}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _rates(runs: Sequence[Run]) -> Table:
+    has_goodput = any(run.goodput for run in runs)
+    columns = ["LOAD", "TIME", "DONE", "FAILED", "REQUESTS/S", "TOKENS/S", "PROMPT", "ANSWER"]
+    table = _table(*columns, *(("GOODPUT/S", "GOOD") if has_goodput else ()))
+    for run in runs:
+        cells = [load_text(run), seconds(run.duration_s), str(run.completed), str(run.failed)]
+        cells += [number(run.requests_per_s), number(run.output_tokens_per_s)]
+        cells += [_mean(run.prompt_tokens), _mean(run.output_tokens)]
+        if run.goodput is not None:
+            cells += [number(run.goodput.requests_per_s), f"{run.goodput.share:.1%}"]
+        table.add_row(*cells)
+    return table
+
+
+def _mean(found: Spread | None) -> str:
+    return "-" if found is None else number(found.mean)
+
+
+def _latencies(runs: Sequence[Run]) -> Table:
+    table = _table("LOAD", "LATENCY", "MEAN", "P50", "P90", "P99", "MAX")
+    for run in runs:
+        label = load_text(run)
+        for name, field in _LATENCIES:
+            found: Spread | None = getattr(run, field)
+            if found is not None:
+                values = (found.mean, found.p50, found.p90, found.p99, found.max)
+                table.add_row(label, name, *map(seconds, values))
+                label = ""
+    # its second column is words too
+    table.columns[1].justify = "left"
+    return table
+
+
+def _errors(runs: Sequence[Run]) -> Table:
+    table = _table("LOAD", "ERROR", "COUNT", "THE FIRST ONE SAYS")
+    table.columns[1].justify = table.columns[3].justify = "left"
+    table.columns[3].no_wrap = False
+    for run in runs:
+        for error in run.errors:
+            table.add_row(load_text(run), error.kind, str(error.count), Text(error.message))
+    return table

@@ -1,0 +1,48 @@
+"""The times of one request, from its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from servekit.bench.order import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds; None where there is no such time."""
+
+    e2e_s: float  # from when it was sent, or should have been, to its last byte
+    ttft_s: float | None  # … to the first chunk with text
+    itl_s: float | None  # mean gap between two chunks
+    tpot_s: float | None  # mean time per token after the first
+
+    @classmethod
+    def of(cls, record: Record) -> Timing:
+        e2e_s = record.ended - record.began
+        if record.first is None or record.last is None:
+            return cls(e2e_s, None, None, None)
+        speaking_s = record.last - record.first
+        tokens = tokens_of(record)
+        return cls(
+            e2e_s,
+            record.first - record.began,
+            speaking_s / (record.chunks - 1) if record.chunks > 1 else None,
+            speaking_s / (tokens - 1) if tokens > 1 else None,
+        )
+
+
+def tokens_of(record: Record) -> int:
+    """Output tokens by the server's own count; without one, a chunk is taken for a token."""
+    return record.chunks if record.output_tokens is None else record.output_tokens
+
+
+def tokens_in_time(record: Record, end: float) -> float:
+    """Of its output tokens, those that came before the measurement's end.
+
+    In a stream in proportion to its chunks; what is not streamed comes when it is whole.
+    """
+    if record.ended <= end:
+        return tokens_of(record)
+    if not record.chunks:
+        return 0.0
+    return tokens_of(record) * record.chunks_in_time / record.chunks

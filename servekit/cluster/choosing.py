@@ -1,0 +1,61 @@
+"""On which node a worker is to be: a pure function of what is free where, and of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A node, and what of it nobody has claimed."""
+
+    node: str
+    cpus: float
+    gpus: float
+
+    def fits(self, cpus: float, gpus: int) -> bool:
+        return self.cpus + 1e-6 >= cpus and self.gpus + 1e-6 >= gpus
+
+
+def choose(
+    free: Sequence[Free],
+    cpus: float,
+    gpus: int,
+    strategy: Literal["PACK", "SPREAD"],
+    held: Sequence[str],
+    shunned: Collection[str] = (),
+) -> str:
+    """The node for one more worker of a model; "" where none has room now.
+
+    `held` are the nodes of its other workers, one entry each. SPREAD: where it has the fewest, and
+    most is free; PACK: where it has the most, and least is free. Those that were lost a moment ago
+    are `shunned`: Ray may not have noticed.
+    """
+    count = Counter(held)
+    fitting = [one for one in free if one.node not in shunned and one.fits(cpus, gpus)]
+    if strategy == "SPREAD":
+        fitting.sort(key=lambda one: (count[one.node], -one.gpus, -one.cpus, one.node))
+    else:
+        fitting.sort(key=lambda one: (-count[one.node], one.gpus, one.cpus, one.node))
+    return fitting[0].node if fitting else ""
+
+
+def waiting_for(cpus: float, gpus: int) -> str:
+    """What a worker waits for that has no place, in words."""
+    if gpus:
+        return f"waits for {gpus} GPU{'s' * (gpus > 1)} in the Ray cluster"
+    return f"waits for {cpus:g} CPU{'s' * (cpus != 1)} in the Ray cluster"
+
+
+def free_of(totals: Sequence[Mapping[str, object]], available: Mapping[str, object]) -> list[Free]:
+    """Of `ray.nodes()` and of what Ray says is available of each."""
+    found: list[Free] = []
+    for node in totals:
+        name = str(node["NodeID"])
+        left = available.get(name)
+        if node.get("Alive") and isinstance(left, Mapping):
+            found.append(Free(name, float(left.get("CPU", 0.0)), float(left.get("GPU", 0.0))))
+    return found

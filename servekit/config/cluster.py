@@ -1,0 +1,44 @@
+"""The part of the configuration file that says which Ray cluster workers are placed in."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from servekit.config.section import Section
+
+_NAMESPACE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+def _address(value: str) -> str:
+    if value == "auto":
+        return value
+    host, colon, port = value.rpartition(":")
+    if "://" in value or not (host and colon and re.fullmatch(r"[0-9]{1,5}", port)):
+        raise ValueError(
+            "must be HOST:PORT of the cluster's head, as `ray start` prints it, or auto; servekit"
+            " runs on a node of the cluster, so there is no ray:// here"
+        )
+    return value
+
+
+class RayConfig(Section):
+    """The Ray cluster of `launcher: ray`."""
+
+    address: Annotated[str, AfterValidator(_address)] = "auto"
+    """HOST:PORT of its head; auto: the cluster that this machine is a node of, or RAY_ADDRESS."""
+    namespace: Annotated[str | None, Field(pattern=_NAMESPACE)] = None
+    """Ray's namespace for the actors of this instance; by default one made of this machine's name
+    and the run directory."""
+    strategy: Literal["PACK", "SPREAD"] = "PACK"
+    """The replicas of a model: PACK on as few nodes as can be, SPREAD on as many. One replica is
+    always on one node, however many GPUs it has."""
+    cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
+    """CPUs that each worker claims of its node; on the CPU they are its threads, too."""
+    grace_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
+    """How long workers and gateways serve on when the supervisor is gone, for the next one to
+    adopt them; then they end."""
+    connect_s: Annotated[float, Field(ge=1, le=600)] = 30.0
+    """How long it may take to join the cluster and to look at its nodes."""

@@ -1,0 +1,62 @@
+"""How many replicas a model has where that follows its load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from servekit.config.section import Section
+
+#: Of one model: more are more than one supervisor should have.
+MOST = 256
+#: What pydantic puts into the place of an error for the branch it took; see `problems`.
+BRANCHES = frozenset({"{min, max}", "number or auto"})
+
+
+class ReplicaRange(Section):
+    """Between how many replicas a model scales."""
+
+    min: Annotated[int, Field(ge=0, le=MOST)] = 1
+    """Always there; 0 only with `load: on_demand`, which has one as soon as there is a request."""
+    max: Annotated[int, Field(ge=1, le=MOST)]
+    """Added by load, as long as there is room."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicaRange:
+        if self.min > self.max:
+            raise ValueError(f"`min`, {self.min}, is more than `max`, {self.max}")
+        return self
+
+    @property
+    def least(self) -> int:
+        """While it is loaded at all."""
+        return max(1, self.min)
+
+    def held(self, count: int) -> int:
+        """As many, as far as that is within it."""
+        return min(max(count, self.least), self.max)
+
+
+class ScaleConfig(Section):
+    """When a model of `replicas: {min, max}` gets one more, or one fewer."""
+
+    wait_s: Annotated[float, Field(gt=0)] = 1.0
+    """A replica is added when a request has waited for so long."""
+    kv_used: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """And when so large a share of the KV caches has been in use for some seconds."""
+    down_s: Annotated[float, Field(gt=0)] = 120.0
+    """One goes when the others could have carried its load for so long."""
+
+
+def _branch(value: object) -> str:
+    is_range = isinstance(value, Mapping | ReplicaRange)
+    return "{min, max}" if is_range else "number or auto"
+
+
+_Number = Annotated[int | Literal["auto"], Field(union_mode="left_to_right")]
+Replicas = Annotated[
+    Annotated[_Number, Tag("number or auto")] | Annotated[ReplicaRange, Tag("{min, max}")],
+    Discriminator(_branch),
+]

@@ -1,0 +1,62 @@
+"""Rows of a JSON schema's fields, in words and in Markdown. README's tables are made by these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Field = dict[str, Any]
+#: What a `$ref` is called.
+Name = Callable[[str], str]
+
+_NAMES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "yes or no",
+    "null": "null",
+}
+
+
+def row(key: str, field: Field, *, required: bool) -> str:
+    """`| key | value | default | what it is |`"""
+    value = "**required**" if required else default(field.get("default"))
+    return f"| `{key}` | {kind(field)} | {value} | {field['description']} |".replace("`[]`", "")
+
+
+def default(value: object) -> str:
+    """What holds where nothing is said; "" for what says nothing."""
+    if value in (None, "", [], {}) or isinstance(value, dict):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _mapping(reference: str) -> str:
+    return "mapping"
+
+
+def kind(field: Field, name: Name = _mapping) -> str:
+    """What a value may be."""
+    if reference := field.get("$ref"):
+        return name(reference.rpartition("/")[2])
+    if choices := field.get("enum"):
+        return " or ".join(f"`{choice}`" for choice in choices)
+    if "const" in field:
+        return f"`{field['const']}`"
+    if branches := field.get("anyOf", field.get("oneOf")):
+        kinds = [kind(branch, name) for branch in branches if branch.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if field.get("type") == "array":
+        items = field.get("items")
+        return f"list of {kind(items, name)}" if isinstance(items, dict) else "list"
+    return _NAMES.get(field.get("type", ""), "mapping") + _range(field)
+
+
+def _range(field: Field) -> str:
+    low, high = field.get("minimum"), field.get("maximum")
+    above = field.get("exclusiveMinimum")
+    if low is not None and high is not None:
+        return f", {low:g} to {high:g}"
+    if above is not None:
+        return f", over {above:g}" + (f" to {high:g}" if high is not None else "")
+    return f" ≥ {low}" if low is not None else ""

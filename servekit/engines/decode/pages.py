@@ -1,0 +1,78 @@
+"""The library's paged cache as decoding needs it: pages by layer, and room for one token more.
+
+Written against transformers 5.17, where each layer has tensors of its own, and 5.23, where all of
+them share one and a block is the pages of all layers, one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+#: Of its blocks, what the library's scheduler keeps free of new requests.
+_MARGIN = 0.15
+
+
+class Pages:
+    """Of a model whose layers all attend to the whole context; raises ValueError of another."""
+
+    def __init__(self, cache: Any, scheduler: Any) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._new = hasattr(cache, "layer_to_allocator")  # from 5.2x on
+        owners = (
+            list(cache.cache_allocators.values()) if self._new else list(cache.group_cache_managers)
+        )
+        if len(owners) != 1:
+            raise ValueError("its layers attend in several ways")
+        self._owner: Any = owners[0]
+        self.size: int = self._owner.tokens_per_page if self._new else cache.block_size
+        trash: int = self._owner.write_trash_index if self._new else cache.write_trash_index
+        #: A page for what is written and read by no one.
+        self.trash = trash // self.size
+        #: From a block's number to its page's.
+        self.stride: int = self._owner.block_physical_stride // self.size if self._new else 1
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [pages, page size, kv heads, width] each."""
+        if self._new:
+            keys, values = self._owner.get_cache_for_block_table(index)
+            return keys, values
+        _, place = self._cache.layer_index_to_group_indices[index]
+        shape = (-1, self.size, *self._cache.key_cache[place].shape[1:])
+        return self._cache.key_cache[place].view(shape), self._cache.value_cache[place].view(shape)
+
+    def of(self, key: str) -> list[int]:
+        """The blocks of a request, in order."""
+        blocks: list[int] = self._owner.block_table[key]
+        return blocks
+
+    def reserve(self, state: Any) -> bool:
+        """Have room for one token more; False where there is none left."""
+        if not self._new:
+            found: bool = self._scheduler._allocate_blocks_if_needed(state, 1)
+            return found
+        if self._cache.can_store_request_tokens(state, 1):
+            return True
+        self._cache.pool.try_to_free_sectors()
+        if self._cache.can_store_request_tokens(state, 1):
+            return True
+        self._cache.evict_cached_blocks()
+        self._cache.pool.try_to_free_sectors()
+        return bool(self._cache.can_store_request_tokens(state, 1))
+
+    def is_ample(self) -> bool:
+        """So much is free that new requests may be begun beside those that decode."""
+        if self._new:
+            return bool(self._scheduler._try_to_meet_safety_margin())
+        return bool(self._cache.get_num_free_blocks() >= _MARGIN * self._cache.num_blocks)
+
+    def complete(self, state: Any) -> None:
+        """One more block of a request is full: others may share it, or it theirs."""
+        if not self._cache.use_prefix_sharing:
+            return
+        if self._new:
+            self._cache.mark_complete_blocks(state, dict.fromkeys(self._cache.cache_allocators, 1))
+        else:
+            self._cache.mark_shareable_blocks_as_complete(state, 1)

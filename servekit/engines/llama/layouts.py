@@ -1,0 +1,93 @@
+"""llama.cpp's two structs of parameters, as the versions that are known here lay them out.
+
+A library does not say how it lays them out, but it fills in its defaults, and hardly two fields
+beside each other have the same: a layout is taken for a library's own only if each field's default
+is where it says. What follows its last field keeps the library's own defaults. Source: llama.cpp,
+include/llama.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import c_bool, c_float, c_int32, c_size_t, c_uint32, c_void_p
+from typing import Any
+
+#: Name, type, and llama.cpp's default of each field, in order.
+Layout = tuple[tuple[str, Any, Any], ...]
+
+
+def _fields(kind: Any, default: Any, *names: str) -> Layout:
+    return tuple((name, kind, default) for name in names)
+
+
+MODEL: Layout = (
+    *_fields(c_void_p, None, "devices", "tensor_buft_overrides"),
+    *_fields(c_int32, -1, "n_gpu_layers"),
+    *_fields(c_int32, 1, "split_mode"),
+    *_fields(c_int32, -1, "load_mode"),
+    *_fields(c_int32, 1, "lazy_mode"),
+    *_fields(c_int32, 0, "main_gpu"),
+    *_fields(c_void_p, None, "tensor_split", "progress_callback", "progress_callback_user_data"),
+    *_fields(c_void_p, None, "kv_overrides"),
+    *_fields(c_bool, False, "vocab_only", "check_tensors"),
+    *_fields(c_bool, True, "use_extra_bufts"),
+    *_fields(c_bool, False, "no_host", "no_alloc", "load_mtp"),
+)
+_TO_CACHE_TYPES: Layout = (
+    *_fields(c_uint32, 512, "n_ctx"),
+    *_fields(c_uint32, 2048, "n_batch"),
+    *_fields(c_uint32, 512, "n_ubatch"),
+    *_fields(c_uint32, 1, "n_seq_max"),
+    *_fields(c_uint32, 0, "n_rs_seq", "n_outputs_max"),
+    *_fields(c_uint32, 1, "n_outputs_max_per_seq"),
+    *_fields(c_int32, 4, "n_threads", "n_threads_batch"),
+    *_fields(c_int32, 0, "ctx_type"),
+    *_fields(c_int32, -1, "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type"),
+    *_fields(c_float, 0.0, "rope_freq_base", "rope_freq_scale"),
+    *_fields(c_float, -1.0, "yarn_ext_factor", "yarn_attn_factor"),
+    *_fields(c_float, -1.0, "yarn_beta_fast", "yarn_beta_slow"),
+    *_fields(c_uint32, 0, "yarn_orig_ctx"),
+    *_fields(c_float, -1.0, "defrag_thold"),
+    *_fields(c_void_p, None, "cb_eval", "cb_eval_user_data"),
+    *_fields(c_int32, 1, "type_k", "type_v"),
+)
+_FROM_ABORT: Layout = (
+    *_fields(c_void_p, None, "abort_callback", "abort_callback_data"),
+    *_fields(c_bool, False, "embeddings"),
+    *_fields(c_bool, True, "offload_kqv", "no_perf", "op_offload", "swa_full"),
+    *_fields(c_bool, False, "kv_unified"),
+)
+#: For people: whose layouts these are.
+VERSIONS = "llama.cpp 0.5 and 0.6"
+MODEL_LAYOUTS = (MODEL,)
+CONTEXT_LAYOUTS = (
+    (*_TO_CACHE_TYPES, *_FROM_ABORT),  # 0.5
+    (*_TO_CACHE_TYPES, *_fields(c_size_t, 0, "moe_cache_size"), *_FROM_ABORT),  # 0.6
+)
+#: Bytes for either struct, with some to spare: a callee reads and writes its own size of it.
+ROOM = 2048
+
+
+def struct_of(layout: Layout) -> type[ctypes.Structure]:
+    """The struct, with room for what a version adds to its end."""
+    fields = [(name, kind) for name, kind, _ in layout]
+    bare = type("Bare", (ctypes.Structure,), {"_fields_": fields})
+    spare = ("spare", ctypes.c_uint8 * (ROOM - ctypes.sizeof(bare)))
+    return type("Params", (ctypes.Structure,), {"_fields_": [*fields, spare]})
+
+
+def recognise(defaults: bytes, layouts: Sequence[Layout]) -> type[ctypes.Structure] | None:
+    """The struct whose defaults these are, of `ROOM` bytes; None if none of `layouts` is."""
+    return next((struct_of(one) for one in layouts if _holds(defaults, one)), None)
+
+
+def _holds(defaults: bytes, layout: Layout) -> bool:
+    found = struct_of(layout).from_buffer_copy(defaults)
+    return all(getattr(found, name) == default for name, _, default in layout)
+
+
+def fill(params: ctypes.Structure, values: Mapping[str, Any]) -> None:
+    """Set those fields that the struct has."""
+    for name in {name for name, *_ in params._fields_} & values.keys():
+        setattr(params, name, values[name])

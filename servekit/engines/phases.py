@@ -1,0 +1,49 @@
+"""Where the time of a load goes: who does something that takes a while says what.
+
+    with phase("weights"):
+        ...
+
+A phase that begins within another is a part of it, in a thread that inherits its context as
+`asyncio.to_thread` has it, too.
+
+A process loads one model, so who hears of it is the module's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+from servekit.wire.starts import Phase
+
+Hear = Callable[[Phase], None]
+
+_within: ContextVar[str] = ContextVar("within", default="")
+_hear: Hear | None = None
+
+
+def heard_by(hear: Hear | None) -> None:
+    """Have `hear` called at the beginning and the end of each phase, in the thread it runs in."""
+    global _hear
+    _hear = hear
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What is done in this context is a phase of that name."""
+    within, began_s = _within.get(), time.monotonic()
+    _tell(Phase(name, began_s, None, within))
+    token, failed = _within.set(name), True
+    try:
+        yield
+        failed = False
+    finally:
+        _within.reset(token)
+        _tell(Phase(name, began_s, time.monotonic(), within, failed))
+
+
+def _tell(of: Phase) -> None:
+    if _hear is not None:
+        _hear(of)

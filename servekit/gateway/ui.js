@@ -1,0 +1,129 @@
+// What the pages do in the browser beside Gradio: language, theme, copying, saving, tokens.
+// All of it listens at the document, since Gradio puts the elements there and away again. Text
+// from a model is only ever set as text, never as HTML.
+(() => {
+  const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
+  const dark = (on) => document.body.classList.toggle("dark", on);
+  const chosen = () => localStorage.getItem("servekit.theme");
+  onBody(() => {
+    let begun = false;
+    new MutationObserver(() => {
+      // Gradio calls its examples a list, of which they are no items
+      document.querySelector("#sk-chat .examples[role=list]")?.setAttribute("role", "group");
+      const bar = document.querySelector(".sk-bar");
+      if (!bar || begun) return;
+      begun = true;
+      document.documentElement.lang = bar.dataset.langNow;
+      const page = bar.querySelector("[aria-current]");
+      if (page) document.title = `${page.textContent} · servekit`;
+      const nav = bar.querySelector("nav"); // on a phone it is wider than the screen
+      if (page) nav.scrollLeft = page.offsetLeft - nav.offsetLeft - (nav.clientWidth - page.offsetWidth) / 2;
+      if (chosen()) dark(chosen() === "dark");
+      offerSignOut(bar);
+    }).observe(document.body, { childList: true, subtree: true });
+  });
+
+  // ---- who has signed in; a session that is over leads to the form, and then back here
+  const ask = window.fetch.bind(window);
+  window.fetch = async (...asked) => {
+    const answer = await ask(...asked);
+    if (answer.status === 401 && new URL(answer.url).origin === location.origin) {
+      location = `/ui/login?to=${location.pathname.replace(/^\/ui(\/zh)?\/?/, "")}`;
+    }
+    return answer;
+  };
+  const offerSignOut = async (bar) => {
+    const { key } = await (await ask("/ui/session")).json();
+    const button = bar.querySelector(".sk-out");
+    button.title = `${button.dataset.signOut} (${key})`;
+    button.setAttribute("aria-label", button.title);
+    button.hidden = key === null;
+  };
+
+  const acts = {
+    ".sk-theme": () => {
+      dark(!document.body.classList.contains("dark"));
+      localStorage.setItem("servekit.theme", document.body.classList.contains("dark") ? "dark" : "light");
+    },
+    "[data-lang]": (link) => {
+      document.cookie = `servekit-lang=${link.dataset.lang}; path=/ui; max-age=31536000; samesite=lax`;
+    },
+    ".sk-copy": async (button) => {
+      const code = button.closest(".sk-code").querySelector("pre");
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+      } catch { // not over plain HTTP from elsewhere: leave it selected, for the keyboard
+        getSelection().selectAllChildren(code);
+        document.execCommand("copy");
+      }
+      const before = button.textContent;
+      button.textContent = button.dataset.done;
+      setTimeout(() => (button.textContent = before), 1500);
+    },
+    ".sk-save": (button) => {
+      const text = button.nextElementSibling.value;
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([text], { type: "application/octet-stream" }));
+      link.download = button.dataset.name;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+    },
+    ".sk-tokens .sk-token": (token) => token.focus(),
+    ".sk-out": async () => {
+      await ask("/ui/logout", { method: "POST", redirect: "manual" });
+      location = "/ui/login";
+    },
+  };
+  document.addEventListener("click", (event) => {
+    for (const [selector, act] of Object.entries(acts)) {
+      const found = event.target.closest?.(selector);
+      if (found) act(found);
+    }
+  });
+
+  // ---- tokens: pointing at one, or going there, shows what else could have been said
+  const row = (cells, tag) => {
+    const line = document.createElement("tr");
+    for (const cell of cells) {
+      const made = document.createElement(tag);
+      made.append(cell);
+      line.append(made);
+    }
+    return line;
+  };
+  const meter = (share) => {
+    const bar = document.createElement("span");
+    bar.className = "sk-meter";
+    bar.style.setProperty("--sk-share", `${100 * share}%`);
+    return bar;
+  };
+  const explain = (token) => {
+    const detail = token.closest(".sk-card")?.querySelector(".sk-detail");
+    if (!detail) return;
+    const table = document.createElement("table");
+    table.append(row([detail.dataset.token, detail.dataset.chance, ""], "th"));
+    for (const [text, percent, share, isChosen] of JSON.parse(token.dataset.rows)) {
+      const name = document.createElement("code");
+      name.textContent = text;
+      const said = document.createElement("span");
+      said.append(name, isChosen ? ` (${detail.dataset.chosen})` : "");
+      table.append(row([said, percent, meter(share)], "td"));
+    }
+    detail.replaceChildren(table);
+  };
+  const tokenOf = (event) => event.target.closest?.(".sk-tokens .sk-token");
+  for (const kind of ["mouseover", "focusin"]) {
+    document.addEventListener(kind, (event) => tokenOf(event) && explain(tokenOf(event)));
+  }
+  const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 };
+  document.addEventListener("keydown", (event) => {
+    const token = tokenOf(event);
+    if (!token || !(event.key in STEPS)) return;
+    event.preventDefault();
+    const all = [...token.parentElement.querySelectorAll(".sk-token")];
+    const to = Math.max(0, Math.min(all.length - 1, all.indexOf(token) + STEPS[event.key]));
+    token.tabIndex = -1;
+    all[to].tabIndex = 0;
+    all[to].focus();
+  });
+})();

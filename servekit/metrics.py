@@ -1,0 +1,243 @@
+"""Every metric of /metrics: its name, its labels, what it counts. `servekit metrics` prints it.
+
+Names follow Prometheus: base units, `_total` for counters. Where OpenTelemetry's conventions for
+generative AI have a metric it has their name, their attributes as labels, and their boundaries of
+buckets, as a collector would translate them for Prometheus; some boundaries are added beyond
+theirs, for CPUs and for small models.
+
+Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+#: In seconds, up to the last token.
+DURATION_S = (
+    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    *(163.84, 327.68, 655.36),
+)
+#: In seconds, up to the first.
+FIRST_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0),
+)
+#: In seconds, from one token to the next.
+TOKEN_S = (
+    *(0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    *(5.0, 10.0, 30.0),
+)
+#: In seconds, in the queue.
+WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKENS = tuple(float(4**n) for n in range(14))
+
+#: Of generative AI: what was done, by whom, under which name, and by which model's weights.
+_GEN_AI = (
+    "gen_ai_operation_name",
+    "gen_ai_provider_name",
+    "gen_ai_request_model",
+    "gen_ai_response_model",
+)
+_WORKER = ("model", "worker")
+_GPU = (*_WORKER, "gpu", "uuid")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `buckets` are the upper bounds of a histogram's, without infinity."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """How many figures a series of it has: of a histogram each bucket, one more, the sum."""
+        return len(self.buckets) + 2 if self.kind == "histogram" else 1
+
+
+def _counter(name: str, labels: Sequence[str], help: str) -> Metric:
+    return Metric(name, "counter", tuple(labels), help)
+
+
+def _gauge(name: str, labels: Sequence[str], help: str) -> Metric:
+    return Metric(name, "gauge", tuple(labels), help)
+
+
+def _histogram(name: str, labels: Sequence[str], buckets: Sequence[float], help: str) -> Metric:
+    return Metric(name, "histogram", tuple(labels), help, tuple(buckets))
+
+
+_REQUEST = ("model", "adapter", "key")
+
+#: In the order of the page.
+METRICS: tuple[Metric, ...] = (
+    # ---- requests
+    _counter(
+        "servekit_requests_total",
+        (*_REQUEST, "status", "outcome"),
+        "Requests to models that have ended, or were refused. `outcome` is stop, length, or an"
+        " error's code, `status` the HTTP status that goes with it; of several prompts or choices"
+        " each counts. `key` is the name of an API key; `model` is empty where none has the name.",
+    ),
+    _counter(
+        "servekit_http_requests_total",
+        ("route", "status"),
+        "HTTP requests by path and the status that was sent; paths that are not ours are `other`.",
+    ),
+    _counter(
+        "servekit_prompt_tokens_total", _REQUEST, "Tokens of prompts, those from a cache included."
+    ),
+    _counter(
+        "servekit_cached_prompt_tokens_total",
+        _REQUEST,
+        "Tokens of prompts that came from an engine's prefix cache.",
+    ),
+    _counter(
+        "servekit_completion_tokens_total",
+        _REQUEST,
+        "Tokens of answers, those of answers that were broken off included.",
+    ),
+    _histogram(
+        "gen_ai_server_time_to_first_token_seconds",
+        _GEN_AI,
+        FIRST_S,
+        "From a request's arrival to its first token at the gateway, waiting included.",
+    ),
+    _histogram(
+        "gen_ai_server_time_per_output_token_seconds",
+        _GEN_AI,
+        TOKEN_S,
+        "Of each request that went well, the time after its first token by the tokens after it.",
+    ),
+    _histogram(
+        "gen_ai_server_request_duration_seconds",
+        (*_GEN_AI, "error_type"),
+        DURATION_S,
+        "From a request's arrival to its end; `error_type` is an error's code, empty for none."
+        " Refusals at the door are not in it.",
+    ),
+    _histogram(
+        "gen_ai_client_token_usage",
+        (*_GEN_AI, "gen_ai_token_type"),
+        TOKENS,
+        "Tokens of each request that went well: input, or output.",
+    ),
+    _histogram(
+        "servekit_inter_token_seconds",
+        ("model", "adapter"),
+        TOKEN_S,
+        "Of streamed answers, from what one engine step brought to what the next one did; breaks"
+        " when a worker dies included.",
+    ),
+    # ---- the queue
+    _histogram(
+        "servekit_queue_wait_seconds",
+        ("model",),
+        WAIT_S,
+        "From a request's arrival to its being sent to a worker for the first time.",
+    ),
+    _gauge("servekit_queue_depth", ("model",), "Requests that wait now, at all gateways."),
+    _gauge(
+        "servekit_queue_limit",
+        ("model",),
+        "How many may wait before more are 429: max_queue of the file, times gateways.",
+    ),
+    # ---- what survives a worker's death
+    _counter(
+        "servekit_retries_total",
+        ("model",),
+        "Requests sent to a worker again, from their beginning: theirs had died, or was leaving.",
+    ),
+    _counter(
+        "servekit_continuations_total",
+        ("model",),
+        "Answers under way that went on at another worker, from the token they had reached.",
+    ),
+    _counter(
+        "servekit_quarantines_total",
+        ("model",),
+        "Requests that were given up because workers died each time they ran them.",
+    ),
+    _gauge(
+        "servekit_quarantined_requests",
+        ("model",),
+        "Different requests that are refused now because of that.",
+    ),
+    # ---- models and their workers
+    _gauge("servekit_model_ready", ("model",), "1 while a worker of the model is ready, else 0."),
+    _gauge(
+        "servekit_model_residency",
+        ("model", "tier"),
+        "Where a model that comes and goes is: 1 for its tier now.",
+    ),
+    _gauge("servekit_workers", ("model", "state"), "Workers by their state now."),
+    _gauge(
+        "servekit_replicas",
+        ("model", "state"),
+        "Of a model that scales: `ready` and `desired` replicas, between `min` and `max`.",
+    ),
+    _gauge("servekit_worker_slots", _WORKER, "Requests that the worker's engine runs at once."),
+    _gauge("servekit_worker_running", _WORKER, "Requests in its engine, by its own word."),
+    _gauge("servekit_worker_waiting", _WORKER, "Requests that it has and that do not run yet."),
+    _gauge("servekit_kv_cache_usage_ratio", _WORKER, "Share of its KV cache in use, 0 to 1."),
+    _counter("servekit_worker_restarts_total", _WORKER, "Starts after the first one."),
+    _counter(
+        "servekit_worker_stalls_total",
+        _WORKER,
+        "Times it made no progress, or did not answer, and was killed for that.",
+    ),
+    _gauge(
+        "servekit_breaker_state",
+        ("model", "state"),
+        "The breaker of crash loops: 1 for closed (as it should be), open or half-open.",
+    ),
+    _gauge("servekit_adapters", ("model", "state"), "Adapters by their state now."),
+    # ---- GPUs
+    _gauge(
+        "servekit_worker_gpu_memory_bytes",
+        _GPU,
+        "What a worker holds on each of its GPUs, by NVML; `gpu` is the index, read every 5 s.",
+    ),
+    _gauge(
+        "servekit_worker_gpu_memory_claimed_bytes",
+        _GPU,
+        "What it was promised there, where its model has a claim.",
+    ),
+    _gauge(
+        "servekit_worker_gpu_memory_stray_bytes",
+        _GPU,
+        "What it holds on GPUs that are not its own: 0 is as it should be.",
+    ),
+    _gauge("servekit_gpu_memory_total_bytes", ("gpu", "uuid", "name"), "Memory of each GPU."),
+    # ---- the service itself
+    _gauge("servekit_gateway_up", ("gateway",), "1 while the gateway serves, else 0."),
+    _gauge(
+        "servekit_gateway_in_flight", ("gateway",), "Requests that wait or run, of each gateway."
+    ),
+    _counter("servekit_gateway_restarts_total", ("gateway",), "Starts after the first one."),
+    _gauge(
+        "servekit_process_resident_memory_bytes",
+        ("process",),
+        "Resident memory of the supervisor, of each gateway and of each worker.",
+    ),
+    _gauge("servekit_start_time_seconds", (), "When the instance was started, as Unix time."),
+    _gauge("servekit_build_info", ("version", "python"), "1; what runs here, as labels."),
+)
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def reference() -> str:
+    """All of them, as a table in Markdown."""
+    rows = ["| metric | kind | labels | |", "|---|---|---|---|"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(rows)

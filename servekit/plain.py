@@ -1,0 +1,42 @@
+"""Text that others wrote, as a terminal may safely show it.
+
+What models and workers write is data: an escape sequence in it could clear the screen, rename the
+window or hide what follows, a bidirectional mark could show it in another order than it is in.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Escape sequences, and what else would move a terminal's cursor or hide text (C0, C1, bidi).
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]|[\ud800-\udfff]"
+)
+#: C0 and DEL have pictures of their own (U+2400); C1, bidi marks and half characters have none.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+_PICTURES |= dict.fromkeys(
+    (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), 0xFFFD
+)
+_PICTURES |= dict.fromkeys((*range(0xFFF9, 0xFFFC), *range(0xD800, 0xE000)), 0xFFFD)
+
+
+def plain(text: str) -> str:
+    """Text without escape sequences, control characters and bidi marks; newlines and tabs stay."""
+    return _CONTROL.sub("", text)
+
+
+def line(text: str, most: int = 2000) -> str:
+    """The same on one line, and not longer than `most` characters."""
+    shown = " ".join(plain(text[: 4 * most]).split())
+    return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[:most]} …"
+
+
+def visible(text: str) -> str:
+    """Text with pictures in the place of what `plain` removes, one for one.
+
+    For text that comes piece by piece: no sequence has to be waited for, none can slip through
+    between two pieces.
+    """
+    return text.translate(_PICTURES)

@@ -1,0 +1,97 @@
+"""Whether the nodes of a cluster can run what the file asks for: pure, and said in one sentence.
+
+Only nodes on which some worker could be placed count: a head without resources needs no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from servekit.wire.cluster import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What each worker of a model claims, all on one node."""
+
+    model: str
+    gpus: int
+    cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What is installed where the supervisor runs."""
+
+    servekit: str
+    python: str
+    ray: str
+
+
+def refusal(nodes: Sequence[Node], own: Versions, needs: Sequence[Need]) -> str:
+    """What keeps the file from being served by these nodes; "" if nothing does."""
+    return next(_refusals(nodes, own, needs), "")
+
+
+def _refusals(nodes: Sequence[Node], own: Versions, needs: Sequence[Need]) -> Iterator[str]:
+    for need in needs:
+        if not any(fits(node, need) for node in nodes):
+            yield _too_large(nodes, need)
+    for node in nodes:
+        here = [need for need in needs if fits(node, need)]
+        if not here:
+            continue
+        if node.problem:
+            yield f"the Ray node {node.host} cannot run workers: {node.problem}"
+        yield from _differing(node, own)
+        for need in here:
+            if lack := node.lacks.get(need.model):
+                yield (
+                    f"model {need.model!r} could be placed on the Ray node {node.host}, and {lack}"
+                )
+
+
+def fits(node: Node, need: Need) -> bool:
+    """Whether a worker fits the node while nothing else is there."""
+    return node.gpus >= need.gpus and node.cpus >= need.cpus
+
+
+def _too_large(nodes: Sequence[Node], need: Need) -> str:
+    if need.gpus and not any(node.gpus >= need.gpus for node in nodes):
+        most = max(nodes, key=lambda node: node.gpus)
+        return (
+            f"model {need.model!r} needs {_count(need.gpus, 'GPU')} on one node of the Ray cluster"
+            f" for each replica, and the largest, {most.host}, has {most.gpus:g}"
+        )
+    with_gpus = [node for node in nodes if node.gpus >= need.gpus]
+    most = max(with_gpus, key=lambda node: node.cpus)
+    beside = f" beside {_count(need.gpus, 'GPU')}" if need.gpus else ""
+    return (
+        f"model {need.model!r} needs {_count(need.cpus, 'CPU')}{beside} on one node of the Ray"
+        f" cluster for each replica, and the largest, {most.host}, has {most.cpus:g}; `ray.cpus`"
+        " says how many"
+    )
+
+
+def _differing(node: Node, own: Versions) -> Iterator[str]:
+    pairs = (
+        ("servekit", node.servekit, own.servekit),
+        ("Python", _minor(node.python), _minor(own.python)),
+        ("Ray", node.ray, own.ray),
+    )
+    for what, there, here in pairs:
+        if there != here and not node.problem:
+            has = f"has {what} {there}" if there else f"has no {what} that its Python finds"
+            yield (
+                f"the Ray node {node.host} {has}, and this one has {here}: install the same on all"
+                " nodes"
+            )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' * (number != 1)}"

@@ -1,0 +1,37 @@
+"""One worker as others are told of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from servekit.wire.messages import ReplicaStatus
+
+if TYPE_CHECKING:
+    from servekit.supervisor.replicas import Replica
+
+
+def status_of(replica: Replica) -> ReplicaStatus:
+    """For gateways, which go by its state and where it is, and for operators."""
+    last, vram, place = replica.pulse.last, replica.vram, replica.place
+    return ReplicaStatus(
+        name=replica.name,
+        state=replica.state,
+        socket=replica.address,
+        pid=replica.pid,
+        device=replica.device,
+        gpus=tuple(gpu.uuid for gpu in place.gpus),
+        progress=replica.progress,
+        reason=replica.reason,
+        restarts=replica.restarts,
+        running=last.running,
+        waiting=last.waiting,
+        rss_bytes=replica.rss_bytes,
+        gpu_bytes=vram.held_bytes,
+        timings_s=replica.timings_s,
+        stray=vram.stray,
+        claim_bytes=sum(place.claims),
+        excess=vram.excess,
+        kv_used=replica.pulse.kv_used,
+        trouble=replica.trouble,
+        held_bytes=tuple(vram.by_gpu.get(gpu.uuid, 0) for gpu in place.gpus),
+    )

@@ -1,0 +1,348 @@
+"""`launcher: ray`: workers in the actors of a Ray cluster, reached over TCP with mutual TLS.
+
+Ray says where, and starts and ends processes; nothing of a request passes through it. A worker and
+its place are two things: it is started again where it was as long as its node lives, and placed
+anew when that is lost. Actors outlive the supervisor for `ray.grace_s`, and the next one finds
+them by their names: what runs as the file wants it is taken over, and the rest is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import platform
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from servekit import __version__
+from servekit.config.cluster import RayConfig
+from servekit.config.engines import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.errors import StartError
+from servekit.supervisor import environment, joining, nodes
+from servekit.supervisor.child import Exit
+from servekit.supervisor.claims import least
+from servekit.supervisor.cluster import Cluster, Unable
+from servekit.supervisor.heritage import Heritage
+from servekit.supervisor.launcher import Guest
+from servekit.supervisor.life import Host, Life
+from servekit.supervisor.output import Output, RotatingFile
+from servekit.supervisor.planning import Plan
+from servekit.supervisor.remote import Hands, RemoteChild
+from servekit.supervisor.specs import worker_spec
+from servekit.supervisor.tasks import ended, undisturbed
+from servekit.wire.cluster import (
+    Berth,
+    Berthed,
+    Exited,
+    Held,
+    Node,
+    RemoteGpu,
+    Running,
+    Signal,
+    Start,
+    Started,
+    Strays,
+    Vacate,
+)
+from servekit.wire.credentials import Credentials
+from servekit.wire.messages import Status, Stop
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: How long a worker may take to write its stacks, and they to come here.
+_DUMP_S = 3.0
+#: How long giving a place back may take.
+_VACATE_S = 15.0
+
+
+@dataclass(slots=True)
+class _Place:
+    """What is known of one worker's place."""
+
+    guest: Guest
+    host: str = ""
+    gpus: tuple[RemoteGpu, ...] = ()
+    running: Running | None = None
+    output: Output | None = None
+    pid: int = 0
+    ended: dict[int, asyncio.Future[Exited]] = field(default_factory=dict)  # by PID
+
+
+class Instance(Host, Protocol):
+    """The supervisor."""
+
+    def status(self) -> Status: ...
+
+
+class RayLauncher:
+    """Made on the event loop; of no use before `open`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        host: Instance,
+        run: Callable[[Life[Any]], None],
+        heritage: Heritage | None = None,
+    ) -> None:
+        self._heritage = heritage
+        self._settling: asyncio.Task[None] | None = None
+        self._settings = plan.config.ray or RayConfig()
+        self._host = host
+        self.grace_s = self._settings.grace_s
+        self._run = run
+        self._nodes: tuple[Node, ...] = ()
+        self._places: dict[str, _Place] = {}
+        self._authority = joining.authority(host.run_dir.path)
+        self._own = self._authority.issue("supervisor", "supervisor")
+        self.cluster = Cluster(
+            host,
+            self._settings,
+            joining.namespace(self._settings, host.run_dir.path),
+            joining.wants(plan.config.models),
+            self,
+        )
+
+    # ---- the cluster
+
+    async def open(self, plan: Plan) -> None:
+        """Join the cluster and look at its nodes. Raises StartError where it cannot serve that."""
+        address, within_s = self._settings.address, self._settings.connect_s
+        await joining.reach(address)
+        self._run(self.cluster)
+        try:
+            async with asyncio.timeout(within_s):
+                self._nodes = await asyncio.shield(self.cluster.joined)
+        except TimeoutError:
+            raise StartError(
+                f"the Ray cluster at {address} has not let us in within {within_s:g} s; look at it"
+                " with `ray status`"
+            ) from None
+        except Unable as error:
+            raise StartError(f"cannot join the Ray cluster at {address}: {error.message}") from None
+        if refusal := self.refusal(plan.config.models):
+            raise StartError(refusal)
+        joining.leave(self._host.run_dir.path, self._authority)
+        self.keep(plan.config.models)
+        if self._heritage is not None:
+            drain_s = plan.config.server.drain_timeout_s
+            settling = self._heritage.settle(self._host.status, drain_s)
+            self._settling = asyncio.get_running_loop().create_task(settling)
+
+    def refusal(self, models: Sequence[ModelConfig]) -> str:
+        """Why the cluster cannot serve these, as it was when we joined; "" if it can."""
+        own = nodes.Versions(
+            __version__, platform.python_version(), importlib.metadata.version("ray")
+        )
+        cpus = self._settings.cpus
+        needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
+        return nodes.refusal(self._nodes, own, needs)
+
+    def keep(self, models: Sequence[ModelConfig]) -> None:
+        """Of what was found, end all that nobody will ask for."""
+        names = [f"{m.name}/{i}" for m in models if m.load == "on_start" for i in range(least(m))]
+        self.cluster.keep(tuple(names))
+
+    async def close(self, tasks: Mapping[Life[Any], asyncio.Task[None]]) -> set[str]:
+        """All workers have ended, and given their places back. Who does not end."""
+        if self._heritage is not None and self._settling is not None:
+            self._settling.cancel()
+            self._heritage.end()
+        self.cluster.end(Stop(), _VACATE_S)
+        joining.forget(self._host.run_dir.path)
+        return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), _VACATE_S)
+
+    def gateway_credentials(self, name: str) -> Credentials:
+        return self._authority.issue("gateway", name)
+
+    # ---- for workers
+
+    def gpus_for(self, model: ModelConfig) -> int:
+        needs = KINDS[model.engine].gpu
+        if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
+            return 0
+        if model.device == "cuda" or needs == "must" or any(node.gpus for node in self._nodes):
+            return model.gpus_per_replica
+        return 0
+
+    async def enter(self, guest: Guest) -> str:
+        known = self._places.get(guest.name)
+        place = self._places[guest.name] = known or _Place(guest)
+        place.guest, place.host, place.gpus = guest, "", ()
+        mark = self._fingerprint(guest)
+        claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
+        try:
+            found: Berthed = await self.cluster.ask(
+                lambda id: Berth(id, guest.name, guest.model.name, *claim, mark)
+            )
+        except Unable as error:
+            return error.message
+        finally:
+            guest.told_to_wait("")
+        place.host, place.gpus, place.running = found.host, found.gpus, found.running
+        return ""
+
+    async def spawn(
+        self,
+        guest: Guest,
+        incoming: Any,
+        on_message: Callable[[Any], None],
+        on_line: Callable[[str], None],
+    ) -> RemoteChild[Any]:
+        place = self._places[guest.name]
+        path = self._host.run_dir.log_path(guest.name)
+        place.output = output = Output(RotatingFile(path), on_line)
+        running = place.running or await self._start(guest, place)
+        place.running, place.pid = None, running.pid
+        ended = self._end_of(place, running.pid)
+        child: RemoteChild[Any] = await RemoteChild.attach(
+            guest.name,
+            running.address,
+            self._own,
+            incoming,
+            on_message,
+            Hands(
+                kill=lambda cause: self._kill(guest.name),
+                exited=lambda: _exit(ended, output),
+                dump=lambda: self._dump(guest.name, output),
+            ),
+        )
+        return child
+
+    async def _start(self, guest: Guest, place: _Place) -> Running:
+        assert place.output is not None
+        credentials = self._authority.issue("worker", guest.name).to_bytes()
+        mark = self._fingerprint(guest)
+        args = (
+            *("--name", guest.name),
+            *("--listen", f"tcp://{joining.every(place.host)}:0", "--advertise", place.host),
+            *("--grace-s", f"{self._settings.grace_s:g}"),
+        )
+        env, kind = self._environment(guest), KINDS[guest.model.engine]
+        try:
+            started: Started = await self.cluster.ask(
+                lambda id: Start(id, guest.name, args, env, credentials, mark, kind.pin)
+            )
+        except Unable as error:
+            tail = [line for line in place.output.tail if not line.startswith("{")]
+            last = f": {tail[-1].strip()}" if tail else ""
+            raise Unable(f"{error.message}{last}") from None
+        return Running(started.pid, started.address, mark)
+
+    async def strays(self, name: str) -> str:
+        try:
+            async with asyncio.timeout(_VACATE_S):
+                found: Held = await self.cluster.ask(lambda id: Strays(id, name))
+        except (Unable, TimeoutError):
+            return ""
+        return found.stray
+
+    async def release(self, name: str) -> None:
+        if self._places.pop(name, None) is None:
+            return
+        try:
+            async with asyncio.timeout(_VACATE_S):
+                await self.cluster.ask(lambda id: Vacate(id, name))
+        except (Unable, TimeoutError) as error:
+            log.warning("a place was not given back", worker=name, reason=str(error))
+
+    def where(self, name: str) -> str:
+        place = self._places.get(name)
+        if place is None or not place.host:
+            return ""
+        kinds = dict.fromkeys(gpu.name for gpu in place.gpus)
+        indexes = ", ".join(str(gpu.index) for gpu in place.gpus)
+        what = (
+            f"GPU{'s' * (len(place.gpus) > 1)} {indexes} ({', '.join(kinds)})" if indexes else "cpu"
+        )
+        return f"{what} on {place.host}"
+
+    # ---- what the cluster tells
+
+    def waits(self, name: str, what: str) -> None:
+        if (place := self._places.get(name)) is not None:
+            place.guest.told_to_wait(what)
+
+    def lines(self, name: str, lines: tuple[str, ...]) -> None:
+        place = self._places.get(name)
+        if place is not None and place.output is not None:
+            place.output.data_received("".join(f"{line}\n" for line in lines).encode())
+
+    def exited(self, message: Exited) -> None:
+        """Of a worker; PID 0 is whichever runs there."""
+        place = self._places.get(message.name)
+        if place is None:
+            return
+        pids = [message.pid] if message.pid else list(place.ended)
+        for pid in pids:
+            ended = self._end_of(place, pid)
+            if not ended.done():
+                ended.set_result(message)
+
+    def _end_of(self, place: _Place, pid: int) -> asyncio.Future[Exited]:
+        if pid not in place.ended:
+            place.ended = {pid: asyncio.get_running_loop().create_future()}
+        return place.ended[pid]
+
+    # ---- what is done to a worker
+
+    async def _kill(self, name: str) -> None:
+        self.cluster.tell(Signal(name, signal.SIGKILL, group=True))
+
+    async def _dump(self, name: str, output: Output) -> Sequence[str]:
+        self.cluster.tell(Signal(name, signal.SIGUSR2))
+        await output.dumped(_DUMP_S)
+        return tuple(output.stacks)
+
+    # ---- what a worker is
+
+    def _environment(self, guest: Guest) -> dict[str, str]:
+        """Over that of its node; whose pin is set there."""
+        extra = {**self._host.keys_of(guest.model), **guest.model.env}
+        kind = KINDS[guest.model.engine]
+        env = environment.for_worker({}, guest.place, extra, "", kind)
+        return {name: env[name] for name in env if name not in environment.OF_THIS_MACHINE}
+
+    def _fingerprint(self, guest: Guest) -> str:
+        """Of all that a worker is started with: one that has another is not taken over."""
+        spec = worker_spec(guest.model, guest.place, "")
+        env = sorted(self._environment(guest).items())
+        parts = msgspec.msgpack.encode((spec, env, __version__, self._own.authority))
+        return hashlib.sha256(parts).hexdigest()
+
+
+async def _exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
+    told = await asyncio.shield(ended)
+    return Exit(
+        code=told.code,
+        signal=told.signal,
+        tail=tuple(output.tail),
+        out_of_memory=told.out_of_memory,
+        cause=told.cause,
+        stacks=tuple(output.stacks),
+    )
+
+
+def launcher_of(
+    plan: Plan, host: Instance, run: Callable[[Life[Any]], None], heritage: Heritage | None
+) -> RayLauncher | None:
+    """What the file says; None where workers are children of the supervisor."""
+    return RayLauncher(plan, host, run, heritage) if plan.config.launcher == "ray" else None
+
+
+def grace_s(launcher: RayLauncher | None) -> float:
+    """How long what serves may outlive the supervisor."""
+    return 0.0 if launcher is None else launcher.grace_s
+
+
+async def opened(
+    launcher: RayLauncher | None, plan: Plan, until_told: Callable[[], Coroutine[Any, Any, None]]
+) -> bool:
+    """Whether what launches workers is at hand; False where it is told to end before it is."""
+    return launcher is None or await undisturbed(until_told(), launcher.open(plan))

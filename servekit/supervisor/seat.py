@@ -1,0 +1,57 @@
+"""One worker's place on another machine, where a launcher has given it one; else nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from servekit.supervisor.host import Host
+from servekit.supervisor.launcher import AnyChild, Guest
+from servekit.supervisor.remote import RemoteChild
+from servekit.wire.messages import FromWorker
+
+
+class Seat:
+    """Of one worker, through all its incarnations."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        self._name = name
+        self._host = host
+
+    @property
+    def is_remote(self) -> bool:
+        return self._host.launcher is not None
+
+    async def enter(self, guest: Guest) -> str:
+        """Wait for a place; the reason if there is none to be had."""
+        return "" if self._host.launcher is None else await self._host.launcher.enter(guest)
+
+    async def spawn(
+        self,
+        guest: Guest,
+        on_message: Callable[[FromWorker], None],
+        on_line: Callable[[str], None],
+    ) -> RemoteChild[FromWorker] | None:
+        """Start it there; None where it is to be a child of ours. Raises OSError."""
+        if self._host.launcher is None:
+            return None
+        return await self._host.launcher.spawn(guest, FromWorker, on_message, on_line)
+
+    async def release(self) -> None:
+        """It will not be started any more."""
+        if self._host.launcher is not None:
+            await self._host.launcher.release(self._name)
+
+    async def strays(self) -> str:
+        """A sentence on GPU memory there that is not its own; "" if none."""
+        return "" if self._host.launcher is None else await self._host.launcher.strays(self._name)
+
+    def is_adopted(self, child: AnyChild[Any]) -> bool:
+        """It was there before us, and has loaded what it is to serve, or is about to."""
+        return isinstance(child, RemoteChild) and child.state != "empty"
+
+    def address(self, child: AnyChild[Any] | None) -> str:
+        return child.address if isinstance(child, RemoteChild) else ""
+
+    def where(self) -> str:
+        return "" if self._host.launcher is None else self._host.launcher.where(self._name)

@@ -1,0 +1,117 @@
+"""One answer of a chat over HTTP: server-sent events of any OpenAI-compatible server, as text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from servekit.errors import ServekitError, StartError
+
+if TYPE_CHECKING:
+    import httpx
+
+#: A server that sends a longer line is not one of these.
+_LONGEST_BYTES = 4 * 2**20
+#: Of an error page.
+_MOST_ERROR_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Where and what is asked, the conversation apart."""
+
+    model: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer. `thought`: it is what the model thinks before it answers."""
+
+    text: str
+    thought: bool = False
+
+
+def answer(client: httpx.Client, asked: Asked, messages: list[dict[str, str]]) -> Iterator[Piece]:
+    """The answer, as it comes. To close this early is to hang up, which stops the model.
+
+    Raises StartError where nobody listens, ServekitError for all else that goes wrong.
+    """
+    import httpx
+
+    body = {**asked.parameters, "model": asked.model, "messages": messages, "stream": True}
+    try:
+        with client.stream("POST", "chat/completions", json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                raise ServekitError(_refusal(response))
+            yield from _pieces(response)
+    except httpx.ConnectError as error:
+        raise StartError(f"nobody answers at {client.base_url}: {error}") from None
+    except httpx.TimeoutException:
+        raise ServekitError(f"{client.base_url} does not answer in time") from None
+    except httpx.HTTPError as error:
+        raise ServekitError(f"the answer broke off: {error or type(error).__name__}") from None
+
+
+def _pieces(response: httpx.Response) -> Iterator[Piece]:
+    for data in _events(response.iter_bytes()):
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise ServekitError("the server sent what is no JSON; is it OpenAI's API?") from None
+        if isinstance(event, dict):
+            yield from _of_event(event)
+
+
+def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
+    if event.get("error"):
+        raise ServekitError(_message(event) or "the server reports an error")
+    choices = event.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else {}
+    delta = first.get("delta") if isinstance(first, dict) else None
+    for key in ("reasoning_content", "content") if isinstance(delta, dict) else ():
+        assert isinstance(delta, dict)
+        if isinstance(text := delta.get(key), str) and text:
+            yield Piece(text, thought=key != "content")
+
+
+def _events(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The data of each event; one line each, as all such servers send it."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _LONGEST_BYTES:
+            raise ServekitError(f"the server sent a line of more than {_LONGEST_BYTES} bytes")
+        for found in lines:
+            if found.startswith(b"data:"):
+                yield found[5:].strip()
+
+
+_KEY_HINT = "(here: put it into SERVEKIT_API_KEY, or name its variable with --api-key)"
+
+
+def _refusal(response: httpx.Response) -> str:
+    """Why a request was refused, in the server's words."""
+    text = b""
+    for chunk in response.iter_bytes():
+        text += chunk
+        if len(text) > _MOST_ERROR_BYTES:
+            break
+    said = ""
+    with contextlib.suppress(ValueError, RecursionError):
+        said = _message(json.loads(text))
+    said = said or f"it says nothing more than {response.reason_phrase!r}"
+    hint = "" if response.status_code != 401 else f" {_KEY_HINT}"
+    return f"refused ({response.status_code}): {said}{hint}"
+
+
+def _message(body: Any) -> str:
+    """The message of an error in the envelope of OpenAI's API, or something like it."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""

@@ -1,0 +1,190 @@
+"""What the supervisor and the process that speaks to Ray (`servekit.cluster`) tell each other.
+
+    supervisor → cluster   Join · Berth · Start · Signal · Strays · Vacate · Keep
+    cluster → supervisor   Joined · Berthed · Started · Held · Vacated · Sorry: answers, by `id`
+                           Waits · Lines · Exited
+
+A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
+actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
+back where it was.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from servekit.wire.messages import Stop
+from servekit.wire.value import Message, Value
+
+
+class Node(Value, frozen=True):
+    """A node of the cluster as it found itself. `problem` is why it could not look."""
+
+    node: str  # Ray's id
+    host: str  # its address
+    cpus: float = 0.0  # in all
+    gpus: float = 0.0
+    python: str = ""
+    ray: str = ""
+    servekit: str = ""
+    lacks: dict[str, str] = {}  # by model: what is missing there, a sentence
+    problem: str = ""
+
+
+class Want(Value, frozen=True):
+    """What nodes are asked about one model."""
+
+    model: str
+    engine: str
+    path: str  # a folder or file to be there; "" for what is fetched
+
+
+class RemoteGpu(Value, frozen=True):
+    """A GPU of another machine."""
+
+    index: int  # NVML's, there
+    uuid: str
+    name: str
+    total_bytes: int
+
+
+class Running(Value, frozen=True):
+    """A worker process in a berth."""
+
+    pid: int
+    address: str  # where it listens
+    fingerprint: str  # of what it was started to be
+
+
+# ---------------------------------------------------------------- supervisor → cluster
+
+
+class Join(Message, frozen=True):
+    """Connect to the cluster and have all of its nodes look at themselves."""
+
+    id: int
+    address: str
+    namespace: str
+    grace_s: float
+    within_s: float  # for all of it
+    wants: tuple[Want, ...]
+
+
+class Berth(Message, frozen=True):
+    """Give a worker its place, the one that it has if it is as wanted."""
+
+    id: int
+    name: str
+    model: str
+    gpus: int
+    cpus: float
+    strategy: Literal["PACK", "SPREAD"]
+    fingerprint: str  # a worker that runs there and has another one is ended
+
+
+class Start(Message, frozen=True):
+    """Start the worker in its berth."""
+
+    id: int
+    name: str
+    args: tuple[str, ...]
+    env: dict[str, str]  # over the node's own
+    credentials: bytes
+    fingerprint: str
+    pin: Literal["uuid", "index"] = "uuid"  # how its GPUs are named in CUDA_VISIBLE_DEVICES
+
+
+class Signal(Message, frozen=True):
+    """Send a signal to a worker: to its process, or to all that it has started, too."""
+
+    name: str
+    number: int
+    group: bool = False
+
+
+class Strays(Message, frozen=True):
+    """Does the worker hold memory on GPUs that are not its own? Held is the answer."""
+
+    id: int
+    name: str
+
+
+class Vacate(Message, frozen=True):
+    """End what runs in a berth and give it back; Vacated when that is done."""
+
+    id: int
+    name: str
+
+
+class Keep(Message, frozen=True):
+    """Vacate all berths but these: nobody will ask for the others."""
+
+    names: tuple[str, ...]
+
+
+# ---------------------------------------------------------------- cluster → supervisor
+
+
+class Joined(Message, frozen=True):
+    id: int
+    nodes: tuple[Node, ...]
+
+
+class Waits(Message, frozen=True):
+    """A berth is not there yet, because of that; "" when it does not wait any more."""
+
+    name: str
+    what: str
+
+
+class Berthed(Message, frozen=True):
+    id: int
+    host: str
+    gpus: tuple[RemoteGpu, ...]
+    running: Running | None = None  # a worker to be adopted
+
+
+class Started(Message, frozen=True):
+    id: int
+    pid: int
+    address: str
+
+
+class Held(Message, frozen=True):
+    id: int
+    stray: str  # a sentence, "" if it holds nothing but on its own
+
+
+class Vacated(Message, frozen=True):
+    id: int
+
+
+class Sorry(Message, frozen=True):
+    """What was asked for cannot be. `pid` is of a worker that has ended at once."""
+
+    id: int
+    message: str
+    pid: int = 0
+
+
+class Lines(Message, frozen=True):
+    """What a worker has written."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+class Exited(Message, frozen=True):
+    """A worker's process has ended. Without code and signal: its node or its actor is gone."""
+
+    name: str
+    pid: int
+    code: int | None
+    signal: int | None
+    cause: str = ""
+    out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
+
+
+ToCluster = Stop | Join | Berth | Start | Signal | Strays | Vacate | Keep
+Answer = Joined | Berthed | Started | Held | Vacated | Sorry
+FromCluster = Answer | Waits | Lines | Exited

@@ -1,0 +1,236 @@
+"""Steps in which every request brings one token: the library's, and ours with each kernel.
+
+    python -m tests.bench.decode --model FOLDER [--requests 128 256] [--ways eager graph triton ...]
+    python -m tests.bench.decode --made 0.6B          a random model of that shape, bfloat16
+    python -m tests.bench.decode --quick              a tiny one on the CPU, half a minute
+
+A way is `eager` (options.decode: eager), `graph` (whatever kernel `auto` finds), or a kernel's name
+(options.decode_attention). The runner is stepped here, without the engine's thread, so that what is
+told is the runner's own: tokens/s over the whole run, prompts included; the median step that
+brought a token of every request; the time until all have their first; what the device was idle of a
+stretch of such steps, by the profiler's kernels; and how many requests say what the first way said,
+with the share of their tokens before the first that differs (in bfloat16 near-ties part them; in
+float32, `--dtype float32`, nothing should).
+
+What to look at first on a GPU
+1. `--made 0.6B --requests 8 --output 32 --ways eager triton`: does `triton` compile, pass its test
+   against the reference, and is its graph recorded? The line `detail` says so, or why not.
+2. `--made 0.6B --requests 8 --dtype float32 --ways eager triton`: texts equal.
+3. `--made 0.6B`, then `--made 8B`: 128 and 256 requests, all ways that are installed.
+What to expect on an H200, from counting kernels, not from a run: 0.6B in 28 layers is about 1,200
+kernels of 3 to 4 µs a step, so 5 ms, 25,000 tok/s at 128 while they decode; 8B reads 16 GB of
+weights, 4 ms, and is at 10 ms with its kernels. Prompts are read eagerly between, 2,048 tokens a
+step, request by request: some 50 ms a step, which is what to make shorter next. A device that is
+idle much while they decode waits for the host: look at `_settle` and at what is emitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from servekit.engines import loading
+from servekit.engines.base import Job
+from servekit.engines.choosing import Sampling
+from servekit.engines.rows import Row
+from servekit.wire.messages import SamplingParams
+from tests.unit.engines.harness import byte_level_tokenizer, make_spec, write_tiny_llama
+
+#: hidden, layers, heads, intermediate; all with 8 kv heads of 128 and Qwen3's vocabulary.
+SHAPES = {"0.6B": (1024, 28, 16, 3072), "8B": (4096, 36, 32, 12288)}
+#: Steps that the profiler looks at.
+PROFILED = 20
+
+
+@dataclass
+class Run:
+    """What one way made of so many requests."""
+
+    way: str
+    detail: str
+    requests: int
+    tokens_per_s: float
+    first_s: float
+    step_s: float
+    idle: float | None
+    texts: list[list[int]]
+
+
+def main() -> None:
+    asked = _arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = asked.model or _made(Path(scratch) / "model", asked.made)
+        heads = ("way", "requests", "tok/s", "first s", "step ms", "idle", "same")
+        print("{:10} {:>8} {:>8} {:>8} {:>8} {:>6}  {}".format(*heads))
+        for requests in asked.requests:
+            expected: list[list[int]] = []
+            for way in asked.ways:
+                try:
+                    run = _run(way, folder, requests, asked)
+                except Exception as error:  # the other ways are still to be seen
+                    print(f"{way:10} {requests:8} {type(error).__name__}: {error}")
+                    continue
+                expected = expected or run.texts
+                _tell(run, expected)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--made", choices=[*SHAPES, "tiny"], default="0.6B")
+    parser.add_argument("--requests", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--ways", nargs="+", default=["eager", "triton", "graph"])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.made, asked.requests, asked.ways = "tiny", [4, 16], ["eager", "reference"]
+        asked.prompt, asked.output, asked.dtype = 16, 48, "float32"
+    return asked
+
+
+def _made(folder: Path, shape: str) -> Path:
+    """A random model; what it says is nonsense, and takes as long."""
+    if shape == "tiny":
+        folder.mkdir()
+        return write_tiny_llama(folder)
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, heads, intermediate = SHAPES[shape]
+    config = Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate,
+        vocab_size=151936,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape == "0.6B",
+        initializer_range=0.05,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3ForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    byte_level_tokenizer().save_pretrained(folder)
+    del model
+    return folder
+
+
+def _run(way: str, folder: Path, requests: int, asked: argparse.Namespace) -> Run:
+    options: dict[str, Any] = {"slots": requests, "block_size": asked.block_size}
+    options["decode"] = "eager" if way == "eager" else "graph"
+    if way not in ("eager", "graph"):
+        options["decode_attention"] = way
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = loading.load(
+        make_spec(folder, device=device, dtype=asked.dtype, max_context=2048, options=options),
+        lambda progress: None,
+    )
+    try:
+        _finish(loaded.runner, _rows("warm", requests, asked, 12))  # graphs are recorded here
+        idle = _idle(loaded.runner, _rows("profiled", requests, asked, 3 * PROFILED), device)
+        rows = _rows("measured", requests, asked, asked.output)
+        took_s, first_s, steps = _finish(loaded.runner, rows)
+        return Run(
+            way,
+            loaded.info.detail,
+            requests,
+            sum(len(row.completion) for row in rows) / took_s,
+            first_s,
+            statistics.median(steps) if steps else float("nan"),
+            idle,
+            [row.completion for row in rows],
+        )
+    finally:
+        loaded.runner.close()
+        del loaded
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _rows(name: str, count: int, asked: argparse.Namespace, tokens: int) -> list[Row]:
+    """Prompts of their own; the same in each run of that name."""
+    made = torch.Generator().manual_seed(len(name))
+    prompts = torch.randint(8, 380, (count, asked.prompt), generator=made).tolist()
+    rows = []
+    for index, prompt in enumerate(prompts):
+        job = Job(index, prompt, SamplingParams(max_tokens=tokens))
+        how = Sampling(temperature=asked.temperature, seed=index)
+        rows.append(Row(f"{name}{index}", job, how, frozenset(), tokens))
+    return rows
+
+
+def _finish(runner: Any, rows: Sequence[Row]) -> tuple[float, float, list[float]]:
+    """Seconds in all, until all had a token, and of each step that brought one of every row."""
+    for row in rows:
+        runner.add(row)
+    began, first_s, steps = time.perf_counter(), 0.0, []
+    last = began
+    while runner.running or runner.waiting:
+        outputs = runner.step()
+        now = time.perf_counter()
+        if not first_s and all(row.completion for row in rows):
+            first_s = now - began
+        elif len(outputs) == len(rows):
+            steps.append(now - last)
+        last = now
+    return last - began, first_s, steps
+
+
+def _idle(runner: Any, rows: Sequence[Row], device: str) -> float | None:
+    """The share of the time of some decoding steps in which no kernel ran; None on a CPU."""
+    if device == "cpu":
+        return None
+    for row in rows:
+        runner.add(row)
+    while not all(len(row.completion) > PROFILED // 2 for row in rows):
+        runner.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        began = time.perf_counter()
+        for _ in range(PROFILED):
+            runner.step()
+        torch.cuda.synchronize()
+        took_s = time.perf_counter() - began
+    while runner.running or runner.waiting:
+        runner.step()
+    busy_s: float = sum(one.self_device_time_total for one in profile.key_averages()) / 1e6
+    return max(0.0, 1 - busy_s / took_s)
+
+
+def _tell(run: Run, expected: list[list[int]]) -> None:
+    same = sum(one == other for one, other in zip(run.texts, expected, strict=True))
+    shares = [
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+        / max(1, len(one))
+        for one, other in zip(run.texts, expected, strict=True)
+    ]
+    idle = "" if run.idle is None else f"{run.idle:.0%}"
+    print(
+        f"{run.way:10} {run.requests:8} {run.tokens_per_s:8.0f} {run.first_s:8.2f} "
+        f"{1000 * run.step_s:8.2f} {idle:>6}  {same}/{len(expected)} "
+        f"({statistics.mean(shares):.0%} of their tokens)  detail: {run.detail}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""`launcher: ray` on a real cluster of several nodes, all of them on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from servekit import __version__
+from servekit.errors import ServekitError
+from servekit.supervisor import procfs
+from servekit.wire.messages import ReplicaStatus
+from tests.integration.instance import Instance, echo, poll, write_config
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+#: Ray starts several processes for each node and each worker: a busy machine takes its time.
+PATIENCE_S = 180.0
+
+
+class Nodes:
+    """A cluster: a head on which nothing is placed, and others."""
+
+    def __init__(self, folder: str) -> None:
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "tests.integration.ray_nodes", folder, str(writing)]
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        self._path = {"PYTHONPATH": path}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(writing,),
+            cwd=ROOT,
+            env={**os.environ, **self._path},
+            text=True,
+        )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+        self.address: str = self._answer()
+        self.nodes: list[int] = []
+
+    def _answer(self) -> Any:
+        line = self._answers.readline()
+        if not line:
+            raise ConnectionError("the cluster's process has ended")
+        return json.loads(line)
+
+    def _ask(self, *what: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def add(self, **env: str) -> int:
+        node: int = self._ask("add", {"env_vars": {**self._path, **env}})
+        if not env:
+            self.nodes.append(node)
+        return node
+
+    def kill(self, node: int) -> None:
+        self._ask("kill", node)
+
+    def left(self) -> list[str]:
+        """What is there of any instance: actors, and placement groups that hold something."""
+        code = (
+            "import json, sys, ray\n"
+            "ray.init(sys.argv[1], log_to_driver=False, configure_logging=False)\n"
+            "from ray.util import list_named_actors, placement_group_table\n"
+            "groups = [g for g in placement_group_table().values() if g['state'] != 'REMOVED']\n"
+            "found = [a['name'] for a in list_named_actors(True)] + [g['name'] for g in groups]\n"
+            "print('found:' + json.dumps(found))\n"
+        )
+        command = [sys.executable, "-c", code, self.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("found:")]
+        assert lines, done.stderr
+        found: list[str] = json.loads(lines[0].removeprefix("found:"))
+        return found
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._answers.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
+    (folder / "ray").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        # what Ray notes of the newest cluster of the machine is not to be shared with others
+        patch.setenv("RAY_TMPDIR", str(folder))
+        try:
+            made = Nodes(str(folder))
+        except ConnectionError:
+            shutil.rmtree(folder, ignore_errors=True)
+            pytest.skip("Ray's own head does not start on this machine, tried three times")
+        try:
+            for _ in range(2):
+                made.add()
+            yield made
+        finally:
+            made.end()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def section(nodes: Nodes, **more: Any) -> dict[str, Any]:
+    """A worker takes all CPUs of a node: two are never on one."""
+    own = {"address": nodes.address, "strategy": "SPREAD", "cpus": 2, "grace_s": 60}
+    return {"launcher": "ray", "ray": {**own, "connect_s": PATIENCE_S, **more}}
+
+
+class Service:
+    """An instance, and those that come after it in the same place."""
+
+    def __init__(self, folder: Path, nodes: Nodes) -> None:
+        self._folder = folder
+        self._config = write_config(
+            folder, [echo("a", replicas=2, step_s=0.02)], None, section(nodes)
+        )
+        self.up = Instance(folder, self._config)
+
+    def again(self) -> None:
+        self.up = Instance(self._folder, self._config)
+
+    def workers(self) -> tuple[ReplicaStatus, ...]:
+        """Of an instance that may be on its way up, or down."""
+        with contextlib.suppress(ServekitError):
+            return tuple(one for model in self.up.status().models for one in model.replicas)
+        return ()
+
+    def until_both_serve(self) -> None:
+        self.up.until(
+            "both workers serve",
+            lambda: [one.state for one in self.workers()] == ["ready", "ready"],
+            PATIENCE_S,
+        )
+
+
+@pytest.fixture(scope="module")
+def service(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    made = Service(tmp_path_factory.mktemp("ray"), nodes)
+    try:
+        made.until_both_serve()
+        yield made
+    finally:
+        made.up.signal(signal.SIGTERM)
+        with contextlib.suppress(AssertionError):
+            made.up.wait(PATIENCE_S)
+        made.up.end()
+
+
+def say(url: str, text: str) -> str:
+    body = {"model": "a", "prompt": text, "max_tokens": len(text)}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    said: str = answer.json()["choices"][0]["text"]
+    return said
+
+
+def raylet_of(pid: int) -> int:
+    """The process of Ray's node that a worker descends from."""
+    while pid > 1 and "raylet/raylet" not in procfs.command(pid):
+        found = procfs.read(pid)
+        assert found is not None
+        pid = found.parent
+    return pid
+
+
+def test_workers_on_two_nodes_answer_through_one_gateway(service: Service) -> None:
+    workers = service.workers()
+    assert all(worker.socket.startswith("tcp://") for worker in workers)
+    assert all(worker.device.startswith("cpu on ") for worker in workers)
+    assert len({raylet_of(worker.pid) for worker in workers}) == 2
+    assert say(service.up.url, "hello") == "hello"
+
+
+def test_a_worker_that_is_killed_comes_back_where_it_was(service: Service) -> None:
+    before = service.up.replica("a/0")
+    place = raylet_of(before.pid)
+    os.kill(before.pid, signal.SIGKILL)
+    service.up.until("it has died", lambda: service.up.replica("a/0").restarts, PATIENCE_S)
+    service.until_both_serve()
+    after = service.up.replica("a/0")
+    assert after.pid != before.pid
+    assert "SIGKILL" in after.reason
+    assert raylet_of(after.pid) == place
+    assert say(service.up.url, "again") == "again"
+
+
+def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(service: Service) -> None:
+    url, before = service.up.url, [worker.pid for worker in service.workers()]
+    text = "one stream from before to after " * 8
+    with httpx.stream(
+        "POST",
+        f"{url}/v1/completions",
+        json={"model": "a", "prompt": text, "max_tokens": len(text), "stream": True},
+        timeout=PATIENCE_S,
+    ) as stream:
+        lines = stream.iter_lines()
+        said = piece(next(lines))
+        service.up.process.kill()
+        service.up.process.wait()
+        assert say(url, "nobody is lost") == "nobody is lost"
+        service.again()
+        said += "".join(piece(line) for line in lines)
+    assert said == text
+    service.until_both_serve()
+    assert service.up.url == url
+    assert [worker.pid for worker in service.workers()] == before
+    assert [worker.restarts for worker in service.workers()] == [0, 0]
+    assert say(url, "adopted") == "adopted"
+
+
+def piece(line: str) -> str:
+    """The text of one event of a stream."""
+    data = line.removeprefix("data: ")
+    if not line or data == "[DONE]":
+        return ""
+    text: str = json.loads(data)["choices"][0]["text"]
+    return text
+
+
+def test_what_runs_on_a_lost_node_goes_on_elsewhere_and_is_placed_again(
+    service: Service, nodes: Nodes
+) -> None:
+    lost = nodes.nodes.pop()
+    text = "more than a node " * 12
+    answers: list[str] = []
+    asking = [
+        threading.Thread(target=lambda: answers.append(say(service.up.url, text))) for _ in "ab"
+    ]
+    for thread in asking:
+        thread.start()
+    service.up.until("both run one", lambda: all(w.running for w in service.workers()), PATIENCE_S)
+    nodes.kill(lost)
+    for thread in asking:
+        thread.join(PATIENCE_S)
+    assert answers == [text, text]
+    service.up.until("it says what it waits for", lambda: waits(service), PATIENCE_S)
+    nodes.add()
+    service.until_both_serve()
+    assert len({raylet_of(worker.pid) for worker in service.workers()}) == 2
+
+
+def waits(service: Service) -> bool:
+    said = [worker.progress.phase for worker in service.workers() if worker.progress]
+    return said == ["waits for 2 CPUs in the Ray cluster"]
+
+
+def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes) -> None:
+    pids = [worker.pid for worker in service.workers()]
+    service.up.signal(signal.SIGTERM)
+    assert service.up.wait(PATIENCE_S) == 0
+    assert not nodes.left()
+    assert not [pid for pid in pids if procfs.read(pid)]
+
+
+# ---------------------------------------------------------------- a supervisor that stays away
+
+
+@pytest.mark.lane
+def test_load_brings_a_worker_more_and_all_end_when_no_supervisor_comes(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    sections = section(nodes, grace_s=1)
+    scaled = {"replicas": {"min": 1, "max": 2}, "scale": {"wait_s": 0.1, "down_s": 600.0}}
+    model = {**echo("a", slots=1, step_s=0.02), **scaled}
+    instance = Instance(tmp_path, write_config(tmp_path, [model], None, sections))
+    instance.until(
+        "it serves",
+        lambda: instance.running() and settled_and_ready(instance),
+        PATIENCE_S,
+    )
+    texts = [f"one of many, number {number}" for number in range(24)]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert list(pool.map(lambda text: say(instance.url, text), texts)) == texts
+    instance.until("another serves", lambda: settled_and_ready(instance, 2), PATIENCE_S)
+    pids = [one.pid for one in instance.model("a").replicas]
+    assert len({raylet_of(pid) for pid in pids}) == 2
+    instance.process.kill()
+    instance.process.wait()
+    poll("the gateway ends", lambda: not instance.survivors(), PATIENCE_S)
+    poll("the workers end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+    poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
+
+
+def settled_and_ready(instance: Instance, count: int = 1) -> bool:
+    workers = [one for model in instance.status().models for one in model.replicas]
+    return len(workers) == count and all(worker.state == "ready" for worker in workers)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def refused(folder: Path, sections: dict[str, Any], *models: dict[str, Any]) -> tuple[str, float]:
+    """What `servekit up` says as it ends by itself, and after how long."""
+    began = time.monotonic()
+    config = write_config(folder, models or [echo("a")], None, sections)
+    instance = Instance(folder, config)
+    assert instance.wait(PATIENCE_S) in (1, 2), instance.log
+    instance.end()
+    return instance.log, time.monotonic() - began
+
+
+def test_a_cluster_that_is_not_there_is_told_before_anything_serves(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        said, _ = refused(tmp_path, section(nodes, address=address))
+    assert f"no Ray cluster answers at {address} (Connection refused)" in said
+    assert "serving" not in said
+    assert not (tmp_path / "run" / "authority").exists()
+
+
+@pytest.mark.lane
+def test_what_can_never_fit_is_told_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    said, _ = refused(tmp_path, section(nodes, cpus=3))
+    assert "needs 3 CPUs on one node of the Ray cluster" in said and "has 2" in said
+    assert not nodes.left()
+
+
+@pytest.mark.lane
+def test_a_node_with_another_servekit_is_named(nodes: Nodes, tmp_path: Path) -> None:
+    package = tmp_path / "other" / "servekit"
+    shutil.copytree(ROOT / "servekit", package, ignore=shutil.ignore_patterns("__pycache__"))
+    own = (package / "__init__.py").read_text()
+    (package / "__init__.py").write_text(own.replace(__version__, "0.0.1"))
+    other = nodes.add(PYTHONPATH=str(package.parent))
+    try:
+        said, _ = refused(tmp_path, section(nodes))
+    finally:
+        nodes.kill(other)
+    assert f"has servekit 0.0.1, and this one has {__version__}" in said
+    assert not nodes.left()

@@ -1,0 +1,128 @@
+"""The systemd unit, under systemd's own checks and under a systemd that runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.booted import ROOT, UNIT, Machine, why_not
+from tests.integration.instance import echo, poll
+
+#: What `systemd-analyze security` may say at most, of 10; README and the unit say why not less.
+MOST_EXPOSED = 2.0
+
+needs_analyze = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def analyze(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *args], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@needs_analyze
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/servekit/bin/servekit", "/bin/true"))
+    done = analyze("verify", "--man=no", str(unit))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_analyze
+def test_it_is_no_more_exposed_than_is_said() -> None:
+    done = analyze("security", "--offline=true", str(UNIT))
+    [found] = re.findall(r"exposure level for servekit.service: ([\d.]+)", done.stdout)
+    assert float(found) <= MOST_EXPOSED
+    assert f"exposure {found} of 10" in (ROOT / "README.md").read_text()
+
+
+# ---------------------------------------------------------------- under systemd itself
+
+
+def settings(*, replicas: int = 1, port: int = 8000) -> str:
+    models = [echo("a", replicas=replicas)]
+    return json.dumps({"models": models, "server": {"ui": False, "port": port}})
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    if why := why_not():
+        pytest.skip(f"no systemd can be booted here: {why}")
+    with Machine.booted(
+        tmp_path_factory.mktemp("booted"), settings(), "[Service]\nWatchdogSec=8s\n"
+    ) as machine:
+        yield machine
+
+
+def until(machine: Machine, what: str, name: str, wanted: str, within_s: float = 60) -> None:
+    try:
+        poll(what, lambda: machine.show(name) == wanted, within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {machine.show(name)!r}\n{machine.journal()}") from None
+
+
+def test_it_serves_heals_reloads_and_stops_as_a_unit(machine: Machine) -> None:
+    machine.systemctl("start", "servekit")  # returns when READY=1 has come
+    until(machine, "the model is ready", "StatusText", "1 of 1 models ready")
+    worker = pid_of(machine, "a/0")
+    machine.run("kill", "-9", str(worker))
+    poll("the worker is replaced", lambda: pid_of(machine, "a/0") not in (0, worker), 60)
+    until(machine, "the model is ready again", "StatusText", "1 of 1 models ready")
+    assert machine.show("NRestarts") == "0", "the unit is not restarted for a worker's sake"
+
+    machine.config.write_text(settings(replicas=2))
+    machine.systemctl("reload", "servekit")
+    poll("the second worker is up", lambda: pid_of(machine, "a/1"), 60)
+    machine.config.write_text('{"models": 5}')
+    refused = machine.run("systemctl", "reload", "servekit")
+    assert refused.returncode != 0
+    assert "servekit.yaml:1:12: models" in machine.journal()
+    assert machine.show("ActiveState") == "active"
+    machine.config.write_text(settings())
+
+    private = machine.run("stat", "-c", "%a %U", "/var/lib/servekit/run").stdout.split()
+    assert private == ["700", "servekit"]
+    machine.systemctl("stop", "servekit")
+    assert machine.show("Result") == "success"
+    assert machine.run("pgrep", "-f", "servekit.worker").stdout == ""
+
+
+def test_a_supervisor_that_hangs_is_replaced_by_its_watchdog(machine: Machine) -> None:
+    machine.systemctl("start", "servekit")
+    until(machine, "the model is ready", "StatusText", "1 of 1 models ready")
+    first = machine.show("MainPID")
+    assert machine.show("WatchdogTimestampMonotonic") != "0"
+    machine.run("kill", "-STOP", first)
+    until(machine, "systemd has started it anew", "NRestarts", "1", within_s=120)
+    assert "watchdog" in machine.journal().lower()
+    until(machine, "the model is ready", "StatusText", "1 of 1 models ready")
+    assert machine.show("MainPID") != first
+    machine.systemctl("stop", "servekit")
+
+
+def test_a_file_that_cannot_be_used_is_not_tried_again(machine: Machine) -> None:
+    machine.config.write_text('{"models": []}')
+    assert machine.run("systemctl", "start", "servekit").returncode != 0
+    machine.config.write_text(settings())
+    assert machine.show("ExecMainStatus") == "2"
+    assert machine.show("ActiveState") == "failed"
+
+
+def pid_of(machine: Machine, worker: str) -> int:
+    """0 while there is none."""
+    told = machine.run(
+        *("/opt/servekit/bin/servekit", "ps", "--json", "--run-dir", "/var/lib/servekit/run")
+    )
+    if told.returncode:
+        return 0
+    models = json.loads(told.stdout)["models"]
+    found = [one for model in models for one in model["replicas"] if one["name"] == worker]
+    return found[0]["pid"] if found and found[0]["state"] == "ready" else 0

@@ -1,0 +1,48 @@
+"""Where one more worker goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.cluster.choosing import Free, choose, free_of, waiting_for
+
+A, B, C = Free("a", 4, 2), Free("b", 8, 4), Free("c", 2, 0)
+
+
+def test_spread_goes_where_the_model_has_the_fewest_and_most_is_free() -> None:
+    assert choose([A, B, C], 1, 1, "SPREAD", []) == "b"
+    assert choose([A, B, C], 1, 1, "SPREAD", ["b"]) == "a"
+    assert choose([A, B, C], 1, 1, "SPREAD", ["a", "b"]) == "b"
+
+
+def test_pack_goes_where_the_model_is_already_and_least_is_free() -> None:
+    assert choose([A, B, C], 1, 1, "PACK", []) == "a"
+    assert choose([A, B, C], 1, 1, "PACK", ["b"]) == "b"
+    assert choose([A, B, C], 1, 0, "PACK", []) == "c"
+
+
+def test_what_has_no_room_or_was_just_lost_is_not_chosen() -> None:
+    assert choose([A, B, C], 1, 4, "PACK", ["a"]) == "b"
+    assert choose([A, B, C], 1, 4, "PACK", [], shunned={"b"}) == ""
+    assert choose([A, B, C], 9, 0, "SPREAD", []) == ""
+    assert choose([], 1, 0, "SPREAD", []) == ""
+
+
+def test_what_ray_says_is_free_counts_for_living_nodes_only() -> None:
+    nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": False}]
+    available = {"a": {"CPU": 1.5, "GPU": 1.0}, "b": {"CPU": 8.0}}
+    assert free_of(nodes, available) == [Free("a", 1.5, 1.0)]
+    assert free_of([{"NodeID": "new", "Alive": True}], available) == []
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "said"),
+    [
+        (1, 1, "waits for 1 GPU in the Ray cluster"),
+        (1, 4, "waits for 4 GPUs in the Ray cluster"),
+        (0.5, 0, "waits for 0.5 CPUs in the Ray cluster"),
+        (1, 0, "waits for 1 CPU in the Ray cluster"),
+    ],
+)
+def test_what_it_waits_for_is_said(cpus: float, gpus: int, said: str) -> None:
+    assert waiting_for(cpus, gpus) == said

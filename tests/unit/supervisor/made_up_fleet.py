@@ -1,0 +1,97 @@
+"""A fleet that does nothing but remember what it was told, for those who decide over one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.fleet import Fleet
+from servekit.supervisor.reload import Slots
+from servekit.supervisor.starts import Occasion
+from servekit.wire.messages import ModelInfo
+
+GIB = 2**30
+
+
+def config(**keys: Any) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {"name": "a", "path": "p", "engine": "echo", "load": "on_demand", **keys}
+    )
+
+
+def info(*, sleeps: bool = True, parameters: int = 0, dtype: str = "float16") -> ModelInfo:
+    return ModelInfo(100, 1, False, "echo", dtype, "cpu", parameters, sleeps=sleeps)
+
+
+@dataclass
+class Vram:
+    lacking: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Replica:
+    """Also its own `slumber`: `refuses` is why it does not do as it is told."""
+
+    name: str
+    state: str = "ready"
+    reason: str = ""
+    rss_bytes: int = 0
+    refuses: str = ""
+    vram: Vram = field(default_factory=Vram)
+
+    @property
+    def serves(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def slumber(self) -> Replica:
+        return self
+
+    async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
+        await told()
+        self.state = self.state if self.refuses else "asleep"
+        return self.refuses
+
+    async def wake(self) -> str:
+        self.state = self.state if self.refuses else "ready"
+        return self.refuses
+
+
+@dataclass(eq=False)
+class MadeUp:
+    """With `replicas` that stand as the test says."""
+
+    model: ModelConfig
+    wanted: bool = False
+    replicas: list[Replica] = field(default_factory=list)
+    planned: Slots = ((),)
+    info: ModelInfo | None = None
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def living(self) -> list[Replica]:
+        return self.replicas
+
+    @property
+    def real(self) -> Fleet:
+        return cast(Fleet, self)
+
+    def have(self, *states: str) -> None:
+        """These replicas."""
+        self.wanted = bool(states)
+        self.replicas = [Replica(f"a/{n}", state) for n, state in enumerate(states)]
+
+    def load(self, occasion: Occasion) -> None:
+        self.told.append("load")
+        self.have("starting")
+
+    def unload(self, *, returns: bool = False) -> None:
+        self.told.append("unload")
+        self.have()
+
+    def try_again(self) -> None:
+        self.told.append("try again")
+
+    def changed(self) -> None: ...

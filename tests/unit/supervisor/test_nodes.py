@@ -1,0 +1,74 @@
+"""Whether a cluster can run what the file asks for, and the sentence where not."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replace_place
+
+from msgspec.structs import replace
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.nodes import Need, Versions, refusal
+from servekit.supervisor.placement import placed_elsewhere
+from servekit.supervisor.specs import worker_spec
+from servekit.wire.cluster import Node
+
+OWN = Versions("0.1.0", "3.11.7", "2.60.0")
+HEAD = Node("h", "10.0.0.1", 0, 0, "3.11.7", "2.60.0", "0.1.0")
+SMALL = Node("s", "10.0.0.2", 8, 2, "3.11.9", "2.60.0", "0.1.0")
+LARGE = Node("l", "10.0.0.3", 16, 4, "3.11.7", "2.60.0", "0.1.0")
+ONE, FOUR, EIGHT = (Need("m", gpus, 1) for gpus in (1, 4, 8))
+
+
+def test_nodes_that_are_alike_and_large_enough_are_not_refused() -> None:
+    assert refusal([HEAD, SMALL, LARGE], OWN, [ONE, FOUR]) == ""
+
+
+def test_what_can_never_fit_is_told_with_its_arithmetic() -> None:
+    assert refusal([HEAD, SMALL, LARGE], OWN, [EIGHT]) == (
+        "model 'm' needs 8 GPUs on one node of the Ray cluster for each replica, and the largest,"
+        " 10.0.0.3, has 4"
+    )
+    assert refusal([HEAD, SMALL], OWN, [Need("m", 0, 9)]) == (
+        "model 'm' needs 9 CPUs on one node of the Ray cluster for each replica, and the largest,"
+        " 10.0.0.2, has 8; `ray.cpus` says how many"
+    )
+    said = refusal([SMALL, LARGE], OWN, [Need("m", 3, 17)])
+    assert "17 CPUs beside 3 GPUs" in said and "10.0.0.3, has 16" in said
+
+
+def test_versions_that_differ_are_told_where_a_worker_could_be() -> None:
+    older = replace(SMALL, servekit="0.0.9")
+    assert refusal([older, LARGE], OWN, [ONE]) == (
+        "the Ray node 10.0.0.2 has servekit 0.0.9, and this one has 0.1.0: install the same on all"
+        " nodes"
+    )
+    assert refusal([older, LARGE], OWN, [FOUR]) == ""  # nothing of it would ever be there
+    assert "Python 3.12" in refusal([replace(SMALL, python="3.12.1")], OWN, [ONE])
+    assert "Ray 2.61.0" in refusal([replace(SMALL, ray="2.61.0")], OWN, [ONE])
+    assert "has no servekit that its Python finds" in refusal(
+        [replace(SMALL, servekit="")], OWN, [ONE]
+    )
+
+
+def test_what_a_model_lacks_on_a_node_is_told() -> None:
+    lacking = replace(LARGE, lacks={"m": "there is no /models/m there"})
+    said = "model 'm' could be placed on the Ray node 10.0.0.3, and there is no /models/m there"
+    assert refusal([SMALL, lacking], OWN, [FOUR]) == said
+    assert refusal([SMALL, lacking], OWN, [Need("other", 1, 1)]) == ""
+
+
+def test_a_node_that_cannot_look_at_itself_is_told_once() -> None:
+    silent = Node("x", "10.0.0.4", 8, 8, problem="it has not answered within 25 s")
+    said = "the Ray node 10.0.0.4 cannot run workers: it has not answered within 25 s"
+    assert refusal([silent], OWN, [ONE]) == said
+
+
+def test_a_worker_elsewhere_is_told_of_its_gpus() -> None:
+    model = ModelConfig.model_validate(
+        {"name": "m", "engine": "transformers", "path": "m", "gpus_per_replica": 2}
+    )
+    (place,) = placed_elsewhere([model], threads=3)
+    assert (place.gpus, place.threads) == ((), 3)
+    there = worker_spec(model, replace_place(place, elsewhere=2), "")
+    assert (there.device, there.gpus, there.parallel) == ("cuda", 2, "tensor")
+    assert worker_spec(model, place, "").device == "cpu"

@@ -1,0 +1,84 @@
+"""The facts in bytes: what models hold awake and asleep, and what is free."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.supervisor import procfs, rooms
+from servekit.supervisor.gpus import Gpu
+from servekit.supervisor.ledger import Ledger
+from servekit.supervisor.rooms import CPU, RAM
+from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
+
+GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "memory_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(procfs, "available_bytes", lambda: 30 * GIB)
+
+
+def test_a_claim_is_what_the_file_says_or_all_of_it() -> None:
+    both = (GPUS[:1], GPUS[1:])
+    assert rooms.claims(config(memory="10GiB"), both, None) == {
+        "GPU-0": 10 * GIB,
+        "GPU-1": 10 * GIB,
+    }
+    assert rooms.claims(config(), both[:1], "20GiB") == {"GPU-0": 80 * GIB}
+    assert rooms.claims(config(memory="10GiB"), (GPUS[:1],) * 2, None) == {"GPU-0": 20 * GIB}
+    assert rooms.claims(config(memory="40%"), ((), ()), None) == {CPU: 40 * GIB}
+    assert rooms.claims(config(), ((),), None) == {}
+
+
+def test_asleep_its_weights_are_in_the_hosts_memory() -> None:
+    claim = {"GPU-0": 40 * GIB}
+    fleet = MadeUp(config(), planned=(GPUS[:1],))
+    fleet.info = info(parameters=7 * 2**30, dtype="bfloat16")
+    kept = {"GPU-0": GIB}
+    assert rooms.asleep(fleet.real, claim, kept) == {"GPU-0": GIB, RAM: 14 * GIB}
+    fleet.planned *= 2
+    assert rooms.asleep(fleet.real, claim, {})[RAM] == 28 * GIB
+    fleet.info = info(parameters=2**30, dtype="float32")
+    assert rooms.asleep(fleet.real, claim, {})[RAM] == 8 * GIB
+    fleet.info = None  # it was never here: what it would take at most
+    assert rooms.asleep(fleet.real, claim, {})[RAM] == 40 * GIB
+
+
+def test_asleep_on_the_cpu_it_holds_what_is_resident() -> None:
+    fleet = MadeUp(config())
+    fleet.have("asleep", "asleep")
+    for replica in fleet.replicas:
+        replica.rss_bytes = GIB
+    assert rooms.asleep(fleet.real, {CPU: 10 * GIB}, {}) == {CPU: 2 * GIB}
+    assert rooms.asleep(fleet.real, {CPU: GIB}, {}) == {CPU: GIB}
+    assert rooms.asleep(fleet.real, {}, {}) == {}
+
+
+def test_what_its_workers_keep_is_what_the_ledger_has() -> None:
+    ledger, fleet = Ledger(GPUS), MadeUp(config())
+    fleet.have("asleep", "asleep")
+    ledger.claim("a/0", {"GPU-0": GIB, "GPU-1": GIB})
+    ledger.claim("a/1", {"GPU-0": 2 * GIB})
+    ledger.claim("b/0", {"GPU-0": 5 * GIB})
+    assert rooms.kept(fleet.real, ledger) == {"GPU-0": 3 * GIB, "GPU-1": GIB}
+
+
+def test_free_is_what_nobody_holds_and_nobody_was_promised() -> None:
+    ledger = Ledger(GPUS, "10GiB")
+    held = [{"GPU-0": 40 * GIB}, {CPU: 20 * GIB, RAM: 99 * GIB}, {"GPU-0": 10 * GIB}]
+    free = rooms.free(GPUS, "10GiB", held, ledger)
+    assert free == {"GPU-0": 40 * GIB, "GPU-1": 90 * GIB, CPU: 30 * GIB, RAM: 29 * GIB}
+    ledger.claim("gone/0", {"GPU-1": 60 * GIB})  # its memory is not free yet
+    assert rooms.free(GPUS, "10GiB", held, ledger)["GPU-1"] == 30 * GIB
+    over = [{"GPU-0": 95 * GIB}]
+    assert rooms.free(GPUS, "10GiB", over, ledger)["GPU-0"] == -5 * GIB
+
+
+def test_what_workers_that_wait_do_not_find() -> None:
+    fleet = MadeUp(config())
+    fleet.have("starting", "starting", "ready")
+    assert rooms.lacks(fleet.real) == {}
+    for replica in fleet.replicas[:2]:
+        replica.vram.lacking = {"GPU-0": GIB}
+    assert rooms.lacks(fleet.real) == {"GPU-0": 2 * GIB}
