@@ -185,9 +185,10 @@ def say(url: str, text: str) -> str:
 
 def raylet_of(pid: int) -> int:
     """The process of Ray's node that a worker descends from."""
-    while pid > 1 and "raylet/raylet" not in procfs.command(pid):
+    # whole: a checkout may lie deep, and what is cut off would take the program's name along
+    while "raylet/raylet" not in procfs.command(pid, 4096):
         found = procfs.read(pid)
-        assert found is not None
+        assert found is not None and found.parent > 0, "no node of Ray above it"
         pid = found.parent
     return pid
 

@@ -57,13 +57,13 @@ def ranks(worker: int) -> list[int]:
     return [
         process.pid
         for process in procfs.descendants(worker)
-        if "servekit.engines.spread.rank" in procfs.command(process.pid)
+        if "servekit.engines.spread.rank" in procfs.command(process.pid, 4096)
     ]
 
 
 def is_forked(pid: int) -> bool:
     """From a standby: a fresh interpreter is told of its channel on its command line."""
-    return "--control-fd" not in procfs.command(pid, 400)
+    return "--control-fd" not in procfs.command(pid, 4096)
 
 
 def answer(instance: Instance) -> str:

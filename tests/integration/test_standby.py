@@ -49,7 +49,7 @@ def kill_and_replace(instance: Instance, name: str = "a/0") -> int:
 
 def is_forked(pid: int) -> bool:
     # `ps` shows it as any worker, but for what a fresh interpreter is told on its command line.
-    return "--control-fd" not in procfs.command(pid)
+    return "--control-fd" not in procfs.command(pid, 4096)
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -23,6 +23,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
+    for module in ("markov_engine", "markov_kind"):  # as if no test before had imported them
+        monkeypatch.delitem(sys.modules, module, raising=False)
     plugins.look_again()
     yield folder
     plugins.look_again()
