@@ -120,6 +120,9 @@ def command(pid: int, longest: int = 80) -> str:
     except OSError:
         return ""
     text = " ".join(word.decode(errors="replace") for word in words)
+    if len(text) > longest:  # what it is says more than where it lies
+        program = words[0].decode(errors="replace")
+        text = text.removeprefix(program[: program.rfind("/") + 1])
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from servekit.supervisor import procfs
 
@@ -64,6 +65,15 @@ def test_marks_are_whole_variables_and_never_our_own() -> None:
 
 def test_long_commands_are_cut() -> None:
     assert len(procfs.command(os.getpid(), 10)) <= 10
+
+
+def test_of_a_program_that_lies_deep_its_name_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 30)
+    folder.mkdir()
+    (folder / "cat").symlink_to("/bin/cat")
+    with subprocess.Popen([folder / "cat", "-u", "-"], stdin=subprocess.PIPE) as process:
+        assert procfs.command(process.pid) == "cat -u -"
+        assert procfs.command(process.pid, 4096) == f"{folder}/cat -u -"
 
 
 def test_descendants_are_children_and_theirs() -> None:
