@@ -52,7 +52,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", float32=True)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", float32=True, context=4096)
     with Instance.up(tmp_path, [model(path)]) as instance:
         instance.until_settled()
         url, pid = instance.url, instance.replica("m/0").pid
@@ -61,17 +61,24 @@ def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path) -> None:
         assert environment(pid)["CUDA_VISIBLE_DEVICES"] == ""
         assert environment(pid)["GGML_NO_BACKTRACE"] == "1"
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
-        whole = chat(url)
-        pieces = []
-        for piece in streamed(url):
-            pieces.append(piece)
-            if len(pieces) == 1:  # on a busy machine many tokens come as one piece
-                os.kill(pid, signal.SIGKILL)
-        assert "".join(pieces) == whole
+        # what is there before the next look comes as one piece: of a longer answer not all is
+        for tokens in (150, 600, 1800):
+            whole = chat(url, max_tokens=tokens)
+            pieces = []
+            for piece in streamed(url, max_tokens=tokens):
+                pieces.append(piece)
+                if len(pieces) == 1:
+                    os.kill(pid, signal.SIGKILL)
+            assert "".join(pieces) == whole
+            instance.until(
+                "it is replaced", lambda: instance.replica("m/0").pid not in (0, pid), 60
+            )
+            instance.until_settled()
+            pid = instance.replica("m/0").pid
+            if len(pieces) > 1:
+                break
         assert len(pieces) > 1
-        instance.until("it is replaced", lambda: instance.replica("m/0").pid not in (0, pid), 60)
-        instance.until_settled()
-        assert chat(url) == whole
+        assert chat(url, max_tokens=tokens) == whole
 
 
 def test_it_is_served_by_a_folder_of_llama_cpps_own(tmp_path: Path) -> None:
