@@ -80,10 +80,12 @@ class Service:
         self._config = write_config(
             self.folder, [entry], None, {"launcher": "ray", "ray": {**own, "grace_s": 60}}
         )
-        self.up = Instance(self.folder, self._config)
+        self._all: list[Instance] = []
+        self.again()
 
     def again(self) -> None:
         self.up = Instance(self.folder, self._config)
+        self._all.append(self.up)
 
     @property
     def logs(self) -> tuple[Path, Path]:
@@ -121,7 +123,8 @@ class Service:
             self.up.signal(signal.SIGTERM)
             with contextlib.suppress(AssertionError):
                 self.up.wait(30)
-        self.up.end()
+        for one in self._all:
+            one.end()  # of one that was killed: its gateway, too, has gone by now
 
 
 @contextlib.contextmanager
@@ -314,9 +317,8 @@ def stream(url: str, tokens: int) -> Iterator[Iterator[dict[str, Any]]]:
 def heard(pieces: list[dict[str, Any]]) -> tuple[str, int, str]:
     """Of a stream: its text, its tokens by its own count, and how it ended."""
     choices = [one for piece in pieces for one in piece.get("choices", ())]
-    usage: dict[str, Any] = next(
-        (piece["usage"] for piece in reversed(pieces) if piece.get("usage")), {}
-    )
+    usage = [piece["usage"] for piece in pieces if piece.get("usage")]
+    count = usage[-1]["completion_tokens"] if usage else 0
     finish = next((one["finish_reason"] for one in choices if one.get("finish_reason")), "not")
     return "".join(one["text"] for one in choices), count, finish
 
