@@ -111,8 +111,8 @@ def say(url: str, text: str) -> str:
 
 def raylet_of(pid: int) -> int:
     """The process of Ray's node that a worker descends from."""
-    # whole: a checkout may lie deep, and what is cut off would take the program's name along
-    while "raylet/raylet" not in procfs.command(pid, 4096):
+    # whole: what is cut has lost its folders, and Ray says all of its settings on that line
+    while "raylet/raylet" not in procfs.command(pid, 2**20):
         found = procfs.read(pid)
         assert found is not None and found.parent > 0, "no node of Ray above it"
         pid = found.parent
