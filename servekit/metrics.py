@@ -217,6 +217,16 @@ METRICS: tuple[Metric, ...] = (
         "What it holds on GPUs that are not its own: 0 is as it should be.",
     ),
     _gauge("servekit_gpu_memory_total_bytes", ("gpu", "uuid", "name"), "Memory of each GPU."),
+    _gauge(
+        "servekit_gpu_memory_used_bytes",
+        ("gpu", "uuid", "name"),
+        "What is used of it, by workers and by others; read every 5 s.",
+    ),
+    _gauge(
+        "servekit_gpu_utilization_ratio",
+        ("gpu", "uuid", "name"),
+        "Share of the last moments with a kernel running, 0 to 1, where the GPU tells.",
+    ),
     # ---- the service itself
     _gauge("servekit_gateway_up", ("gateway",), "1 while the gateway serves, else 0."),
     _gauge(

@@ -197,6 +197,11 @@ def of_service(status: Status) -> Iterator[Series]:
         yield Series("servekit_gateway_up", who, [float(gateway.state == "ready")])
         yield Series("servekit_gateway_in_flight", who, [gateway.in_flight])
         yield _resident(gateway.name, gateway.rss_bytes)
+    for gpu in status.gpus:
+        which = str(gpu.index), gpu.uuid, gpu.name
+        yield Series("servekit_gpu_memory_used_bytes", which, [gpu.used_bytes])
+        if gpu.utilisation is not None:
+            yield Series("servekit_gpu_utilization_ratio", which, [gpu.utilisation])
     yield _resident("supervisor", status.rss_bytes)
     yield Series("servekit_start_time_seconds", (), [status.started_at])
     python = ".".join(map(str, sys.version_info[:3]))

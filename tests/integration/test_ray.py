@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,85 +25,13 @@ from servekit.errors import ServekitError
 from servekit.supervisor import procfs
 from servekit.wire.messages import ReplicaStatus
 from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.ray_nodes import PATIENCE_S, Nodes
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
-#: Ray starts several processes for each node and each worker: a busy machine takes its time.
-PATIENCE_S = 180.0
-
-
-class Nodes:
-    """A cluster: a head on which nothing is placed, and others."""
-
-    def __init__(self, folder: str) -> None:
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", "tests.integration.ray_nodes", folder, str(writing)]
-        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        self._path = {"PYTHONPATH": path}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(writing,),
-            cwd=ROOT,
-            env={**os.environ, **self._path},
-            text=True,
-        )
-        os.close(writing)
-        self._answers = os.fdopen(reading)
-        self.address: str = self._answer()
-        self.nodes: list[int] = []
-
-    def _answer(self) -> Any:
-        line = self._answers.readline()
-        if not line:
-            raise ConnectionError("the cluster's process has ended")
-        return json.loads(line)
-
-    def _ask(self, *what: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def add(self, **env: str) -> int:
-        node: int = self._ask("add", {"env_vars": {**self._path, **env}})
-        if not env:
-            self.nodes.append(node)
-        return node
-
-    def kill(self, node: int) -> None:
-        self._ask("kill", node)
-
-    def left(self) -> list[str]:
-        """What is there of any instance: actors, and placement groups that hold something."""
-        code = (
-            "import json, sys, ray\n"
-            "ray.init(sys.argv[1], log_to_driver=False, configure_logging=False)\n"
-            "from ray.util import list_named_actors, placement_group_table\n"
-            "groups = [g for g in placement_group_table().values() if g['state'] != 'REMOVED']\n"
-            "found = [a['name'] for a in list_named_actors(True)] + [g['name'] for g in groups]\n"
-            "print('found:' + json.dumps(found))\n"
-        )
-        command = [sys.executable, "-c", code, self.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("found:")]
-        assert lines, done.stderr
-        found: list[str] = json.loads(lines[0].removeprefix("found:"))
-        return found
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(PATIENCE_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._answers.close()
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +111,8 @@ def say(url: str, text: str) -> str:
 
 def raylet_of(pid: int) -> int:
     """The process of Ray's node that a worker descends from."""
-    # whole: a checkout may lie deep, and what is cut off would take the program's name along
-    while "raylet/raylet" not in procfs.command(pid, 4096):
+    # whole: what is cut has lost its folders, and Ray says all of its settings on that line
+    while "raylet/raylet" not in procfs.command(pid, 2**20):
         found = procfs.read(pid)
         assert found is not None and found.parent > 0, "no node of Ray above it"
         pid = found.parent

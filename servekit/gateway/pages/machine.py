@@ -26,9 +26,12 @@ def gpus(found: Sequence[GpuStatus], models: Sequence[ModelStatus], say: Say) ->
 
 
 def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
-    # what a worker on several GPUs holds is known of all together
-    held = [(w.name, w.gpu_bytes // len(w.gpus)) for w in workers if gpu.uuid in w.gpus]
-    held = [(name, size) for name, size in held if size]
+    held = [
+        (worker.name, size)
+        for worker in workers
+        for uuid, size in zip(worker.gpus, worker.held_bytes, strict=False)
+        if uuid == gpu.uuid and size
+    ]
     rest = gpu.used_bytes - sum(size for _, size in held)
     held += [(say("gpu.others"), rest)] if rest > gpu.total_bytes // 200 else []
     bars = "".join(

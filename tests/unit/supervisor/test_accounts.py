@@ -16,7 +16,7 @@ from servekit.supervisor.life import Life
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.vram import Vram
-from servekit.wire.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
+from servekit.wire.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus, Status
 
 GIB = 2**30
 RETRIES, WAIT = "servekit_retries_total", "servekit_queue_wait_seconds"
@@ -190,3 +190,18 @@ def test_memory_of_a_worker_by_device_its_own_and_others() -> None:
     vram.forget()
     found = flat(of_gpus(("m", "m/0"), vram))
     assert (found[held, *on[0]], found[stray, *on[1]]) == (0, 0)
+
+
+def test_each_gpu_tells_how_full_and_how_busy_it_is() -> None:
+    gpus = (
+        GpuStatus(0, "GPU-0", "H200", 100 * GIB, 30 * GIB, 0.5),
+        GpuStatus(1, "GPU-1", "H200", 100 * GIB, 0, None),
+    )
+    status = Status("1.2.3", 1, "", "", 1e9, 77, (), (), draining=False, gpus=gpus)
+    found = flat(of_service(status))
+    used, busy = "servekit_gpu_memory_used_bytes", "servekit_gpu_utilization_ratio"
+    assert found[used, "0", "GPU-0", "H200"] == 30 * GIB
+    assert found[used, "1", "GPU-1", "H200"] == 0
+    assert {key: value for key, value in found.items() if key[0] == busy} == {
+        (busy, "0", "GPU-0", "H200"): 0.5  # the other does not tell
+    }

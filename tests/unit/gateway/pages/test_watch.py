@@ -202,8 +202,10 @@ def test_what_workers_say_is_data() -> None:
 
 def test_a_gpus_memory_is_told_by_worker() -> None:
     gpu = GpuStatus(0, "GPU-0", "H200", 140 * 10**9, 60 * 10**9, 0.5)
-    mine = replica(gpus=("GPU-0",), gpu_bytes=40 * 10**9)
-    spread = replace(mine, name="m/1", gpus=("GPU-0", "GPU-1"), gpu_bytes=20 * 10**9)
+    # what it holds on a GPU that is not its own is in the whole alone
+    mine = replica(gpus=("GPU-0",), gpu_bytes=47 * 10**9, held_bytes=(40 * 10**9,))
+    wide = {"gpus": ("GPU-1", "GPU-0"), "gpu_bytes": 40 * 10**9}
+    spread = replace(mine, name="m/1", **wide, held_bytes=(30 * 10**9, 10 * 10**9))
     html = machine.gpus([gpu], list(model(mine, spread).values()), SAY_ENGLISH)
     assert "m/0 <b>40.0 GB</b>" in html
     assert "m/1 <b>10.0 GB</b>" in html
