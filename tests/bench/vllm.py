@@ -3,7 +3,8 @@
     python -m tests.bench.vllm [--model PATH] [--streams 128 512] [--prompt 64] [--output 256]
 
 The engine's own rate is the better of two that stream nothing: `LLM.generate` of the requests of
-all streams at once, and vLLM's API server asked for whole answers. Beside it stand completions and
+all streams at once, and vLLM's API server asked for whole answers; for chats it is that of the same
+chats, whose prompts are longer by what the model's template adds. Beside it stand completions and
 chats streamed through `servekit up`, and through the API server. All three hold their memory from
 the beginning, a share and a KV cache of the same size each, and only one has work at a time.
 Prompts are random token ids (of a chat: random letters), new ones in each round and the same for
@@ -35,6 +36,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from transformers import AutoTokenizer
 
 from tests.bench.crowd import Order, Round, ask
 from tests.bench.figures import conditions
@@ -48,6 +50,9 @@ KV_BYTES = 12 * 2**30
 SLOTS, STEP_TOKENS = 512, 8192
 AIM, AIM_OF_SERVE, AIM_OF_FIRST = 0.95, 1.6, 0.5
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+#: Who tells the engine's own rate, of each.
+OWN_GENERATE = {"completions": "generate", "chat": "generate chat"}
+OWN_SERVE = {"completions": "serve whole", "chat": "serve whole chat"}
 START_S = 200.0
 #: The beginning of a vocabulary is special tokens and bytes in many a tokenizer.
 _FIRST_TOKEN = 3
@@ -83,9 +88,14 @@ class Load:
         if stream:
             body["stream_options"] = {"include_usage": True}
         if kind == "chat":
-            text = "".join(string.ascii_letters[token % 52] for token in ids)
-            return json.dumps(body | {"messages": [{"role": "user", "content": text}]})
+            return json.dumps(body | {"messages": _messages(ids)})
         return json.dumps(body | {"prompt": ids})
+
+
+def _messages(ids: Sequence[int]) -> list[dict[str, str]]:
+    """A chat as long as these tokens."""
+    text = "".join(string.ascii_letters[token % 52] for token in ids)
+    return [{"role": "user", "content": text}]
 
 
 # ---------------------------------------------------------------- who takes part
@@ -102,9 +112,18 @@ def _asking(port: int, kind: str, load: Load, *, stream: bool = True) -> Turn:
     return turn
 
 
-def _generating(offline: Offline, load: Load) -> Turn:
+def _generating(offline: Offline, load: Load, tokenizer: Any = None) -> Turn:
+    """With a tokenizer, of the chats."""
+
     def turn(streams: int, number: int) -> Round:
         prompts = load.prompts(streams, number)
+        if tokenizer is not None:
+            render = tokenizer.apply_chat_template
+            texts = [
+                render(_messages(ids), tokenize=False, add_generation_prompt=True)
+                for ids in prompts
+            ]
+            prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
         waves = [prompts[at : at + streams] for at in range(0, len(prompts), streams)]
         took_s = sum(offline.seconds(wave, load.output) for wave in waves)
         tokens = len(prompts) * load.output
@@ -174,6 +193,8 @@ def contestants(options: argparse.Namespace, model: Path, load: Load) -> Iterato
             arguments |= {"max_num_batched_tokens": STEP_TOKENS}
             offline = stack.enter_context(Offline(arguments, folder / "offline.log"))
             turns["generate"] = _generating(offline, load)
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            turns["generate chat"] = _generating(offline, load, tokenizer)
         _say("starting servers")
         log = folder / "serve.log"
         theirs = stack.enter_context(_api_server(model, log)) if own else 0
@@ -186,7 +207,8 @@ def contestants(options: argparse.Namespace, model: Path, load: Load) -> Iterato
         turns |= {kind: _asking(ours, kind, load) for kind in PATHS}
         if own:
             _await_health(theirs, log)
-            turns["serve whole"] = _asking(theirs, "completions", load, stream=False)
+            for kind, name in OWN_SERVE.items():
+                turns[name] = _asking(theirs, kind, load, stream=False)
             turns |= {f"serve {kind}": _asking(theirs, kind, load) for kind in PATHS}
         yield turns
 
@@ -251,12 +273,13 @@ def run(turns: dict[str, Turn], options: argparse.Namespace, until: float) -> Ou
 
 def figures(outcomes: Outcomes, streams: int) -> Iterator[Figure]:
     found = {name: one for (count, name), one in outcomes.items() if count == streams}
-    own = [(found[name].rate, name) for name in ("generate", "serve whole") if name in found]
-    for _, name in own:
-        what = "`LLM.generate`" if name == "generate" else "its API server, whole answers"
-        yield Figure(f"vLLM's own rate, {what}, {streams} at once", found[name].told())
     for kind in PATHS:
         ours, theirs = found[kind], found.get(f"serve {kind}")
+        sources = (OWN_GENERATE[kind], OWN_SERVE[kind])
+        own = [(found[name].rate, name) for name in sources if name in found]
+        for _, name in own:
+            what = "`LLM.generate`" if name in OWN_GENERATE.values() else "its API server, whole"
+            yield Figure(f"vLLM's own rate, {what}, {kind}, {streams} at once", found[name].told())
         yield _rate(f"{kind} streamed through servekit, {streams} streams", ours, own)
         if theirs is not None:
             aim = AIM_OF_SERVE if streams >= 512 else 1.0
