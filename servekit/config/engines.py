@@ -31,10 +31,10 @@ class TransformersOptions(Section):
     """Continuous batching where the model supports it; static runs one request at a time."""
     attention: str | None = None
     """transformers' attn_implementation; by default the best one installed."""
-    decode: Literal["auto", "graph", "eager"] = "eager"
+    decode: Literal["auto", "graph", "eager"] = "auto"
     """Steps in which every request brings one token: as CUDA graphs, each started before the last
     one's tokens are known, or one by one as the library does it; auto is graph on a GPU where it
-    passes its test. It is young: eager by default."""
+    passes its test."""
     decode_attention: Literal[
         "auto", "triton", "flash2", "flash3", "flash4", "torch", "reference"
     ] = "auto"

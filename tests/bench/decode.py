@@ -5,23 +5,14 @@
     python -m tests.bench.decode --quick              a tiny one on the CPU, half a minute
 
 A way is `eager` (options.decode: eager), `graph` (whatever kernel `auto` finds), or a kernel's name
-(options.decode_attention). The runner is stepped here, without the engine's thread, so that what is
-told is the runner's own: tokens/s over the whole run, prompts included; the median step that
-brought a token of every request; the time until all have their first; what the device was idle of a
-stretch of such steps, by the profiler's kernels; and how many requests say what the first way said,
-with the share of their tokens before the first that differs (in bfloat16 near-ties part them; in
-float32, `--dtype float32`, nothing should).
+(options.decode_attention); `vllm` is `LLM.generate` of the same prompts, for its rate alone.
 
-What to look at first on a GPU
-1. `--made 0.6B --requests 8 --output 32 --ways eager triton`: does `triton` compile, pass its test
-   against the reference, and is its graph recorded? The line `detail` says so, or why not.
-2. `--made 0.6B --requests 8 --dtype float32 --ways eager triton`: texts equal.
-3. `--made 0.6B`, then `--made 8B`: 128 and 256 requests, all ways that are installed.
-What to expect on an H200, from counting kernels, not from a run: 0.6B in 28 layers is about 1,200
-kernels of 3 to 4 µs a step, so 5 ms, 25,000 tok/s at 128 while they decode; 8B reads 16 GB of
-weights, 4 ms, and is at 10 ms with its kernels. Prompts are read eagerly between, 2,048 tokens a
-step, request by request: some 50 ms a step, which is what to make shorter next. A device that is
-idle much while they decode waits for the host: look at `_settle` and at what is emitted.
+The runner is stepped here, without the engine's thread, so that what is told is the runner's own:
+tokens/s over the whole run, prompts included; the median step that brought a token of every
+request; the time until all have their first; what the device was idle of a stretch of such steps,
+by the profiler's kernels; and how many requests say what the first way said, with the share of
+their tokens before the first that differs (in bfloat16 near-ties part them; in float32,
+`--dtype float32`, nothing should).
 """
 
 from __future__ import annotations
@@ -43,6 +34,7 @@ from servekit.engines.base import Job
 from servekit.engines.choosing import Sampling
 from servekit.engines.rows import Row
 from servekit.wire.messages import SamplingParams
+from tests.bench.offline import Offline
 from tests.unit.engines.harness import byte_level_tokenizer, make_spec, write_tiny_llama
 
 #: hidden, layers, heads, intermediate; all with 8 kv heads of 128 and Qwen3's vocabulary.
@@ -75,6 +67,9 @@ def main() -> None:
             expected: list[list[int]] = []
             for way in asked.ways:
                 try:
+                    if way == "vllm":
+                        print(f"{way:10} {requests:8} {_vllm(folder, requests, asked):8.0f}")
+                        continue
                     run = _run(way, folder, requests, asked)
                 except Exception as error:  # the other ways are still to be seen
                     print(f"{way:10} {requests:8} {type(error).__name__}: {error}")
@@ -165,6 +160,21 @@ def _run(way: str, folder: Path, requests: int, asked: argparse.Namespace) -> Ru
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _vllm(folder: Path, requests: int, asked: argparse.Namespace) -> float:
+    """Tokens/s of vLLM's own, offline: the second of two rounds."""
+    arguments = {"model": str(folder), "dtype": asked.dtype, "max_model_len": 2048}
+    arguments |= {"max_num_seqs": requests, "gpu_memory_utilization": 0.4}
+    took_s = 0.0
+    log = folder.with_suffix(".log")
+    with Offline(arguments, log) as offline:
+        for name in ("warm", "measured"):
+            prompts = [
+                list(row.job.prompt_ids) for row in _rows(name, requests, asked, asked.output)
+            ]
+            took_s = offline.seconds(prompts, asked.output, asked.temperature)
+    return float(requests * asked.output / took_s)
 
 
 def _rows(name: str, count: int, asked: argparse.Namespace, tokens: int) -> list[Row]:

@@ -28,6 +28,7 @@ LOAD_S = 150.0
 class Question(msgspec.Struct, frozen=True):
     prompts: list[list[int]]
     output: int
+    temperature: float
 
 
 class Offline:
@@ -72,10 +73,10 @@ class Offline:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def seconds(self, prompts: Sequence[list[int]], output: int) -> float:
+    def seconds(self, prompts: Sequence[list[int]], output: int, temperature: float = 1.0) -> float:
         """How long it takes to answer all, with so many tokens each."""
         assert self._process.stdin is not None
-        question = msgspec.json.encode(Question(list(prompts), output)).decode()
+        question = msgspec.json.encode(Question(list(prompts), output, temperature)).decode()
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
         return float(self._hear())
@@ -95,7 +96,9 @@ def main() -> int:
     print(f"{_MARK}0", flush=True)
     for line in sys.stdin:
         question = msgspec.json.decode(line, type=Question)
-        params = SamplingParams(temperature=1.0, max_tokens=question.output, ignore_eos=True)
+        params = SamplingParams(
+            temperature=question.temperature, max_tokens=question.output, ignore_eos=True
+        )
         prompts = [{"prompt_token_ids": ids} for ids in question.prompts]
         began = time.perf_counter()
         answers = llm.generate(prompts, params, use_tqdm=False)

@@ -314,7 +314,7 @@ def _first(what: str, ours: Outcome, theirs: Outcome | None) -> Figure:
 # ---------------------------------------------------------------- the command
 
 
-def _vocabulary(model: Path | None) -> int:
+def vocabulary(model: Path | None) -> int:
     """Tokens that a prompt may have."""
     if model is None:
         return 256  # the echo engine's are bytes
@@ -343,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             model = write_middle(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "m")
         numbers = (options.prompt, options.output, options.repeats)
-        load = Load(*numbers, _vocabulary(model), options.clients)
+        load = Load(*numbers, vocabulary(model), options.clients)
         turns = stack.enter_context(contestants(options, model or Path(), load))
         _say(f"ready after {time.monotonic() - began:.0f} s")
         outcomes = run(turns, options, began + options.within)

@@ -16,7 +16,7 @@ def wish(model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int
 
     On a CPU there is nothing to gain from starting steps early: there it is done only when asked.
     """
-    how = spec.options.get("decode") or "eager"
+    how = spec.options.get("decode") or "auto"
     if how == "eager":
         raise LookupError("")
     device: torch.device = model.device
