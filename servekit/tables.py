@@ -279,11 +279,11 @@ def size(size_bytes: int) -> str:
     if not size_bytes:
         return "-"
     value = float(size_bytes)
-    for unit in ("B", "KB", "MB"):
+    for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.0f} {unit}"
         value /= 1024
-    return f"{value:.1f} GB"
+    return f"{value:.1f} GiB"
 
 
 def duration(time_s: float) -> str:

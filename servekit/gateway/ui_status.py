@@ -177,8 +177,10 @@ def _sentence(progress: Progress, busy: bool, say: Say) -> str:
 
 
 def gigabytes(size_bytes: int) -> str:
-    """A size to read."""
-    return f"{size_bytes / 1e6:.0f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:.1f} GB"
+    """A size to read, in the units of the configuration file and of `servekit ps`."""
+    if size_bytes < 2**30:
+        return f"{size_bytes / 2**20:.0f} MiB"
+    return f"{size_bytes / 2**30:.1f} GiB"
 
 
 def _duration(seconds: float) -> str:

@@ -76,7 +76,7 @@ def test_they_load_one_after_the_other_and_the_second_says_whom_it_waits_for(
         assert all(complete(url, name).status_code == 200 for name in "ab")
         assert instance.replica("a/0").claim_bytes == 60 * GIB
         assert instance.replica("a/0").gpu_bytes == 55 * GIB
-        assert "55.0 GB of 60.0 GB" in cli(instance, "ps").stdout
+        assert "55.0 GiB of 60.0 GiB" in cli(instance, "ps").stdout
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(

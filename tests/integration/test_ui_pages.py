@@ -301,7 +301,7 @@ def test_the_dashboard_shows_work_and_a_worker_that_dies(
     row = page["tr:not(.sk-why)"].filter(has_text="mortal/0")
     expect(row).to_contain_text("ready", timeout=WITHIN_MS)
     gpu = page[".sk-gpu"]
-    expect(gpu).to_contain_text("mortal/0 32.2 GB", timeout=WITHIN_MS)
+    expect(gpu).to_contain_text("mortal/0 30.0 GiB", timeout=WITHIN_MS)
     expect(gpu).to_contain_text("42 % busy")
     expect(page["#sk-figures .sk-plot"]).to_have_count(7)  # of GPUs and queues, too
     expect(page["#sk-log"]).to_contain_text("worker connected", timeout=WITHIN_MS)

@@ -141,7 +141,7 @@ def test_picture_shows_bar_and_reason() -> None:
             )
         )
     )
-    assert "fetch 1 MB of 2 MB" in text
+    assert "fetch 1 MiB of 2 MiB" in text
     assert "━" in text
     assert "killed" in text
 
@@ -215,7 +215,7 @@ def test_for_programs_fields_have_names() -> None:
 
 def test_figures_are_for_people() -> None:
     assert [size(n) for n in (0, 10, 2048, 5 * 2**20, 3 * 2**30)] == [
-        *("-", "10 B", "2 KB", "5 MB", "3.0 GB")
+        *("-", "10 B", "2 KiB", "5 MiB", "3.0 GiB")
     ]
     assert [duration(t) for t in (5, 65, 3700, 90_000)] == [
         *("5 s", "1 min 5 s", "1 h 1 min", "1 d 1 h")

@@ -60,7 +60,7 @@ def test_the_newest_death_is_last_and_told_in_full() -> None:
     assert second.count("| line") == 9
     assert "File x" in second
     assert "next attempt in 2.0 s" in text
-    assert "3 requests served, 2 running; 1 MB of memory" in text
+    assert "3 requests served, 2 running; 1 MiB of memory" in text
 
 
 def test_what_would_move_the_cursor_is_left_out() -> None:
@@ -83,7 +83,7 @@ def test_adapters_are_told_with_how_they_run_and_why_or_why_not() -> None:
     told = shown(why)
     assert "adapter x serving, from /x" in told
     assert "LORA, rank 8, mixed: all of it mixes" in told
-    assert "1200 parameters, 1 MB, against float32 0.0012" in told
+    assert "1200 parameters, 1 MiB, against float32 0.0012" in told
     assert "adapter y failed, from /y" in told
     assert "its rank is 512" in told
 

@@ -40,8 +40,8 @@ async def test_reasons_and_restarts_are_shown_and_escaped() -> None:
 
 async def test_load_and_memory_of_a_worker() -> None:
     router = told(replica("ready", running=3, waiting=1, rss_bytes=1_700_000_000))
-    assert "cpu · 3 running · 1 waiting · 1.7 GB" in workers(router)
-    assert "5.0 GB" in workers(told(replica("ready", rss_bytes=10**9, gpu_bytes=5 * 10**9)))
+    assert "cpu · 3 running · 1 waiting · 1.6 GiB" in workers(router)
+    assert "5.0 GiB" in workers(told(replica("ready", rss_bytes=2**30, gpu_bytes=5 * 2**30)))
     for route in (*router.routes.values(),):
         for one in route.replicas.values():
             one.retire()

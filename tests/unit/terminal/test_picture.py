@@ -53,9 +53,9 @@ def test_all_of_it_is_there() -> None:
     shown = text(View(status(MODEL), {"qwen": 1234.5}, EVENTS[:2], at=time.time()), 120, 30)
     head, gpu, names, model, first, second, gateway, *_ = shown.splitlines()
     assert head.startswith("servekit 0.1.0  http://127.0.0.1:8000  up 1 min 5 s")
-    assert "70.0 GB of 140.0 GB" in gpu and "busy  87%" in gpu and "qwen/0 60.0 GB" in gpu
+    assert "70.0 GiB of 140.0 GiB" in gpu and "busy  87%" in gpu and "qwen/0 60.0 GiB" in gpu
     assert names.split() == [*_HEAD]
-    assert " ".join(model.split()) == "qwen ready 1/2 4 3 0 37% 1234 2 60.0 GB"
+    assert " ".join(model.split()) == "qwen ready 1/2 4 3 0 37% 1234 2 60.0 GiB"
     assert first.split()[:5] == ["qwen/0", "ready", "3", "0", "37%"]
     assert "backoff" in second and "killed by SIGKILL" in second
     assert gateway.split()[:3] == ["gateway/0", "ready", "3"]

@@ -201,16 +201,16 @@ def test_what_workers_say_is_data() -> None:
 
 
 def test_a_gpus_memory_is_told_by_worker() -> None:
-    gpu = GpuStatus(0, "GPU-0", "H200", 140 * 10**9, 60 * 10**9, 0.5)
+    gpu = GpuStatus(0, "GPU-0", "H200", 140 * 2**30, 60 * 2**30, 0.5)
     # what it holds on a GPU that is not its own is in the whole alone
-    mine = replica(gpus=("GPU-0",), gpu_bytes=47 * 10**9, held_bytes=(40 * 10**9,))
-    wide = {"gpus": ("GPU-1", "GPU-0"), "gpu_bytes": 40 * 10**9}
-    spread = replace(mine, name="m/1", **wide, held_bytes=(30 * 10**9, 10 * 10**9))
+    mine = replica(gpus=("GPU-0",), gpu_bytes=47 * 2**30, held_bytes=(40 * 2**30,))
+    wide = {"gpus": ("GPU-1", "GPU-0"), "gpu_bytes": 40 * 2**30}
+    spread = replace(mine, name="m/1", **wide, held_bytes=(30 * 2**30, 10 * 2**30))
     html = machine.gpus([gpu], list(model(mine, spread).values()), SAY_ENGLISH)
-    assert "m/0 <b>40.0 GB</b>" in html
-    assert "m/1 <b>10.0 GB</b>" in html
-    assert "others <b>10.0 GB</b>" in html
-    assert "60.0 GB / 140.0 GB" in html
+    assert "m/0 <b>40.0 GiB</b>" in html
+    assert "m/1 <b>10.0 GiB</b>" in html
+    assert "others <b>10.0 GiB</b>" in html
+    assert "60.0 GiB / 140.0 GiB" in html
     assert "50 % busy" in html
     silent = machine.gpus([replace(gpu, utilisation=None)], [], SAY_ENGLISH)
     assert "busy" not in silent
