@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def test_what_is_not_installed_is_told() -> None:
         LookupError, match=r"flash3: .*flash3|flash_attn_interface is not installed"
     ):
         kernels.choose("flash3", SHAPE)
-    with pytest.raises(LookupError, match=r"block_size: 256"):
+    with pytest.raises(LookupError, match=r"block_size: 256|has no paged attention"):
         kernels.choose("torch", SHAPE)
     assert kernels.choose("reference", SHAPE).name == "reference"
     with pytest.raises(LookupError, match=r"(?s)triton.*torch"):
@@ -89,7 +90,10 @@ for heads, kv_heads, width, size, dtype in (
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch on CUDA only")
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4"
+)
 def test_our_kernel_interpreted_says_what_the_reference_says() -> None:
-    """Its arithmetic, without a GPU. The interpreter needs a numpy before 2.4."""
+    """Its arithmetic, without a GPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True)
