@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from servekit.supervisor import procfs
 from servekit.supervisor.gpus import Gpu, Holdings
 
+#: All processes by their group, within `one_look`.
+_census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Within it all groups are of one look at /proc, which reads each process of the machine.
+
+    That is 24 µs for each: of a machine with a thousand, and eight workers, 24 ms and not 200.
+    """
+    census: dict[int, set[int]] = {}
+    for process in procfs.everyone():
+        census.setdefault(process.group, set()).add(process.pid)
+    token = _census.set(census)
+    try:
+        yield
+    finally:
+        _census.reset(token)
+
 
 def group_of(pid: int) -> frozenset[int]:
     """The PIDs of a child and of what it has started in its process group."""
+    if (census := _census.get()) is not None:
+        return frozenset({pid, *census.get(pid, ())})
     return frozenset({pid, *(p.pid for p in procfs.everyone() if p.group == pid)})
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from servekit.supervisor import vacancy
-from servekit.supervisor.attestation import group_of
+from servekit.supervisor.attestation import group_of, one_look
 from servekit.supervisor.estimates import CONTEXT_BYTES
 from servekit.supervisor.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
 from servekit.supervisor.ledger import Ledger, NoRoom
@@ -215,7 +215,9 @@ class Gate:
 
     def _look(self, pids: Mapping[str, int]) -> tuple[Reading, dict[str, frozenset[int]]]:
         """NVML's figures, and all processes of each guest. In a thread: it takes milliseconds."""
-        return self._read(), {name: group_of(pid) for name, pid in pids.items()}
+        reading = self._read()  # first: who holds what it shows is there at the look, or gone
+        with one_look():
+            return reading, {name: group_of(pid) for name, pid in pids.items()}
 
     def _scene(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 
 from servekit.supervisor import offspring, procfs, shared_memory
+from servekit.supervisor.attestation import one_look
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.supervisor.leftovers import MARK, Started
@@ -63,8 +64,9 @@ class Measures:
         if fleets.gpus:
             self.in_use = await asyncio.to_thread(gpus_in_use, fleets.gpus)
             holdings = await asyncio.to_thread(gpu_memory_by_pid)
-            for replica in fleets.replicas():
-                replica.measure_gpus(holdings)
+            with one_look():
+                for replica in fleets.replicas():
+                    replica.measure_gpus(holdings)
 
     def _note_descendants(self) -> None:
         """Those of them that carry no mark could not be found any more after kill -9."""
@@ -79,7 +81,8 @@ class Measures:
 
     def _note_segments(self) -> None:
         """Write down which shared memory there is: after kill -9 nobody could find out."""
-        segments = {segment for life in self._lives() for segment in life.note_segments()}
+        with one_look():
+            segments = {segment for life in self._lives() for segment in life.note_segments()}
         if segments == self._segments:
             return
         try:
