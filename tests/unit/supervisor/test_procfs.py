@@ -71,9 +71,16 @@ def test_of_a_program_that_lies_deep_its_name_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / ("deep" * 30)
     folder.mkdir()
     (folder / "cat").symlink_to("/bin/cat")
-    with subprocess.Popen([folder / "cat", "-u", "-"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [folder / "cat", "-u", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"it runs\n")
+        process.stdin.flush()
+        process.stdout.readline()  # a program's words are there a moment after it was started
         assert procfs.command(process.pid) == "cat -u -"
         assert procfs.command(process.pid, 4096) == f"{folder}/cat -u -"
+        process.stdin.close()
 
 
 def test_descendants_are_children_and_theirs() -> None:
