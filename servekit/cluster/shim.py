@@ -23,7 +23,9 @@ from typing import IO, Any
 import msgspec
 
 from servekit.cluster.look import as_remote, own_gpus
+from servekit.supervisor import procfs
 from servekit.supervisor.attestation import group_of, stray_memory
+from servekit.supervisor.environment import THREADS
 from servekit.supervisor.gpus import Gpu, find_gpus, gpu_memory_by_pid
 from servekit.wire.cluster import RemoteGpu, Running, Start
 from servekit.wire.credentials import Credentials
@@ -214,6 +216,9 @@ class Shim:
                 if "code" not in told:
                     self._take(process, told)
                     continue
+        own = {name: value for name, value in own.items() if name not in THREADS}
+        if not wish.env.keys() & {*THREADS}:
+            own |= _own_threads()
                 break
             else:
                 told = {"code": -signal.SIGKILL}  # nobody was left to say so
@@ -273,3 +278,11 @@ def _give_back() -> None:
             ray.util.remove_placement_group(group)
             time.sleep(_LONGER_S)
     os._exit(0)
+def _own_threads() -> dict[str, str]:
+    """What the node itself says of threads: Ray sets a thread for each CPU of its actors.
+
+    Its own process (the raylet) is our parent; our environment of the start has been overwritten by
+    our title.
+    """
+    told = {name: procfs.variable(os.getppid(), name) for name in THREADS}
+    return {name: value for name, value in told.items() if value is not None}

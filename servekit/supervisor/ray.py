@@ -306,8 +306,7 @@ class RayLauncher:
         """Over that of its node; whose pin is set there."""
         extra = {**self._host.keys_of(guest.model), **guest.model.env}
         kind = KINDS[guest.model.engine]
-        env = environment.for_worker({}, guest.place, extra, "", kind)
-        return {name: env[name] for name in env if name not in environment.OF_THIS_MACHINE}
+        return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)
 
     def _fingerprint(self, guest: Guest) -> str:
         """Of all that a worker is started with: one that has another is not taken over."""
