@@ -47,6 +47,9 @@ class Assignment:
 
     @property
     def device(self) -> str:
+        """As long as a launcher has not said on which."""
+        if self.elsewhere:
+            return f"{self.elsewhere} GPU{'s' * (self.elsewhere > 1)} of another machine"
         return device(self.gpus)
 
 

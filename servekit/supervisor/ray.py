@@ -164,12 +164,7 @@ class RayLauncher:
     # ---- for workers
 
     def gpus_for(self, model: ModelConfig) -> int:
-        needs = KINDS[model.engine].gpu
-        if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
-            return 0
-        if model.device == "cuda" or needs == "must" or any(node.gpus for node in self._nodes):
-            return model.gpus_per_replica
-        return 0
+        return nodes.gpus_for(model, any_there=any(node.gpus for node in self._nodes))
 
     async def enter(self, guest: Guest) -> str:
         known = self._places.get(guest.name)
