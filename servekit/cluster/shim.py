@@ -161,7 +161,7 @@ class Shim:
     def strays(self) -> str:
         """A sentence on GPU memory that the worker holds where it may not; "" if none."""
         process = self._process
-        if process is None or not self._gpus:
+        if process is None:
             return ""
         own = {gpu.uuid for gpu in self._gpus}
         return stray_memory(group_of(process.pid), own, gpu_memory_by_pid(), find_gpus())

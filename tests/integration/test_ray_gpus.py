@@ -65,10 +65,10 @@ def cluster() -> Iterator[Cluster]:
                 (folder / address).mkdir()
                 gpus = MadeUpGpus(folder / address, 2, f"{address}-")
                 path = os.pathsep.join([gpus.env["PYTHONPATH"], str(ROOT)])
-                more = {"num_gpus": 1, "node_ip_address": address}
+                more = {"num_gpus": 1, "num_cpus": 3, "node_ip_address": address}
                 nodes.add(more, **{**gpus.env, "PYTHONPATH": path})
                 made.gpus[address] = gpus
-            nodes.add({"num_gpus": 0, "num_cpus": 3})
+            nodes.add({"num_gpus": 0})
             yield made
         finally:
             nodes.end()
@@ -76,7 +76,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def section(nodes: Nodes) -> dict[str, Any]:
-    """A worker takes all CPUs of a node: those on GPUs leave the third one for who needs none."""
+    """Two workers are never on one node: those on GPUs leave the third one for who needs none."""
     own = {"address": nodes.address, "cpus": 2, "grace_s": 60, "connect_s": PATIENCE_S}
     return {"launcher": "ray", "ray": own}
 
@@ -194,15 +194,25 @@ def test_ray_does_not_say_how_many_threads_a_worker_has(instance: Instance) -> N
     assert environ(instance.replica("plain/0").pid) == dict.fromkeys(THREADS, "2")
 
 
-def test_the_users_own_threads_go_to_the_workers(cluster: Cluster, tmp_path: Path) -> None:
-    models, own = [{**echo("plain"), "device": "cpu"}], section(cluster.nodes)
-    own["ray"]["cpus"] = 0.5  # beside the other instance
+def test_a_worker_on_the_cpu_of_such_a_node_has_the_users_threads_and_no_gpu(
+    cluster: Cluster, tmp_path: Path, instance: Instance
+) -> None:
+    models, own = [{**echo("more"), "device": "cpu"}], section(cluster.nodes)
+    own["ray"]["cpus"] = 0.5  # beside the other instance, which leaves the third node none
     with Instance.begun(tmp_path, models, sections=own, env={"OMP_NUM_THREADS": "3"}) as made:
         made.until("it answers", made.running, PATIENCE_S)
         made.until("it serves", lambda: states(made) == ["ready"], PATIENCE_S)
-        found = environ(made.replica("plain/0").pid)
+        worker, node = made.replica("more/0"), node_of(made, "more/0")
+        assert (worker.device, worker.gpus) == (f"cpu on {node}", ())
+        assert environ(worker.pid) == {**dict.fromkeys(THREADS), "OMP_NUM_THREADS": "3"}
+        cluster.gpus[node].hold({worker.pid: 0.5})
+        made.until("it is told", lambda: made.replica("more/0").stray, PATIENCE_S)
+        stray, gpus = made.replica("more/0").stray, made.status().gpus
+        cluster.gpus[node].hold({})
         leave(made)
-    assert found == {**dict.fromkeys(THREADS), "OMP_NUM_THREADS": "3"}
+    both = (f"512 MiB on GPU {index} (made up) on {node}" for index in (0, 1))
+    assert stray == f"holds {' and '.join(both)}, which is not its own"
+    assert gpus == ()
 
 
 # ---------------------------------------------------------------- what strays later
