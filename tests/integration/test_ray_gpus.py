@@ -150,11 +150,11 @@ def test_gpu_0_of_two_nodes_are_two_gpus(instance: Instance) -> None:
     for name, size in (("told/0", 3), ("ended/0", 5)):
         node = node_of(instance, name)
         assert f'<h3>GPU 0 <span class="sk-quiet">made up · {node}</span></h3>' in html
-        assert f"{name} <b>{size * GIB / 1e9:.1f} GB</b>" in html
+        assert f"{name} <b>{size}.0 GiB</b>" in html
         (line,) = [line for line in shown.splitlines() if line.startswith(f"{node} GPU 0 ")]
-        assert f" {size}.0 GB of 100.0 GB " in line and f"{name} {size}.0 GB" in line
+        assert f" {size}.0 GiB of 100.0 GiB " in line and f"{name} {size}.0 GiB" in line
         (line,) = [line for line in table.splitlines() if line.startswith(name)]
-        assert f"GPU 0 (made up) on {node}" in line and f" {size}.0 GB " in line
+        assert f"GPU 0 (made up) on {node}" in line and f" {size}.0 GiB " in line
 
 
 def command(instance: Instance, *args: str) -> str:

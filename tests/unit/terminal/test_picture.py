@@ -70,7 +70,7 @@ def test_gpus_of_other_nodes_have_their_names_before_them() -> None:
         "10.0.0.4  GPU 0 ",
         "10.0.0.15 GPU 0 ",
     ]
-    assert shown.count("qwen/0 60.0 GB") == 1
+    assert shown.count("qwen/0 60.0 GiB") == 1
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
