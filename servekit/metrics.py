@@ -44,7 +44,8 @@ _GEN_AI = (
     "gen_ai_response_model",
 )
 _WORKER = ("model", "worker")
-_GPU = (*_WORKER, "gpu", "uuid")
+_GPU = (*_WORKER, "gpu", "uuid", "node")
+_DEVICE = ("gpu", "uuid", "name", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,8 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "servekit_worker_gpu_memory_bytes",
         _GPU,
-        "What a worker holds on each of its GPUs, by NVML; `gpu` is the index, read every 5 s.",
+        "What a worker holds on each of its GPUs, by NVML, read every 5 s. `gpu` is the index, "
+        "`node` the address of its machine where that is another one.",
     ),
     _gauge(
         "servekit_worker_gpu_memory_claimed_bytes",
@@ -216,15 +218,15 @@ METRICS: tuple[Metric, ...] = (
         _GPU,
         "What it holds on GPUs that are not its own: 0 is as it should be.",
     ),
-    _gauge("servekit_gpu_memory_total_bytes", ("gpu", "uuid", "name"), "Memory of each GPU."),
+    _gauge("servekit_gpu_memory_total_bytes", _DEVICE, "Memory of each GPU."),
     _gauge(
         "servekit_gpu_memory_used_bytes",
-        ("gpu", "uuid", "name"),
+        _DEVICE,
         "What is used of it, by workers and by others; read every 5 s.",
     ),
     _gauge(
         "servekit_gpu_utilization_ratio",
-        ("gpu", "uuid", "name"),
+        _DEVICE,
         "Share of the last moments with a kernel running, 0 to 1, where the GPU tells.",
     ),
     # ---- the service itself

@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.config import installed
+from servekit.config.cluster import RayConfig
 from servekit.plain import plain
+from servekit.supervisor import nodes
 from servekit.supervisor.planning import Plan
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
@@ -57,7 +59,11 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     if plan.estimates:
         shown.append(_needs(plan))
     shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
-    shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
+    if plan.config.launcher == "ray":
+        address = (plan.config.ray or RayConfig()).address
+        shown.append(Text(f"GPUs: those of the Ray cluster at {address}, which `up` asks for them"))
+    else:
+        shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
     return [*shown, *_engines()]
 
 
@@ -82,9 +88,10 @@ def _places(plan: Plan) -> Table:
     table = _table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
     for place in plan.places:
         model = models[place.model]
-        threads = "" if place.threads is None else str(place.threads)
+        device = nodes.in_words(model) if plan.config.launcher == "ray" else place.device
+        threads = "" if place.threads is None or "GPU" in device else str(place.threads)
         told = (model.load,) if by_need else ()
-        shown = (model.engine, place.device, threads, model.dtype, model.path)
+        shown = (model.engine, device, threads, model.dtype, model.path)
         table.add_row(place.name, *told, *shown)
     return table
 

@@ -19,7 +19,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from servekit.cluster.choosing import Free, free_of, waiting_for
-from servekit.cluster.shim import News, Shim, Sight
+from servekit.cluster.shim import Figures, News, Shim, Sight
 from servekit.wire.cluster import Berth as Wish
 from servekit.wire.cluster import Start
 
@@ -35,6 +35,8 @@ _GONE_S = 10.0
 _THREADS = 16
 #: How long one question for news may wait for some.
 POLL_S = 5.0
+#: Longer than a driver may take to open its GPUs: who asked again would fill the actor's threads.
+_MEASURE_S = 90.0
 
 
 class Gone(Exception):
@@ -76,6 +78,11 @@ class Berth:
     async def strays(self) -> str:
         """A sentence on GPU memory that its worker holds elsewhere. Raises Gone."""
         return str(await self._ask(self._actor.strays, within_s=10.0))
+
+    async def measure(self) -> Figures:
+        """What NVML says there. Raises Gone."""
+        answer = await self._ask(self._actor.measure, within_s=_MEASURE_S)
+        return msgspec.msgpack.decode(answer, type=Figures)
 
     async def end(self) -> None:
         """Kill what runs there, and wait for its end."""

@@ -7,6 +7,7 @@ by name, and the supervisor's own connections to them have not been touched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
@@ -38,6 +39,8 @@ log: Any = structlog.get_logger("servekit.cluster")
 _SOONER_S = 2.0
 #: A node that took a worker with it is not chosen again for so long: Ray learns of it later.
 _SHUN_S = 30.0
+#: As often as the supervisor reads the GPUs of its own machine.
+_MEASURE_EVERY_S = 5.0
 
 
 async def live(control: socket.socket) -> int:
@@ -221,6 +224,20 @@ class Driver:
         self._following[berth.name] = self._spawn(self._hear_of(berth))
 
     async def _hear_of(self, berth: Berth) -> None:
+        measuring = self._spawn(self._measure(berth))
+        try:
+            await self._hear_news(berth)
+        finally:
+            measuring.cancel()
+
+    async def _measure(self, berth: Berth) -> None:
+        while True:
+            with contextlib.suppress(Gone):  # whether it is lost is found out by asking for news
+                found = await berth.measure()
+                self._control.send(c.Measured(berth.name, found.gpus, found.pid, found.held))
+            await asyncio.sleep(_MEASURE_EVERY_S)
+
+    async def _hear_news(self, berth: Berth) -> None:
         seen = 0
         while True:
             try:

@@ -23,10 +23,13 @@ from typing import IO, Any
 import msgspec
 
 from servekit.cluster.look import as_remote, own_gpus
+from servekit.supervisor import procfs
 from servekit.supervisor.attestation import group_of, stray_memory
-from servekit.supervisor.gpus import Gpu, find_gpus, gpu_memory_by_pid
+from servekit.supervisor.environment import THREADS
+from servekit.supervisor.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_use
 from servekit.wire.cluster import RemoteGpu, Running, Start
 from servekit.wire.credentials import Credentials
+from servekit.wire.messages import GpuStatus
 
 #: Lines that are kept for a supervisor that comes later.
 _MOST_LINES = 2000
@@ -56,6 +59,14 @@ class News(msgspec.Struct, frozen=True):
     pid: int = 0  # of a worker that has ended
     code: int | None = None  # its exit code; negative: a signal; None: none has ended
     out_of_memory: bool = False
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What NVML says on the node."""
+
+    gpus: tuple[GpuStatus, ...]  # all of them
+    pid: int  # of the worker; 0: none runs
+    held: dict[str, int]  # bytes that it and what it has started hold, by UUID
 
 
 class Process:
@@ -150,10 +161,23 @@ class Shim:
     def strays(self) -> str:
         """A sentence on GPU memory that the worker holds where it may not; "" if none."""
         process = self._process
-        if process is None or not self._gpus:
+        if process is None:
             return ""
         own = {gpu.uuid for gpu in self._gpus}
         return stray_memory(group_of(process.pid), own, gpu_memory_by_pid(), find_gpus())
+
+    def measure(self) -> bytes:
+        """What NVML says now: Figures."""
+        self._asked()
+        process = self._process
+        pid = process.pid if process is not None and process.code is None else 0
+        gpus = gpus_in_use()
+        holdings = gpu_memory_by_pid() if gpus and pid else {}
+        held: dict[str, int] = {}
+        for one in group_of(pid) if holdings else ():
+            for uuid, size in holdings.get(one, {}).items():
+                held[uuid] = held.get(uuid, 0) + size
+        return msgspec.msgpack.encode(Figures(gpus, pid, held))
 
     def end(self) -> None:
         """Kill what runs; returns when nothing of it is left."""
@@ -192,6 +216,9 @@ class Shim:
     def _environment(self, wish: Start) -> dict[str, str]:
         """The node's own, less what Ray tells its workers, and the pin."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        own = {name: value for name, value in own.items() if name not in THREADS}
+        if not wish.env.keys() & {*THREADS}:
+            own |= _own_threads()
         by_index = wish.pin == "index"
         pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in self._gpus)
         return {**own, **wish.env, "CUDA_VISIBLE_DEVICES": pin}
@@ -256,6 +283,16 @@ class Shim:
 
 def _ended(process: Process | None) -> bool:
     return process is not None and process.code is not None
+
+
+def _own_threads() -> dict[str, str]:
+    """What the node itself says of threads: Ray sets a thread for each CPU of its actors.
+
+    Its own process (the raylet) is our parent; our environment of the start has been overwritten by
+    our title.
+    """
+    told = {name: procfs.variable(os.getppid(), name) for name in THREADS}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _safe_path() -> tuple[str, ...]:

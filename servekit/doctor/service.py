@@ -42,6 +42,9 @@ def service(
 
 def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
     """Whether what it wants can be had here: places were found, so the GPUs are there."""
+    if plan.config.launcher == "ray":
+        said = f"{file}: {len(plan.places)} workers, which Ray places"
+        return Finding("configuration", "ok", said)
     on_gpu = [place.name for place in plan.places if place.gpus]
     real = {m.name for m in plan.config.models if m.engine in _ON_TORCH}
     needs = [place.name for place in plan.places if place.gpus and place.model in real]

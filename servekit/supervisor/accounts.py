@@ -146,23 +146,23 @@ class Accounts:
             yield Series("servekit_kv_cache_usage_ratio", who, [replica.pulse.last.kv_used])
             yield from of_gpus(who, replica.vram)
         for gpu in self._fleets.gpus:
-            labels = str(gpu.index), gpu.uuid, gpu.name
+            labels = str(gpu.index), gpu.uuid, gpu.name, gpu.node
             yield Series("servekit_gpu_memory_total_bytes", labels, [gpu.total_bytes])
 
 
 def of_gpus(who: tuple[str, str], vram: Vram) -> Iterator[Series]:
     """What a worker holds: by its model's name and its own."""
-    names = {gpu.uuid: str(gpu.index) for gpu in vram.gpus}
+    there = {gpu.uuid: (*who, str(gpu.index), gpu.uuid, gpu.node) for gpu in vram.gpus}
     for uuid, claim in vram.claims.items():
-        where = *who, names.get(uuid, ""), uuid
+        where = there.get(uuid, (*who, "", uuid, ""))
         held = vram.by_gpu.get(uuid, 0)
         yield Series("servekit_worker_gpu_memory_bytes", where, [held])
         if claim:
             yield Series("servekit_worker_gpu_memory_claimed_bytes", where, [claim])
-    for uuid, name in names.items():
+    for uuid, where in there.items():
         if uuid not in vram.claims:
             stray = vram.stray_by_gpu.get(uuid, 0)
-            yield Series("servekit_worker_gpu_memory_stray_bytes", (*who, name, uuid), [stray])
+            yield Series("servekit_worker_gpu_memory_stray_bytes", where, [stray])
 
 
 def of_model(model: ModelStatus) -> Iterator[Series]:
@@ -198,7 +198,9 @@ def of_service(status: Status) -> Iterator[Series]:
         yield Series("servekit_gateway_in_flight", who, [gateway.in_flight])
         yield _resident(gateway.name, gateway.rss_bytes)
     for gpu in status.gpus:
-        which = str(gpu.index), gpu.uuid, gpu.name
+        which = str(gpu.index), gpu.uuid, gpu.name, gpu.node
+        if gpu.node:  # those of this machine are known at all times
+            yield Series("servekit_gpu_memory_total_bytes", which, [gpu.total_bytes])
         yield Series("servekit_gpu_memory_used_bytes", which, [gpu.used_bytes])
         if gpu.utilisation is not None:
             yield Series("servekit_gpu_utilization_ratio", which, [gpu.utilisation])

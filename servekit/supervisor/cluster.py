@@ -26,6 +26,7 @@ from servekit.wire.cluster import (
     Joined,
     Keep,
     Lines,
+    Measured,
     Node,
     Sorry,
     Waits,
@@ -49,6 +50,7 @@ class Listener(Protocol):
 
     def waits(self, name: str, what: str) -> None: ...
     def lines(self, name: str, lines: tuple[str, ...]) -> None: ...
+    def measured(self, message: Measured) -> None: ...
     def exited(self, message: Exited) -> None: ...
 
 
@@ -110,6 +112,8 @@ class Cluster(Life[FromCluster]):
                 self._listener.waits(name, what)
             case Lines(name, lines):
                 self._listener.lines(name, lines)
+            case Measured():
+                self._listener.measured(message)
             case Exited():
                 self._listener.exited(message)
             case _:

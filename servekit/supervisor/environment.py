@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from servekit.config.engines import EngineKind
@@ -18,7 +19,7 @@ _ALWAYS = {
 }
 #: What is said of one machine, and nothing to hand to another.
 OF_THIS_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", MARK})
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def for_worker(
@@ -31,11 +32,24 @@ def for_worker(
     """A worker's environment: `base`, ours, the engine's, the model's own `env`, and the pin."""
     env = {**base, **_ALWAYS, **kind.env}
     if assignment.threads is not None:
-        env |= dict.fromkeys(_THREADS, str(assignment.threads))
+        env |= dict.fromkeys(THREADS, str(assignment.threads))
     env |= extra
     by_index = kind.pin == "index"  # NVML's, which CUDA's order is made to be by _ALWAYS
     pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in assignment.gpus)
     return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
+
+
+def for_remote_worker(
+    base: Mapping[str, str], assignment: Assignment, extra: Mapping[str, str], kind: EngineKind
+) -> dict[str, str]:
+    """What is laid over its node's own environment; its pin is set there.
+
+    Of `base`, ours, it gets the numbers of threads, which rank before a share of the node's cores.
+    """
+    own = {name: base[name] for name in THREADS if name in base}
+    assignment = replace(assignment, threads=None) if own else assignment
+    env = for_worker({}, assignment, {**own, **extra}, "", kind)
+    return {name: env[name] for name in env if name not in OF_THIS_MACHINE}
 
 
 def for_gateway(base: Mapping[str, str], instance: str) -> dict[str, str]:

@@ -20,9 +20,10 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     linked: tuple[str, ...] = ()  # UUIDs of the GPUs that NVLink joins it to
+    node: str = ""  # of a cluster, where it is; "": here
 
     def __str__(self) -> str:
-        return f"GPU {self.index} ({self.name})"
+        return f"GPU {self.index} ({self.name}){on_node(self.node)}"
 
 
 #: The GPUs of one worker, in NVML's order; none for one on the CPU.
@@ -54,11 +55,14 @@ def free_bytes() -> Mapping[str, int]:
     return found or {}
 
 
-def gpus_in_use(ours: Sequence[Gpu]) -> tuple[GpuStatus, ...]:
-    """How full and how busy our GPUs are now; empty where the driver does not answer. Blocks."""
-    found = driver.ask("use") if is_present() else None
-    known = {gpu.uuid for gpu in ours}
-    return tuple(GpuStatus(**gpu) for gpu in found or () if gpu["uuid"] in known)
+def gpus_in_use(ours: Sequence[Gpu] | None = None) -> tuple[GpuStatus, ...]:
+    """How full and how busy our GPUs, or all, are now; empty where the driver does not answer.
+
+    Blocks.
+    """
+    found = [GpuStatus(**gpu) for gpu in (driver.ask("use") if is_present() else None) or ()]
+    known = {gpu.uuid for gpu in (found if ours is None else ours)}
+    return tuple(gpu for gpu in found if gpu.uuid in known)
 
 
 def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
@@ -75,6 +79,11 @@ def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
             break
         chosen.append(gpu)
     return tuple(chosen)
+
+
+def on_node(name: str) -> str:
+    """ " on 10.0.0.5"; nothing of what is here."""
+    return f" on {name}" if name else ""
 
 
 def match(gpus: Sequence[Gpu], entry: int | str) -> Gpu | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.child import Child
+from servekit.supervisor.elsewhere import Elsewhere
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.remote import RemoteChild
 from servekit.wire.credentials import Credentials
@@ -28,6 +29,9 @@ class Guest(Protocol):
 
     def told_to_wait(self, what: str) -> None:
         """It cannot start yet, because of that; "" when it can."""
+
+    def measure_gpus(self, told: Elsewhere) -> None:
+        """This is known of its GPUs there."""
 
 
 class Launcher(Protocol):

@@ -25,7 +25,7 @@ from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.claims import Misplaced as Misplaced
 from servekit.supervisor.claims import claims_of, least, most, settled
-from servekit.supervisor.gpus import Gpu, Slot, match
+from servekit.supervisor.gpus import Gpu, Slot, match, on_node
 from servekit.supervisor.matching import match_whole
 from servekit.supervisor.sharing import share
 
@@ -47,6 +47,9 @@ class Assignment:
 
     @property
     def device(self) -> str:
+        """As long as a launcher has not said on which."""
+        if self.elsewhere:
+            return f"{self.elsewhere} GPU{'s' * (self.elsewhere > 1)} of another machine"
         return device(self.gpus)
 
 
@@ -90,11 +93,12 @@ def _has_whole_gpus(model: ModelConfig) -> bool:
 
 
 def device(gpus: Sequence[Gpu]) -> str:
-    """ "cpu", "GPU 0 (NVIDIA H200)", "GPUs 0, 1 (NVIDIA H200)"."""
+    """ "cpu", "GPU 0 (NVIDIA H200)", "GPUs 0, 1 (NVIDIA H200) on 10.0.0.5"."""
     if len(gpus) < 2:
         return str(gpus[0]) if gpus else "cpu"
     kinds = dict.fromkeys(gpu.name for gpu in gpus)
-    return f"GPUs {', '.join(str(gpu.index) for gpu in gpus)} ({', '.join(kinds)})"
+    indexes = ", ".join(str(gpu.index) for gpu in gpus)
+    return f"GPUs {indexes} ({', '.join(kinds)}){on_node(gpus[0].node)}"
 
 
 def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:

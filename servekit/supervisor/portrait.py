@@ -19,7 +19,7 @@ def status_of(replica: Replica) -> ReplicaStatus:
         socket=replica.address,
         pid=replica.pid,
         device=replica.device,
-        gpus=tuple(gpu.uuid for gpu in place.gpus),
+        gpus=tuple(gpu.uuid for gpu in vram.own),
         progress=replica.progress,
         reason=replica.reason,
         restarts=replica.restarts,
@@ -33,5 +33,5 @@ def status_of(replica: Replica) -> ReplicaStatus:
         excess=vram.excess,
         kv_used=replica.pulse.kv_used,
         trouble=replica.trouble,
-        held_bytes=tuple(vram.by_gpu.get(gpu.uuid, 0) for gpu in place.gpus),
+        held_bytes=tuple(vram.by_gpu.get(gpu.uuid, 0) for gpu in vram.own),
     )

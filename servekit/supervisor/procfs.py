@@ -143,6 +143,13 @@ def has(pid: int, name: str) -> bool:
     return any(entry.startswith(start) for entry in _environ(pid))
 
 
+def variable(pid: int, name: str) -> str | None:
+    """What that variable was when it started; None where it had none, or we may not see it."""
+    start = f"{name}=".encode()
+    found = [entry for entry in _environ(pid) if entry.startswith(start)]
+    return found[0].removeprefix(start).decode(errors="replace") if found else None
+
+
 def _environ(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123

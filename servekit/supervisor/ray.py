@@ -25,14 +25,16 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import environment, joining, nodes
+from servekit.supervisor import elsewhere, environment, joining, nodes
 from servekit.supervisor.child import Exit
 from servekit.supervisor.claims import least
 from servekit.supervisor.cluster import Cluster, Unable
+from servekit.supervisor.gpus import Slot
 from servekit.supervisor.heritage import Heritage
 from servekit.supervisor.launcher import Guest
 from servekit.supervisor.life import Host, Life
 from servekit.supervisor.output import Output, RotatingFile
+from servekit.supervisor.placement import device
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.remote import Hands, RemoteChild
 from servekit.supervisor.specs import worker_spec
@@ -42,8 +44,8 @@ from servekit.wire.cluster import (
     Berthed,
     Exited,
     Held,
+    Measured,
     Node,
-    RemoteGpu,
     Running,
     Signal,
     Start,
@@ -68,7 +70,7 @@ class _Place:
 
     guest: Guest
     host: str = ""
-    gpus: tuple[RemoteGpu, ...] = ()
+    gpus: Slot = ()
     running: Running | None = None
     output: Output | None = None
     pid: int = 0
@@ -164,17 +166,13 @@ class RayLauncher:
     # ---- for workers
 
     def gpus_for(self, model: ModelConfig) -> int:
-        needs = KINDS[model.engine].gpu
-        if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
-            return 0
-        if model.device == "cuda" or needs == "must" or any(node.gpus for node in self._nodes):
-            return model.gpus_per_replica
-        return 0
+        return nodes.gpus_for(model, any_there=any(node.gpus for node in self._nodes))
 
     async def enter(self, guest: Guest) -> str:
         known = self._places.get(guest.name)
         place = self._places[guest.name] = known or _Place(guest)
         place.guest, place.host, place.gpus = guest, "", ()
+        guest.measure_gpus(elsewhere.Elsewhere())
         mark = self._fingerprint(guest)
         claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
         try:
@@ -185,7 +183,9 @@ class RayLauncher:
             return error.message
         finally:
             guest.told_to_wait("")
-        place.host, place.gpus, place.running = found.host, found.gpus, found.running
+        place.gpus = elsewhere.given(found.gpus, found.host)
+        place.host, place.running = found.host, found.running
+        guest.measure_gpus(elsewhere.Elsewhere(place.gpus, place.gpus))
         return ""
 
     async def spawn(
@@ -256,12 +256,7 @@ class RayLauncher:
         place = self._places.get(name)
         if place is None or not place.host:
             return ""
-        kinds = dict.fromkeys(gpu.name for gpu in place.gpus)
-        indexes = ", ".join(str(gpu.index) for gpu in place.gpus)
-        what = (
-            f"GPU{'s' * (len(place.gpus) > 1)} {indexes} ({', '.join(kinds)})" if indexes else "cpu"
-        )
-        return f"{what} on {place.host}"
+        return device(place.gpus) if place.gpus else f"cpu on {place.host}"
 
     # ---- what the cluster tells
 
@@ -273,6 +268,11 @@ class RayLauncher:
         place = self._places.get(name)
         if place is not None and place.output is not None:
             place.output.data_received("".join(f"{line}\n" for line in lines).encode())
+
+    def measured(self, message: Measured) -> None:
+        place = self._places.get(message.name)
+        if place is not None and place.host:
+            place.guest.measure_gpus(elsewhere.measured(place.gpus, place.host, message))
 
     def exited(self, message: Exited) -> None:
         """Of a worker; PID 0 is whichever runs there."""
@@ -306,8 +306,7 @@ class RayLauncher:
         """Over that of its node; whose pin is set there."""
         extra = {**self._host.keys_of(guest.model), **guest.model.env}
         kind = KINDS[guest.model.engine]
-        env = environment.for_worker({}, guest.place, extra, "", kind)
-        return {name: env[name] for name in env if name not in environment.OF_THIS_MACHINE}
+        return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)
 
     def _fingerprint(self, guest: Guest) -> str:
         """Of all that a worker is started with: one that has another is not taken over."""

@@ -19,6 +19,7 @@ from servekit.supervisor.adapters import Outcome, Refusal
 from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.child import Command
 from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.elsewhere import Elsewhere
 from servekit.supervisor.errands import Errands, Order
 from servekit.supervisor.gpus import Gpu, Holdings
 from servekit.supervisor.journal import journal
@@ -140,10 +141,9 @@ class Replica(Life[FromWorker]):
     def greet(self) -> None:
         assert self.child is not None
         self.pulse = Pulse(time.monotonic())
+        self.vram.begin(self.child.pid)
         if self.seat.is_adopted(self.child):
             return  # it tells what it is
-        if self.child.here:
-            self.vram.begin(self.child.pid)
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -191,7 +191,7 @@ class Replica(Life[FromWorker]):
         """Let it serve only if it holds memory where it may, and the adapters that it should."""
         self.starting.awaits("admission", time.monotonic())
         child = self.child
-        strays = await self.seat.strays() or await self.vram.strays()
+        strays = await (self.seat if self.seat.is_remote else self.vram).strays()
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -316,12 +316,10 @@ class Replica(Life[FromWorker]):
     def gpu_bytes(self) -> int:
         return self.vram.held_bytes
 
-    def measure_gpus(self, holdings: Holdings) -> None:
+    def measure_gpus(self, told: Holdings | Elsewhere) -> None:
         """Take its share of what NVML tells, and look whether it is where it should be."""
-        if self.child is None:
-            return
         known = bool(self.vram.stray)
-        self.vram.measure(holdings)
+        self.vram.measure(told)
         if self.vram.stray and self.serves:
             self._on_stray(self.vram.stray, known)
 

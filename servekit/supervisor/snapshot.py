@@ -9,7 +9,8 @@ from servekit.errors import meant
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.gateways import Gateway
 from servekit.supervisor.life import Life
-from servekit.wire.messages import ModelStatus, Refused, ReplicaHistory, Why
+from servekit.supervisor.replicas import Replica
+from servekit.wire.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
 from servekit.wire.operators import ModelTraffic
 from servekit.wire.residency import Residence
 
@@ -46,6 +47,12 @@ def traffic(served: Sequence[Fleet], gateways: Sequence[Gateway]) -> tuple[Model
         )
         for name in (fleet.model.name for fleet in served)
     )
+
+
+def gpus(here: Sequence[GpuStatus], replicas: Sequence[Replica]) -> tuple[GpuStatus, ...]:
+    """Those of this machine, and those that workers on other nodes were given."""
+    there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
+    return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
 
 
 def why(

@@ -325,7 +325,7 @@ class Supervisor:
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
             starts=tuple(life.starting.all(life.name) for life in self._lives()),
-            gpus=self._measures.in_use,
+            gpus=snapshot.gpus(self._measures.in_use, self._fleets.replicas()),
             traffic=snapshot.traffic(self._fleets.served, self._gateways),
         )
 

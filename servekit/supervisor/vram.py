@@ -11,10 +11,12 @@ import structlog
 
 from servekit.supervisor.attestation import group_of, held_bytes, stray_memory, strays
 from servekit.supervisor.claims import gib
+from servekit.supervisor.elsewhere import Elsewhere
 from servekit.supervisor.gate import NOTHING, Gate
 from servekit.supervisor.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.supervisor.journal import journal
 from servekit.supervisor.placement import Assignment
+from servekit.wire.messages import GpuStatus
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -31,7 +33,7 @@ class Entry:
 
 
 class Vram:
-    """Of one worker, through all its incarnations. `gpus` are those of the machine.
+    """Of one worker, through all its incarnations. `gpus` are those of the machine it is on.
 
     `waits` is told what it waits for before it may load, "" when it does not any more.
     """
@@ -46,6 +48,8 @@ class Vram:
         self.name = place.name
         self.place = place
         self.gpus = gpus
+        self.own = place.gpus
+        self.in_use: tuple[GpuStatus, ...] = ()  # its own, where they are on another machine
         self.lacking = NOTHING  # while it waits: what others would have to give, by GPU in bytes
         self.pid = 0
         self.held_bytes = 0
@@ -118,10 +122,19 @@ class Vram:
         self._pids |= group
         return stray_memory(group, self.claims.keys(), holdings, self.gpus)
 
-    def measure(self, holdings: Holdings) -> None:
-        """Take its share of what NVML has told."""
-        group = group_of(self.pid)
-        self._pids |= group
+    def measure(self, told: Holdings | Elsewhere) -> None:
+        """Take its share of what NVML has told, here or where it is."""
+        if isinstance(told, Elsewhere):
+            self.own, self.gpus, self.in_use = told.own, told.gpus, told.in_use
+            self.claims = dict.fromkeys((gpu.uuid for gpu in told.own), 0)
+            here = told.pid == self.pid  # else it is news of one that has died
+            self._measure(frozenset({self.pid}), {self.pid: told.held} if here else {})
+        elif self.pid:
+            group = group_of(self.pid)
+            self._pids |= group
+            self._measure(group, told)
+
+    def _measure(self, group: frozenset[int], holdings: Holdings) -> None:
         self.held_bytes = held_bytes(group, holdings)
         self.by_gpu = {
             uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self.claims
@@ -131,7 +144,7 @@ class Vram:
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
             self.complain("more than its claim", self.excess)
-        if self._entry is not None:
+        if self._entry is not None and self.place.gpus:
             self._entry.gate.ledger.measured(self.name, self.by_gpu)
 
     def complain(self, of: str, reason: str) -> None:

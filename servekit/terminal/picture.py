@@ -26,7 +26,8 @@ _LEAST_EVENTS, _MOST_EVENTS = 4, 40
 def lines(view: View, width: int, height: int | None) -> list[Text]:
     """The picture, `height` lines at most; None: all there is to tell."""
     status = view.status
-    body = [*(_gpu(gpu, status) for gpu in status.gpus), *_table(view, width)]
+    wide = max((len(gpu.node) for gpu in status.gpus), default=0)
+    body = [*(_gpu(gpu, status, wide) for gpu in status.gpus), *_table(view, width)]
     body += [_gateway(gateway, width) for gateway in status.gateways]
     head = [_head(view, width)]
     if view.trouble:
@@ -75,10 +76,12 @@ def _head(view: View, width: int) -> Text:
     return text.append(f"{' ' * max(2, gap)}{clock}", style="dim")
 
 
-def _gpu(gpu: GpuStatus, status: Status) -> Text:
+def _gpu(gpu: GpuStatus, status: Status, wide: int) -> Text:
+    """`wide`: of the longest name of a node."""
     share = gpu.used_bytes / gpu.total_bytes if gpu.total_bytes else 0.0
     full = round(min(1.0, share) * _BAR)
-    text = Text(f"GPU {gpu.index} ", style="bold")
+    text = Text(f"{gpu.node:<{wide}} " if wide else "", style="dim")
+    text.append(f"GPU {gpu.index} ", style="bold")
     text.append("█" * full, style="red" if share > 0.95 else "cyan")
     text.append("░" * (_BAR - full), style="dim")
     text.append(f" {size(gpu.used_bytes)} of {size(gpu.total_bytes)}", style="")

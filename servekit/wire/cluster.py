@@ -2,7 +2,7 @@
 
     supervisor → cluster   Join · Berth · Start · Signal · Strays · Vacate · Keep
     cluster → supervisor   Joined · Berthed · Started · Held · Vacated · Sorry: answers, by `id`
-                           Waits · Lines · Exited
+                           Waits · Lines · Measured · Exited
 
 A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
 actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from servekit.wire.messages import Stop
+from servekit.wire.messages import GpuStatus, Stop
 from servekit.wire.value import Message, Value
 
 
@@ -174,6 +174,15 @@ class Lines(Message, frozen=True):
     lines: tuple[str, ...]
 
 
+class Measured(Message, frozen=True):
+    """What NVML says where a worker is; told every few seconds. A node without one has no GPUs."""
+
+    name: str
+    gpus: tuple[GpuStatus, ...]  # all of the node
+    pid: int  # of the worker's process; 0: none runs
+    held: dict[str, int]  # bytes that it and what it has started hold, by UUID
+
+
 class Exited(Message, frozen=True):
     """A worker's process has ended. Without code and signal: its node or its actor is gone."""
 
@@ -187,4 +196,4 @@ class Exited(Message, frozen=True):
 
 ToCluster = Stop | Join | Berth | Start | Signal | Strays | Vacate | Keep
 Answer = Joined | Berthed | Started | Held | Vacated | Sorry
-FromCluster = Answer | Waits | Lines | Exited
+FromCluster = Answer | Waits | Lines | Measured | Exited

@@ -320,7 +320,7 @@ class GatewayStatus(Value, frozen=True):
 
 
 class GpuStatus(Value, frozen=True):
-    """One GPU of the machine, whoever uses it."""
+    """One GPU, whoever uses it."""
 
     index: int
     uuid: str
@@ -328,6 +328,7 @@ class GpuStatus(Value, frozen=True):
     total_bytes: int
     used_bytes: int
     utilisation: float | None = None  # share of the last moments with a kernel running, 0 to 1
+    node: str = ""  # of a cluster, the address of the machine it is in; "": this one
 
 
 def as_builtins(value: Any) -> Any:

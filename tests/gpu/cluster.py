@@ -165,7 +165,7 @@ def apart(run: Run) -> None:
         entry = {"name": "m", "path": str(run.model), "device": "cuda", "replicas": 2}
         entry["options"] = {"kv_cache_bytes": GIB}
     with serving(run, "a GPU each", entry, 2) as service:
-        for check in (pinned, alone, answers, worker_dies, supervisor_dies):
+        for check in (pinned, shown, alone, answers, worker_dies, supervisor_dies, shown):
             with run.table.section(check.__name__, *service.logs):
                 check(run, service)
         ended(run, service)
@@ -213,6 +213,41 @@ def pinned(run: Run, service: Service) -> None:
         run.row("… holds by NVML, and nowhere else", run.names(held), [*held] == own)
     own_gpus = {environ(pid).get("CUDA_VISIBLE_DEVICES") for pid in service.pids()}
     run.row("no two workers on one GPU", len(own_gpus), len(own_gpus) == 2)
+
+
+def shown(run: Run, service: Service) -> None:
+    """What `ps` and the dashboard go by is what NVML says, and has the node's name."""
+
+    def told() -> dict[str, dict[str, int]]:
+        return {
+            one.name: dict(zip(one.gpus, one.held_bytes, strict=True)) for one in service.workers()
+        }
+
+    def near() -> bool:
+        truth = {one.name: run.gpus.of_group(one.pid) for one in service.workers()}
+        now = told()
+        return len(now) == 2 and all(
+            now[name].keys() == held.keys()
+            and all(abs(now[name][uuid] - size) < 64 * MIB for uuid, size in held.items())
+            for name, held in truth.items()
+        )
+
+    with contextlib.suppress(AssertionError):
+        poll("it is known", near, 30)
+    found = "; ".join(f"{name} {run.names(held)}" for name, held in told().items())
+    run.row("shown of each worker, as NVML has it", found, near())
+    seen = {gpu.uuid: gpu for gpu in run.gpus.look()}
+    gpus = service.up.status().gpus
+    text = "; ".join(
+        f"GPU {one.index} on {one.node} {one.used_bytes // MIB} of {one.total_bytes // MIB} MiB"
+        for one in gpus
+    )
+    ok = len(gpus) == 2 and all(
+        one.node and abs(one.used_bytes - seen[one.uuid].used) < 64 * MIB
+        and abs(one.total_bytes - seen[one.uuid].total) < 64 * MIB
+        for one in gpus
+    )  # fmt: skip
+    run.row("shown of each GPU that Ray gave", text, ok)
 
 
 def environ(pid: int) -> dict[str, str]:

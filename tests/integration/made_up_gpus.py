@@ -26,7 +26,7 @@ class Thing:
 def nvmlInit(): pass
 def nvmlDeviceGetCount(): return int((FOLDER / "count").read_text())
 def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetUUID(handle): return f"GPU-{(FOLDER / 'machine').read_text()}{handle}"
 def nvmlDeviceGetName(handle): return "made up"
 def nvmlDeviceGetMemoryInfo(handle, version=None):
     used = sum(process.usedGpuMemory for process in nvmlDeviceGetComputeRunningProcesses(handle))
@@ -35,7 +35,7 @@ def nvmlDeviceGetMemoryInfo(handle, version=None):
 def nvmlDeviceGetComputeRunningProcesses(handle):
     held = {int(pid): size for pid, size in json.loads((FOLDER / "held").read_text()).items()}
     for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdecimal() and (size := worker(entry, f"GPU-{handle}")):
+        if entry.name.isdecimal() and (size := worker(entry, nvmlDeviceGetUUID(handle))):
             held[int(entry.name)] = size
     return [Thing(pid=pid, usedGpuMemory=int(size * GIB)) for pid, size in held.items()]
 def nvmlDeviceGetGraphicsRunningProcesses(handle): raise NVMLError("Not Supported")
@@ -64,14 +64,18 @@ pathlib.Path.exists = exists
 
 
 class MadeUpGpus:
-    """So many GPUs of 100 GiB each, and the environment of an instance that sees them."""
+    """So many GPUs of 100 GiB each, and the environment of an instance that sees them.
 
-    def __init__(self, folder: Path, count: int = 1) -> None:
+    Where there are several machines, the UUIDs of each begin with its name.
+    """
+
+    def __init__(self, folder: Path, count: int = 1, machine: str = "") -> None:
         self._folder = folder / "gpus"
         self._folder.mkdir()
         (self._folder / "pynvml.py").write_text(PYNVML)
         (self._folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
         (self._folder / "count").write_text(str(count))
+        (self._folder / "machine").write_text(machine)
         self.grow(100)
         self.hold({})
 

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,9 @@ class Nodes:
         self._process.stdin.flush()
         return self._answer()
 
-    def add(self, **env: str) -> int:
-        node: int = self._ask("add", {"env_vars": {**self._path, **env}})
+    def add(self, more: Mapping[str, Any] | None = None, **env: str) -> int:
+        """`more` is what `ray start` is told of it."""
+        node: int = self._ask("add", {"env_vars": {**self._path, **env}, **(more or {})})
         if not env:
             self.nodes.append(node)
         return node

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from servekit.gateway.pages.language import Say
 from servekit.gateway.pages.plots import STYLES, Line, Point, chart, number
-from servekit.gateway.pages.samples import Sample, median_s, rates
+from servekit.gateway.pages.samples import Sample, Which, median_s, rates
 from servekit.gateway.pages.watch import SPAN_S
 from servekit.wire.messages import Status
 
@@ -61,22 +61,25 @@ def _waiting(name: str, one: Sample) -> float:
 
 def _gpus(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
     """How busy each is, and how full; of many GPUs the first ones."""
-    kinds: dict[str, Callable[[Sample], dict[int, float]]] = {
+    kinds: dict[str, Callable[[Sample], dict[Which, float]]] = {
         "plot.busy": lambda one: one.busy,
         "plot.memory": lambda one: one.used,
     }
     for key, shares in kinds.items():
-        known = sorted({index for one in samples for index in shares(one)})[:STYLES]
+        known = sorted({which for one in samples for which in shares(one)})[:STYLES]
         lines = [
-            line(f"GPU {index}", partial(_percent, shares, index), style)
-            for style, index in enumerate(known)
+            line(" · ".join(filter(None, (f"GPU {index}", node))), of, style)
+            for style, (node, index) in enumerate(known)
+            for of in (partial(_percent, shares, (node, index)),)
         ]
         if lines:
             yield chart(say(key), "%", lines, SPAN_S, say)
 
 
-def _percent(shares: Callable[[Sample], dict[int, float]], index: int, one: Sample) -> float | None:
-    share = shares(one).get(index)
+def _percent(
+    shares: Callable[[Sample], dict[Which, float]], which: Which, one: Sample
+) -> float | None:
+    share = shares(one).get(which)
     return None if share is None else 100 * share
 
 

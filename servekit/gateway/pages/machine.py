@@ -46,8 +46,9 @@ def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
     )
     of = f"{gigabytes(gpu.used_bytes)} / {gigabytes(gpu.total_bytes)}"
     busy = "" if gpu.utilisation is None else say("gpu.busy", percent=round(100 * gpu.utilisation))
+    kind = " · ".join(filter(None, (gpu.name, gpu.node)))
     return (
-        f'<section class="sk-gpu"><h3>GPU {gpu.index} <span class="sk-quiet">{escape(gpu.name)}'
+        f'<section class="sk-gpu"><h3>GPU {gpu.index} <span class="sk-quiet">{escape(kind)}'
         f'</span></h3><p class="sk-quiet">{of}{" · " if busy else ""}{escape(busy)}</p>'
         f'<div class="sk-memory" role="img" aria-label="{escape(say("gpu.label", of=of))}">{bars}'
         f"</div><ul>{names}</ul></section>"

@@ -12,6 +12,9 @@ from servekit.metrics import BY_NAME
 from servekit.wire.counting import Series
 from servekit.wire.messages import Status
 
+#: A GPU: its node, "" for this machine, and its index there.
+Which = tuple[str, int]
+
 FIRST = "gen_ai_server_time_to_first_token_seconds"
 #: Upper bounds of the buckets, s, without infinity.
 BOUNDS_S = BY_NAME[FIRST].buckets
@@ -29,8 +32,8 @@ class Sample:
     running: int = 0  # requests, at all gateways
     waiting: dict[str, int] = field(default_factory=dict)  # by model
     restarts: int = 0  # of workers, in all
-    busy: dict[int, float] = field(default_factory=dict)  # GPUs by index: share of time, 0 to 1
-    used: dict[int, float] = field(default_factory=dict)  # GPUs by index: share of memory, 0 to 1
+    busy: dict[Which, float] = field(default_factory=dict)  # of a GPU's time, 0 to 1
+    used: dict[Which, float] = field(default_factory=dict)  # of a GPU's memory, 0 to 1
     firsts: tuple[float, ...] = NONE  # first tokens so far, by bucket
 
     @property
@@ -48,8 +51,12 @@ def sample(at: float, status: Status, series: Sequence[Series]) -> Sample:
         running=max(0, in_flight - sum(waiting.values())),
         waiting=waiting,
         restarts=sum(one.restarts for model in status.models for one in model.replicas),
-        busy={gpu.index: gpu.utilisation for gpu in status.gpus if gpu.utilisation is not None},
-        used={gpu.index: gpu.used_bytes / gpu.total_bytes for gpu in status.gpus},
+        busy={
+            (gpu.node, gpu.index): gpu.utilisation
+            for gpu in status.gpus
+            if gpu.utilisation is not None
+        },
+        used={(gpu.node, gpu.index): gpu.used_bytes / gpu.total_bytes for gpu in status.gpus},
         firsts=_firsts(series),
     )
 

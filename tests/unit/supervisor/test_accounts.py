@@ -176,7 +176,7 @@ def test_memory_of_a_worker_by_device_its_own_and_others() -> None:
     place = Assignment("m", 0, (first,), None, (40 * GIB,))
     vram = Vram(place, (first, second), None, lambda what: None)
     vram.begin(1)
-    on = ("m", "m/0", "0", "GPU-0"), ("m", "m/0", "1", "GPU-1")
+    on = ("m", "m/0", "0", "GPU-0", ""), ("m", "m/0", "1", "GPU-1", "")
     held, claimed, stray = (
         f"servekit_worker_gpu_memory_{what}bytes" for what in ("", "claimed_", "stray_")
     )
@@ -200,8 +200,8 @@ def test_each_gpu_tells_how_full_and_how_busy_it_is() -> None:
     status = Status("1.2.3", 1, "", "", 1e9, 77, (), (), draining=False, gpus=gpus)
     found = flat(of_service(status))
     used, busy = "servekit_gpu_memory_used_bytes", "servekit_gpu_utilization_ratio"
-    assert found[used, "0", "GPU-0", "H200"] == 30 * GIB
-    assert found[used, "1", "GPU-1", "H200"] == 0
+    assert found[used, "0", "GPU-0", "H200", ""] == 30 * GIB
+    assert found[used, "1", "GPU-1", "H200", ""] == 0
     assert {key: value for key, value in found.items() if key[0] == busy} == {
-        (busy, "0", "GPU-0", "H200"): 0.5  # the other does not tell
+        (busy, "0", "GPU-0", "H200", ""): 0.5  # the other does not tell
     }

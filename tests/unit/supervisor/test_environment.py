@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from servekit.config.engines import KINDS
-from servekit.supervisor.environment import _quota, for_gateway, for_worker, usable_cpus
+from servekit.supervisor.environment import (
+    THREADS,
+    _quota,
+    for_gateway,
+    for_remote_worker,
+    for_worker,
+    usable_cpus,
+)
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.placement import Assignment
 
@@ -48,6 +55,26 @@ def test_the_model_s_own_variables_win_but_never_over_the_pin() -> None:
     env = for_worker(BASE, ON_CPU, extra, "x", KIND)
     assert (env["OMP_NUM_THREADS"], env["HF_HOME"]) == ("1", "/m")
     assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("base", "place", "extra", "threads"),
+    [
+        ({}, ON_GPU, {}, {}),
+        ({}, ON_CPU, {}, dict.fromkeys(THREADS, "3")),
+        ({"OMP_NUM_THREADS": "7"}, ON_GPU, {}, {"OMP_NUM_THREADS": "7"}),
+        # a share of MKL's would outrank what was said of OpenMP's
+        ({"OMP_NUM_THREADS": "7"}, ON_CPU, {}, {"OMP_NUM_THREADS": "7"}),
+        ({"OMP_NUM_THREADS": "7"}, ON_CPU, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}),
+    ],
+)
+def test_a_worker_on_another_node_has_our_threads_and_nothing_else_of_ours(
+    base: dict[str, str], place: Assignment, extra: dict[str, str], threads: dict[str, str]
+) -> None:
+    env = for_remote_worker({**base, "PATH": "/bin", "NCCL_DEBUG": "INFO"}, place, extra, KIND)
+    assert {name: env[name] for name in THREADS if name in env} == threads
+    assert not {"PATH", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"} & env.keys()
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_a_gateway_sees_no_gpu() -> None:

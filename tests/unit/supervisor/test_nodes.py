@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace as replace_place
 
+import pytest
 from msgspec.structs import replace
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.nodes import Need, Versions, refusal
+from servekit.supervisor.nodes import Need, Versions, gpus_for, in_words, refusal
 from servekit.supervisor.placement import placed_elsewhere
 from servekit.supervisor.specs import worker_spec
 from servekit.wire.cluster import Node
@@ -72,3 +73,23 @@ def test_a_worker_elsewhere_is_told_of_its_gpus() -> None:
     there = worker_spec(model, replace_place(place, elsewhere=2), "")
     assert (there.device, there.gpus, there.parallel) == ("cuda", 2, "tensor")
     assert worker_spec(model, place, "").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "some", "none", "words"),
+    [
+        ({"device": "cpu"}, 0, 0, "cpu, on a Ray node"),
+        ({"engine": "echo"}, 0, 0, "cpu, on a Ray node"),
+        ({"engine": "echo", "device": "cuda"}, 1, 1, "1 GPU of a Ray node"),
+        ({"gpus_per_replica": 2}, 2, 0, "2 GPUs of a Ray node, or its cpu if none has any"),
+        ({"device": "cuda", "gpus_per_replica": 2}, 2, 2, "2 GPUs of a Ray node"),
+        ({"engine": "vllm"}, 1, 1, "1 GPU of a Ray node"),
+    ],
+)
+def test_how_many_gpus_a_worker_gets_elsewhere(
+    settings: dict[str, object], some: int, none: int, words: str
+) -> None:
+    given = {"name": "m", "engine": "transformers", "path": "m", **settings}
+    model = ModelConfig.model_validate(given)
+    assert (gpus_for(model, any_there=True), gpus_for(model, any_there=False)) == (some, none)
+    assert in_words(model) == words

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 
+from servekit.supervisor import elsewhere
+from servekit.supervisor.elsewhere import Elsewhere
 from servekit.supervisor.gate import Gate, Reading
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.ledger import Ledger
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.vram import Entry, Vram
+from servekit.wire.cluster import Measured, RemoteGpu
+from servekit.wire.messages import GpuStatus
 
 GIB = 2**30
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(3))
@@ -62,3 +66,48 @@ async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> 
         async with asyncio.timeout(60):
             while ledger.claim_of("a/0"):  # noqa: ASYNC110 - the ledger tells nobody
                 await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- on another node
+
+NODE = "10.0.0.5"
+THERE = tuple(GpuStatus(i, f"GPU-{i}", "H200", 100 * GIB, 30 * GIB, 0.5) for i in range(2))
+OWN = elsewhere.given((RemoteGpu(1, "GPU-1", "H200", 100 * GIB),), NODE)
+
+
+def away() -> Vram:
+    vram = Vram(Assignment("a", 0, (), None, elsewhere=1), (), None, lambda what: None)
+    vram.begin(7)
+    return vram
+
+
+def told(pid: int, held: dict[str, int], gpus: tuple[GpuStatus, ...] = THERE) -> Elsewhere:
+    return elsewhere.measured(OWN, NODE, Measured("a/0", gpus, pid, held))
+
+
+def test_what_a_worker_holds_on_another_node_is_told_by_that_node() -> None:
+    vram = away()
+    vram.measure(told(7, {"GPU-1": 30 * GIB, "GPU-0": GIB}))
+    assert (vram.by_gpu, vram.held_bytes) == ({"GPU-1": 30 * GIB}, 31 * GIB)
+    assert vram.alert == "holds 1024 MiB on GPU 0 (H200) on 10.0.0.5, which is not its own"
+    assert [(one.uuid, one.node, one.used_bytes) for one in vram.in_use] == [
+        ("GPU-1", NODE, 30 * GIB)
+    ]
+    vram.measure(told(7, {"GPU-1": 30 * GIB}))
+    assert vram.alert == ""
+
+
+def test_what_is_told_of_a_process_that_has_died_is_not_its_successors() -> None:
+    vram = away()
+    vram.measure(told(6, {"GPU-1": 30 * GIB, "GPU-0": GIB}))
+    assert (vram.by_gpu, vram.held_bytes, vram.alert) == ({"GPU-1": 0}, 0, "")
+    assert [gpu.uuid for gpu in vram.own] == ["GPU-1"]
+
+
+def test_a_node_whose_nvml_is_silent_shows_no_gpu_and_a_place_that_is_lost_neither() -> None:
+    vram = away()
+    vram.measure(told(7, {}, gpus=()))
+    assert (vram.in_use, vram.held_bytes, vram.alert) == ((), 0, "")
+    assert [str(gpu) for gpu in vram.own] == ["GPU 1 (H200) on 10.0.0.5"]
+    vram.measure(Elsewhere())
+    assert (vram.own, vram.claims, vram.by_gpu) == ((), {}, {})

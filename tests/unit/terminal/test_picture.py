@@ -62,6 +62,17 @@ def test_all_of_it_is_there() -> None:
     assert "EVENTS" in shown and "\x1b" not in shown and shown.endswith("q quit")
 
 
+def test_gpus_of_other_nodes_have_their_names_before_them() -> None:
+    first = GpuStatus(0, "GPU-0", "H200", 140 * GIB, 70 * GIB, 0.87, node="10.0.0.4")
+    gpus = (first, replace(first, uuid="GPU-x", node="10.0.0.15"))
+    shown = text(View(replace(status(MODEL), gpus=gpus), {}, (), at=time.time()), 120, 30)
+    assert [line[:16] for line in shown.splitlines()[1:3]] == [
+        "10.0.0.4  GPU 0 ",
+        "10.0.0.15 GPU 0 ",
+    ]
+    assert shown.count("qwen/0 60.0 GiB") == 1
+
+
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 @pytest.mark.parametrize("height", [5, 10, 24, 60])
 @pytest.mark.parametrize("models", [0, 1, 40])

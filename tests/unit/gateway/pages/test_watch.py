@@ -82,7 +82,9 @@ def test_a_sample_is_of_all_gateways() -> None:
     assert (one.at, one.tokens, one.running, one.waiting, one.queued) == (
         *(9.0, 41, 5, {"m": 2, "n": 0}, 2),
     )
-    assert (one.restarts, one.busy, one.used) == (2, {3: 0.5}, {3: 0.25, 4: 0.25})
+    assert (one.restarts, one.busy, one.used) == (
+        *(2, {("", 3): 0.5}, {("", 3): 0.25, ("", 4): 0.25}),
+    )
     assert sum(one.firsts) == 3
 
 
@@ -214,3 +216,13 @@ def test_a_gpus_memory_is_told_by_worker() -> None:
     assert "50 % busy" in html
     silent = machine.gpus([replace(gpu, utilisation=None)], [], SAY_ENGLISH)
     assert "busy" not in silent
+
+
+def test_gpus_of_two_nodes_with_one_index_are_two() -> None:
+    there = tuple(replace(GPU, uuid=f"GPU-{node}", node=node) for node in ("10.0.0.4", "10.0.0.5"))
+    html = machine.gpus(there, [], SAY_ENGLISH)
+    assert html.count("<h3>GPU 3 ") == 2
+    assert "H200 · 10.0.0.4" in html and "H200 · 10.0.0.5" in html
+    status = replace(instance(), gpus=there)
+    plots = figures([sample(at, status, []) for at in (1.0, 2.0)], status, SAY_ENGLISH)
+    assert "GPU 3 · 10.0.0.4: now 25 %" in plots and "GPU 3 · 10.0.0.5: now 25 %" in plots
