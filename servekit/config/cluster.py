@@ -42,3 +42,6 @@ class RayConfig(Section):
     adopt them; then they end."""
     connect_s: Annotated[float, Field(ge=1, le=600)] = 30.0
     """How long it may take to join the cluster and to look at its nodes."""
+    certificate_life_s: Annotated[float, Field(ge=10, le=365 * 86400)] = 30 * 86400.0
+    """How long a certificate lives with which workers, gateways and the supervisor know each other.
+    It is renewed after two thirds of that; clocks may differ by a third of it, and by 5 minutes."""

@@ -41,6 +41,7 @@ if __name__ == "__main__":
     from servekit.gateway.pool import Reach
     from servekit.wire.connection import LOST_S
     from servekit.wire.credentials import read
+    from servekit.wire.identity import Identity
 
     faulthandler.enable()
     # Written by a handler in C, so that the stacks come out also while the loop is held up.
@@ -55,7 +56,7 @@ if __name__ == "__main__":
         ui_socket=args.ui_socket,
         operators=args.operators,
         reach=Reach(
-            None if args.credentials_fd is None else read(args.credentials_fd),
+            None if args.credentials_fd is None else Identity(read(args.credentials_fd)),
             LOST_S if args.lost_s is None else args.lost_s,
         ),
         outlive=None if args.heir is None else (args.heir, args.grace_s),

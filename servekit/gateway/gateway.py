@@ -32,6 +32,7 @@ from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
 from servekit.wire.adapters import Told, Unused
 from servekit.wire.connection import Connection, adopt
+from servekit.wire.credentials import Renew
 from servekit.wire.heritage import await_heir
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import Drain, Ping, Serving, Spent, Stop, ToGateway, Topology, Traffic
@@ -149,6 +150,9 @@ class Gateway:
                 self._control.send(Told(self._serial))
             case Spent():
                 self._router.access.hear(message)
+            case Renew(credentials):
+                assert self._settings.reach.identity is not None  # who has none is sent none
+                self._settings.reach.identity.renew(credentials)
             case Drain():
                 self._router.drain()
                 self._loop.create_task(self._stop_when_idle())

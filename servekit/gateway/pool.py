@@ -16,7 +16,6 @@ from servekit.errors import REQUEST_ERRORS, RequestError, WireError, WorkerLost
 from servekit.gateway.call import Call
 from servekit.wire.address import is_tcp
 from servekit.wire.connection import LOST_S, Connection, dial
-from servekit.wire.credentials import Credentials
 from servekit.wire.messages import (
     PROTOCOL,
     Alone,
@@ -34,6 +33,7 @@ from servekit.wire.tls import HUNG_UP, NotTrusted
 
 if TYPE_CHECKING:
     from servekit.gateway.balancer import Account
+    from servekit.wire.identity import Identity
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -48,7 +48,7 @@ _NAMED = 16
 class Reach(NamedTuple):
     """What a gateway needs to reach workers on other machines."""
 
-    credentials: Credentials | None = None
+    identity: Identity | None = None
     lost_s: float = LOST_S  # a worker that has not answered for so long is lost
 
 
@@ -202,7 +202,7 @@ class Replica:
                 await asyncio.sleep(after_s)
             try:
                 self._connection = await dial(
-                    self.socket, self._factory, reach.credentials, lost_s=reach.lost_s
+                    self.socket, self._factory, reach.identity, lost_s=reach.lost_s
                 )
             except OSError as error:
                 after_s = self._after_failure(error)  # it died; the supervisor will say so

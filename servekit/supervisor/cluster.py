@@ -52,6 +52,7 @@ class Listener(Protocol):
     def lines(self, name: str, lines: tuple[str, ...]) -> None: ...
     def measured(self, message: Measured) -> None: ...
     def exited(self, message: Exited) -> None: ...
+    def look(self) -> None: ...
 
 
 class Cluster(Life[FromCluster]):
@@ -141,6 +142,10 @@ class Cluster(Life[FromCluster]):
         """Dropped where nobody is there to hear it."""
         if self.child is not None:
             self.child.send(message)
+
+    def look(self) -> None:
+        super().look()
+        self._listener.look()
 
     def keep(self, names: tuple[str, ...]) -> None:
         self.tell(Keep(names))

@@ -21,6 +21,7 @@ from servekit.supervisor.life import Host, Life
 from servekit.supervisor.starts import Occasion
 from servekit.wire.adapters import Told, Unused
 from servekit.wire.counting import Counted, Series
+from servekit.wire.credentials import Renew
 from servekit.wire.heritage import heir_path
 from servekit.wire.messages import (
     FromGateway,
@@ -193,6 +194,9 @@ class Gateway(Life[FromGateway]):
         now = time.monotonic()
         if self.state != "ready" or self.child is None:
             return
+        launcher = self.host.launcher
+        if launcher is not None and (due := launcher.renewed(self.name)) is not None:
+            self.child.send(Renew(due))
         owes = self.answered_at < self._asked_at
         if owes and now - self._asked_at > SILENT_S:
             self._give_up(self.child, f"it did not answer for {SILENT_S:g} s, killed")

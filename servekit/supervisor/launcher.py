@@ -66,3 +66,6 @@ class Launcher(Protocol):
 
     def gateway_credentials(self, name: str) -> Credentials:
         """With which a gateway reaches workers."""
+
+    def renewed(self, gateway: str) -> Credentials | None:
+        """What it is to show instead, where that is due; it has been told once this returns it."""

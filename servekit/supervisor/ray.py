@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import platform
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +25,8 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import elsewhere, environment, joining, nodes
+from servekit.supervisor import environment, joining, nodes
+from servekit.supervisor.certificates import Certificates
 from servekit.supervisor.child import Exit
 from servekit.supervisor.claims import least
 from servekit.supervisor.cluster import Cluster, Unable
@@ -38,7 +39,7 @@ from servekit.supervisor.placement import device
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.remote import Hands, RemoteChild
 from servekit.supervisor.specs import worker_spec
-from servekit.supervisor.tasks import ended, undisturbed
+from servekit.supervisor.tasks import ended
 from servekit.wire.cluster import (
     Berth,
     Berthed,
@@ -53,7 +54,7 @@ from servekit.wire.cluster import (
     Strays,
     Vacate,
 )
-from servekit.wire.credentials import Credentials
+from servekit.wire.credentials import Credentials, Renew
 from servekit.wire.messages import Status, Stop
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -74,6 +75,7 @@ class _Place:
     running: Running | None = None
     output: Output | None = None
     pid: int = 0
+    child: RemoteChild[Any] | None = None
     ended: dict[int, asyncio.Future[Exited]] = field(default_factory=dict)  # by PID
 
 
@@ -101,8 +103,8 @@ class RayLauncher:
         self._run = run
         self._nodes: tuple[Node, ...] = ()
         self._places: dict[str, _Place] = {}
-        self._authority = joining.authority(host.run_dir.path)
-        self._own = self._authority.issue("supervisor", "supervisor")
+        authority = joining.authority(host.run_dir.path)
+        self._certificates = Certificates(authority, self._settings.certificate_life_s)
         self.cluster = Cluster(
             host,
             self._settings,
@@ -130,7 +132,7 @@ class RayLauncher:
             raise StartError(f"cannot join the Ray cluster at {address}: {error.message}") from None
         if refusal := self.refusal(plan.config.models):
             raise StartError(refusal)
-        joining.leave(self._host.run_dir.path, self._authority)
+        joining.leave(self._host.run_dir.path, self._certificates.authority)
         self.keep(plan.config.models)
         if self._heritage is not None:
             drain_s = plan.config.server.drain_timeout_s
@@ -161,7 +163,10 @@ class RayLauncher:
         return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), _VACATE_S)
 
     def gateway_credentials(self, name: str) -> Credentials:
-        return self._authority.issue("gateway", name)
+        return self._certificates.issue("gateway", name)
+
+    def renewed(self, gateway: str) -> Credentials | None:
+        return self._certificates.due("gateway", gateway)
 
     # ---- for workers
 
@@ -198,13 +203,15 @@ class RayLauncher:
         place = self._places[guest.name]
         path = self._host.run_dir.log_path(guest.name)
         place.output = output = Output(RotatingFile(path), on_line)
+        if place.running is not None:
+            self._certificates.forget("worker", guest.name)  # which it has is not known
         running = place.running or await self._start(guest, place)
         place.running, place.pid = None, running.pid
         ended = self._end_of(place, running.pid)
         child: RemoteChild[Any] = await RemoteChild.attach(
             guest.name,
             running.address,
-            self._own,
+            self._certificates.own,
             incoming,
             on_message,
             Hands(
@@ -213,11 +220,12 @@ class RayLauncher:
                 dump=lambda: self._dump(guest.name, output),
             ),
         )
+        place.child = child
         return child
 
     async def _start(self, guest: Guest, place: _Place) -> Running:
         assert place.output is not None
-        credentials = self._authority.issue("worker", guest.name).to_bytes()
+        credentials = self._certificates.issue("worker", guest.name).to_bytes()
         mark = self._fingerprint(guest)
         args = (
             *("--name", guest.name),
@@ -257,6 +265,16 @@ class RayLauncher:
         if place is None or not place.host:
             return ""
         return device(place.gpus) if place.gpus else f"cpu on {place.host}"
+
+    def look(self) -> None:
+        """Called often: renew certificates that are due."""
+        self._certificates.look()
+        for name, place in self._places.items():
+            child = place.child
+            if child is None or child.exited.done():
+                continue
+            if (due := self._certificates.due("worker", name)) is not None:
+                child.send(Renew(due))
 
     # ---- what the cluster tells
 
@@ -312,7 +330,9 @@ class RayLauncher:
         """Of all that a worker is started with: one that has another is not taken over."""
         spec = worker_spec(guest.model, guest.place, "")
         env = sorted(self._environment(guest).items())
-        parts = msgspec.msgpack.encode((spec, env, __version__, self._own.authority))
+        parts = msgspec.msgpack.encode(
+            (spec, env, __version__, self._certificates.authority.certificate)
+        )
         return hashlib.sha256(parts).hexdigest()
 
 
@@ -326,22 +346,3 @@ async def _exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
         cause=told.cause,
         stacks=tuple(output.stacks),
     )
-
-
-def launcher_of(
-    plan: Plan, host: Instance, run: Callable[[Life[Any]], None], heritage: Heritage | None
-) -> RayLauncher | None:
-    """What the file says; None where workers are children of the supervisor."""
-    return RayLauncher(plan, host, run, heritage) if plan.config.launcher == "ray" else None
-
-
-def grace_s(launcher: RayLauncher | None) -> float:
-    """How long what serves may outlive the supervisor."""
-    return 0.0 if launcher is None else launcher.grace_s
-
-
-async def opened(
-    launcher: RayLauncher | None, plan: Plan, until_told: Callable[[], Coroutine[Any, Any, None]]
-) -> bool:
-    """Whether what launches workers is at hand; False where it is told to end before it is."""
-    return launcher is None or await undisturbed(until_told(), launcher.open(plan))

@@ -26,7 +26,7 @@ from servekit.errors import WireError
 from servekit.supervisor.child import GOODBYE_S, Exit
 from servekit.supervisor.shared_memory import Segment
 from servekit.wire.connection import LOST_S, Connection, dial
-from servekit.wire.credentials import Credentials
+from servekit.wire.identity import Identity
 from servekit.wire.messages import PROTOCOL, Hello, Ping, WorkerSpec
 from servekit.wire.remote import FLEETING, Attach, Attached, Kept, Superseded
 from servekit.wire.starts import Greeted, Phased
@@ -76,7 +76,7 @@ class RemoteChild(Generic[Incoming]):
         self,
         name: str,
         address: str,
-        credentials: Credentials,
+        identity: Identity,
         incoming: Any,
         on_message: Callable[[Incoming], None],
         hands: Hands,
@@ -91,7 +91,7 @@ class RemoteChild(Generic[Incoming]):
         self.spec: WorkerSpec | None = None
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
-        self._credentials = credentials
+        self._identity = identity
         self._incoming = incoming
         self._on_message = on_message
         self._hands = hands
@@ -117,7 +117,7 @@ class RemoteChild(Generic[Incoming]):
         cls,
         name: str,
         address: str,
-        credentials: Credentials,
+        identity: Identity,
         incoming: Any,
         on_message: Callable[[Incoming], None],
         hands: Hands,
@@ -131,7 +131,7 @@ class RemoteChild(Generic[Incoming]):
         so is the worker, unless it is reached again by then.
         """
         child = cls(
-            name, address, credentials, incoming, on_message, hands,
+            name, address, identity, incoming, on_message, hands,
             lost_s=lost_s, node_lost_s=node_lost_s,
         )  # fmt: skip
         await child._dial()
@@ -228,11 +228,11 @@ class RemoteChild(Generic[Incoming]):
         connection: Connection[Any] = await dial(
             self.address,
             lambda: Connection(Hello, self._on_hello, self._on_close),
-            self._credentials,
+            self._identity,
             lost_s=self._lost_s,
         )
         self._connection = connection
-        connection.send(Hello(PROTOCOL, "supervisor", self._credentials.member))
+        connection.send(Hello(PROTOCOL, "supervisor", self._identity.member))
         connection.send(Attach(self._session, self._had))
         try:
             async with asyncio.timeout(_ATTACH_S):

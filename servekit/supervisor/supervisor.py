@@ -31,6 +31,7 @@ from servekit.supervisor.gateways import gateways_of
 from servekit.supervisor.ground import Ground, has_terminal, raise_file_limit
 from servekit.supervisor.guard import Guard
 from servekit.supervisor.journal import journal
+from servekit.supervisor.launching import grace_s, launcher_of, opened
 from servekit.supervisor.leftovers import Started, end_leftovers
 from servekit.supervisor.life import Life
 from servekit.supervisor.measures import Measures
@@ -39,7 +40,6 @@ from servekit.supervisor.observer import Observer
 from servekit.supervisor.openings import Elsewhere, Here
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
-from servekit.supervisor.ray import grace_s, launcher_of, opened
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.residents import Residents
 from servekit.supervisor.run_dir import Record

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-#: A cluster's certificates are good for so long; a cluster that is older is to be started anew.
-LIFE_S = 365 * 86400.0
+#: A member's certificate is good for so long, and is renewed well before that is over.
+LIFE_S = 30 * 86400.0
 #: Clocks of two nodes may differ by so much.
 SKEW_S = 300.0
+#: The authority's own has no end, it goes with its cluster; as RFC 5280 (4.1.2.5) writes that.
+NO_END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
 class Authority(msgspec.Struct, frozen=True):
@@ -34,13 +36,12 @@ class Authority(msgspec.Struct, frozen=True):
     cluster: str
     certificate: bytes  # PEM
     key: bytes  # PEM
-    not_after: float  # Unix time, s
 
     def __repr__(self) -> str:
         return f"Authority({self.cluster})"
 
     @classmethod
-    def new(cls, name: str, *, life_s: float = LIFE_S) -> Authority:
+    def new(cls, name: str) -> Authority:
         """An authority of its own for a cluster of that name, which others may have as well.
 
         Raises StartError where `cryptography` is not installed.
@@ -50,13 +51,13 @@ class Authority(msgspec.Struct, frozen=True):
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = ec.generate_private_key(ec.SECP256R1())
-        cluster, now = f"{name}-{secrets.token_hex(4)}", time.time()
+        cluster = f"{name}-{secrets.token_hex(4)}"
         subject = _name(f"servekit {cluster}")
-        end = now + life_s
-        builder = _begun(subject, subject, key.public_key(), now - SKEW_S, end)
+        begin = time.time() - SKEW_S
+        builder = _begun(subject, subject, key.public_key(), begin, NO_END.timestamp())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
         builder = builder.add_extension(_usage(signs=True), True)
-        return cls(cluster, _signed(builder, key), _pem(key), end)
+        return cls(cluster, _signed(builder, key), _pem(key))
 
     def issue(self, role: Role, member: str, *, life_s: float = LIFE_S) -> Credentials:
         """Credentials for one process. Supervisors and gateways dial, workers are dialled."""
@@ -68,7 +69,7 @@ class Authority(msgspec.Struct, frozen=True):
         issuer = x509.load_pem_x509_certificate(self.certificate)
         own: Any = serialization.load_pem_private_key(self.key, None)
         key = ec.generate_private_key(ec.SECP256R1())
-        begin, end = time.time() - SKEW_S, min(time.time() + life_s, self.not_after)
+        begin, end = (now := time.time()) - SKEW_S, now + life_s
         builder = _begun(_name(member[:64]), issuer.subject, key.public_key(), begin, end)
         uri = f"servekit://{quote(self.cluster, '')}/{role}/{quote(member, '')}"
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])

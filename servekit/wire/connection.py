@@ -24,6 +24,7 @@ from servekit.errors import WireError
 from servekit.wire.address import is_tcp
 
 if TYPE_CHECKING:
+    from servekit.wire.identity import Identity
     from servekit.wire.tls import Credentials, Member
 
 #: Longest frame accepted. The longest honest one is a prompt at the body limit.
@@ -245,7 +246,7 @@ Factory = Callable[[], Connection[Any]]
 async def dial(
     address: str | Path,
     factory: Factory,
-    credentials: Credentials | None = None,
+    credentials: Credentials | Identity | None = None,
     *,
     lost_s: float = LOST_S,
 ) -> Connection[Any]:
@@ -273,7 +274,7 @@ async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
 async def listen(
     address: str | Path,
     factory: Factory,
-    credentials: Credentials | None = None,
+    credentials: Credentials | Identity | None = None,
     *,
     lost_s: float = LOST_S,
 ) -> asyncio.Server:

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from servekit.errors import StartError
+from servekit.wire.value import Message
 
 Role = Literal["supervisor", "gateway", "worker"]
 
@@ -57,6 +58,12 @@ class Credentials(msgspec.Struct, frozen=True):
         fd = os.memfd_create("servekit", 0)  # inherited by who is told of it in `pass_fds`
         os.write(fd, self.to_bytes())
         return fd
+
+
+class Renew(Message, frozen=True):
+    """Show these from now on: to a worker by its supervisor's connection, and to gateways."""
+
+    credentials: Credentials
 
 
 def read(fd: int) -> Credentials:

@@ -5,9 +5,10 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
+                           Renew
     worker → supervisor    Loading · Ready · BootFailed · Pong · Asleep · Awake · NotDone
                            AdapterLoaded · AdapterUnloaded · AdapterRefused · Phased · Greeted
-    supervisor → gateway   Topology · Drain · Stop · Spent, of the others
+    supervisor → gateway   Topology · Drain · Stop · Spent, of the others · Renew
     gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused · Told
                            Wanted · KeepAlive · Counted
     gateway → worker       Hello · Generate · Cancel
@@ -18,8 +19,8 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
 
 Those of adapters are in `servekit.wire.adapters`, of residency in `servekit.wire.residency`, of
 operators in `servekit.wire.operators`, of how a worker comes up in `servekit.wire.starts`, of
-metrics in `servekit.wire.counting`; what a supervisor on another machine says before all this, in
-`servekit.wire.remote`.
+metrics in `servekit.wire.counting`, of certificates in `servekit.wire.credentials`; what a
+supervisor on another machine says before all this, in `servekit.wire.remote`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from servekit.wire import counting as c
 from servekit.wire import residency as r
 from servekit.wire import starts as s
 from servekit.wire.access import AccessRules, KeyRule, KeyUse
+from servekit.wire.credentials import Renew
 from servekit.wire.operators import (
     Accepted,
     GetStatus,
@@ -302,11 +304,12 @@ class Together(Message, frozen=True):
     """Nobody is alone any more: what was held is started after this, and more may come."""
 
 
-ToWorker = Load | Ping | Drain | Stop | a.LoadAdapter | a.UnloadAdapter | r.Sleep | r.Wake
+_OfAdapters = a.LoadAdapter | a.UnloadAdapter
+ToWorker = Load | Ping | Drain | Stop | Renew | _OfAdapters | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.NotDone
 FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters | _OnResidency | s.Phased | s.Greeted
-ToGateway = Topology | Drain | Stop | Spent | Ping
+ToGateway = Topology | Drain | Stop | Spent | Ping | Renew
 _Use = r.Wanted | r.KeepAlive
 FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told | _Use | c.Counted
 GatewayToWorker = Hello | Generate | Cancel

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from servekit.errors import StartError
 from servekit.wire import tls
 from servekit.wire.address import host_and_port
 from servekit.wire.credentials import Credentials
+from servekit.wire.identity import Identity
 
 if TYPE_CHECKING:
     from servekit.wire.connection import Connection, Factory
@@ -30,13 +31,13 @@ _GOODBYE_S = 1.0
 
 
 async def dial(
-    address: str, factory: Factory, credentials: Credentials | None, lost_s: float
+    address: str, factory: Factory, credentials: Credentials | Identity | None, lost_s: float
 ) -> Connection[Any]:
     """Connect to a worker. Raises OSError, with a sentence where that is not the system's own."""
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
     try:
-        context = tls.context(_needed(credentials, address), "client")
+        context = _context(credentials, address, "client")
         async with asyncio.timeout(DIAL_S):
             transport, connection = await loop.create_connection(
                 factory, host, port, ssl=context, ssl_shutdown_timeout=_GOODBYE_S
@@ -56,11 +57,11 @@ async def dial(
 
 
 async def listen(
-    address: str, factory: Factory, credentials: Credentials | None, lost_s: float
+    address: str, factory: Factory, credentials: Credentials | Identity | None, lost_s: float
 ) -> asyncio.Server:
     """Listen on a port; 0 is a free one. Raises OSError, ValueError, StartError."""
     host, port = host_and_port(address)
-    context = tls.context(_needed(credentials, address), "server")
+    context = _context(credentials, address, "server")
     server = await asyncio.get_running_loop().create_server(
         factory,
         host,
@@ -74,10 +75,13 @@ async def listen(
     return server
 
 
-def _needed(credentials: Credentials | None, address: str) -> Credentials:
-    if credentials is None:
+def _context(
+    shown: Credentials | Identity | None, address: str, side: Literal["client", "server"]
+) -> ssl.SSLContext:
+    """Raises StartError where there is nothing to show, or it is not valid by the clock here."""
+    if shown is None:
         raise StartError(f"{address} is on a network, and this process has no certificate for it")
-    return credentials
+    return shown.context(side) if isinstance(shown, Identity) else tls.context(shown, side)
 
 
 def _watch(sock: Any, lost_s: float) -> None:

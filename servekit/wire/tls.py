@@ -26,12 +26,12 @@ log: Any = structlog.get_logger("servekit.wire")
 
 #: Refusals are told to the log this often: whoever reaches the port can cause them.
 _TELL_EVERY_S = 1.0
-_CLOCKS = "compare the clocks of the two machines (timedatectl): certificates are made at the start"
+_CLOCKS = "compare the clocks of the two machines (timedatectl)"
 #: What OpenSSL has against a certificate (X509_V_ERR_…), as a sentence.
 _VERDICTS = {
     7: "its certificate is of another cluster, or of an earlier start of this one",
     9: f"its certificate is not valid yet by the clock here, which is behind; {_CLOCKS}",
-    10: f"its certificate has expired by the clock here: start the cluster again, or {_CLOCKS}",
+    10: f"its certificate has expired by the clock here, and it was not renewed; {_CLOCKS}",
     18: "its certificate is its own, and of no cluster",
     19: "its certificate is of another cluster, or of an earlier start of this one",
     20: "its certificate is of another cluster, or of an earlier start of this one",
@@ -65,12 +65,12 @@ def context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.
 
     Raises StartError, with a sentence, where its certificate is not valid by the clock here.
     """
-    _check_clock(credentials, time.time())
+    check_clock(credentials, time.time())
     return _context(credentials, side)
 
 
-@functools.lru_cache(maxsize=16)
-def _context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.SSLContext:
+def new_context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.SSLContext:
+    """One that is nobody else's, of whatever age they are."""
     kinds = {"client": ssl.PROTOCOL_TLS_CLIENT, "server": ssl.PROTOCOL_TLS_SERVER}
     made = ssl.SSLContext(kinds[side])
     made.check_hostname = False
@@ -78,11 +78,14 @@ def _context(credentials: Credentials, side: Literal["client", "server"]) -> ssl
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     made.load_verify_locations(cadata=credentials.authority.decode())
-    _load(made, credentials)
+    load(made, credentials)
     if side == "server":
         made.num_tickets = 0
         made.sslobject_class = _Outspoken
     return made
+
+
+_context = functools.lru_cache(maxsize=16)(new_context)
 
 
 def member(transport: Any) -> Member | None:
@@ -113,7 +116,8 @@ def explain(error: ssl.SSLError) -> str:
     return f"TLS failed: {reason.replace('_', ' ').lower()}"
 
 
-def _check_clock(credentials: Credentials, now: float) -> None:
+def check_clock(credentials: Credentials, now: float) -> None:
+    """Raises StartError, with a sentence, for what is not valid at that time."""
     early_s = credentials.not_before + SKEW_S - now
     if early_s > SKEW_S:
         raise StartError(
@@ -123,12 +127,15 @@ def _check_clock(credentials: Credentials, now: float) -> None:
     if now >= credentials.not_after:
         raise StartError(
             f"the certificate of {credentials.member} has expired {now - credentials.not_after:.0f}"
-            " s ago by the clock of this machine: set the clock, or start the cluster again"
+            " s ago by the clock of this machine, and was not renewed: set the clock (timedatectl)"
         )
 
 
-def _load(made: ssl.SSLContext, credentials: Credentials) -> None:
-    """OpenSSL reads keys from files only: this one is memory without a name."""
+def load(made: ssl.SSLContext, credentials: Credentials) -> None:
+    """Have a context show these to whoever it meets from now on.
+
+    OpenSSL reads keys from files only: this one is memory without a name.
+    """
     fd = os.memfd_create("servekit", os.MFD_CLOEXEC)
     try:
         os.write(fd, credentials.certificate + credentials.key)

@@ -28,7 +28,8 @@ import structlog
 from servekit.errors import StartError, WireError
 from servekit.wire.address import host_and_port, is_tcp, tcp
 from servekit.wire.connection import LOST_S, Connection, Factory, dial, listen
-from servekit.wire.credentials import Credentials, read
+from servekit.wire.credentials import Credentials, Renew, read
+from servekit.wire.identity import Identity
 from servekit.wire.messages import (
     PROTOCOL,
     FromWorker,
@@ -82,6 +83,7 @@ class Remote:
 
     def __init__(self, post: Post) -> None:
         self._post = post
+        self.identity = Identity(post.credentials)
         self._server: asyncio.Server | None = None
         self._runner: Runner | None = None
         self._control: Connection[Any] | None = None
@@ -98,7 +100,7 @@ class Remote:
         post = self._post
         self._on_message, self._on_end = on_message, on_end
         self._server = await listen(
-            post.listen, lambda: Visitor(self).connection, post.credentials, lost_s=post.lost_s
+            post.listen, lambda: Visitor(self).connection, self.identity, lost_s=post.lost_s
         )
         address = tcp(post.advertise, self._port)
         log.info("listening", address=address)
@@ -118,7 +120,7 @@ class Remote:
     async def dial(self, factory: Factory) -> Connection[object]:
         host, _ = host_and_port(self._post.listen)
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return await dial(tcp(here, self._port), factory, self._post.credentials)
+        return await dial(tcp(here, self._port), factory, self.identity)
 
     async def close(self) -> None:
         if self._grace is not None:
@@ -171,6 +173,9 @@ class Remote:
             if self._spec is not None:
                 return  # whoever adopts a worker looks at what it has, in Attached
             self._spec = message.spec
+        if isinstance(message, Renew):
+            self.identity.renew(message.credentials)
+            return
         self._on_message(message)
 
     def detached(self, connection: Connection[Any], error: Exception | None) -> None:
@@ -203,7 +208,7 @@ class Visitor:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self._name = remote._post.credentials.member
+        self._name = remote.identity.member
         self.connection: Connection[Any] = Connection(Hello, self._on_hello, self._on_close)
         loop = asyncio.get_running_loop()
         self._late = loop.call_later(_HELLO_S, self._on_silence)

@@ -31,6 +31,7 @@ import httpx
 from servekit.supervisor.child import Exit
 from servekit.supervisor.remote import Hands, RemoteChild
 from servekit.wire.connection import LOST_S, Connection, adopt
+from servekit.wire.identity import Identity
 from servekit.wire.messages import (
     FromGateway,
     FromWorker,
@@ -135,6 +136,7 @@ class Cluster:
         node_lost_s: float = DEADLINE_S,
     ) -> None:
         self.authority = Authority.new("test")
+        self.identity = Identity(self.authority.issue("supervisor", "supervisor"))
         self.nodes: list[Node] = []
         self.gateway_log = folder / "gateway.log"
         self._folder = folder
@@ -218,7 +220,7 @@ class Cluster:
         node.child = child = await RemoteChild[FromWorker].attach(
             node.name,
             node.address,
-            self.authority.issue("supervisor", "supervisor"),
+            self.identity,
             FromWorker,
             heard.append,
             node.hands,

@@ -14,6 +14,7 @@ import pytest
 from servekit.supervisor import remote as module
 from servekit.supervisor.child import Exit
 from servekit.supervisor.remote import Hands, RemoteChild
+from servekit.wire.identity import Identity
 from servekit.wire.messages import Drain, FromWorker, Load, Ping, Pong, Stop
 from servekit.wire.starts import Greeted, Phase, Phased
 from servekit.wire.tls import Authority, NotTrusted
@@ -65,7 +66,7 @@ class Pair:
         self.child = await RemoteChild[FromWorker].attach(
             "m/0",
             self.line.address,
-            OURS.issue("supervisor", "s"),
+            Identity(OURS.issue("supervisor", "s")),
             FromWorker,
             self.heard.append,
             self.launcher.hands,

@@ -16,12 +16,13 @@ import structlog
 import uvloop
 from msgspec.structs import replace
 
-from servekit.errors import StartError
+from servekit.errors import StartError, WireError
 from servekit.wire import tcp as module
 from servekit.wire.address import tcp
 from servekit.wire.authority import SKEW_S
 from servekit.wire.connection import FIRST_FRAME_BYTES, Connection, dial, listen
 from servekit.wire.credentials import Role, read
+from servekit.wire.identity import Identity
 from servekit.wire.messages import Cancel, Generate, SamplingParams
 from servekit.wire.tls import Authority, Credentials, Member, NotTrusted
 from tests.unit.wire.test_connection import DEADLINE_S, End
@@ -56,7 +57,9 @@ class Listener:
 
 
 @asynccontextmanager
-async def listening(credentials: Credentials = WORKER, **how: Any) -> AsyncIterator[Listener]:
+async def listening(
+    credentials: Credentials | Identity = WORKER, **how: Any
+) -> AsyncIterator[Listener]:
     listener = Listener()
     server = await listen("tcp://127.0.0.1:0", listener.connect, credentials, **how)
     listener.address = tcp("127.0.0.1", server.sockets[0].getsockname()[1])
@@ -72,7 +75,7 @@ def issued_at(unix_s: float, monkeypatch: pytest.MonkeyPatch, role: Role) -> Cre
     """Credentials of our authority as a machine issues them whose clock says that."""
     with monkeypatch.context() as clock:
         clock.setattr("servekit.wire.authority.time.time", lambda: unix_s)
-        return replace(OURS, not_after=unix_s + 365 * DAY_S).issue(role, "m/0", life_s=DAY_S)
+        return OURS.issue(role, "m/0", life_s=DAY_S)
 
 
 def taken_for_valid(credentials: Credentials) -> Credentials:
@@ -216,6 +219,32 @@ async def test_a_clock_that_is_wrong_here_is_named_at_once(
         await dial("tcp://127.0.0.1:1", lambda: End().connection, own)
     with pytest.raises(StartError, match=said):
         await listen("tcp://127.0.0.1:0", lambda: End().connection, own)
+
+
+async def test_a_renewed_certificate_counts_for_new_connections_and_old_ones_live_on() -> None:
+    worker = Identity(OURS.issue("worker", "m/0", life_s=1.0))
+    async with listening(worker) as listener:
+        client = End()
+        first = await dial(listener.address, lambda: client.connection, GATEWAY)
+        server = await listener.next()
+        while time.time() <= worker.credentials.not_after:
+            await asyncio.sleep(0.01)
+        with pytest.raises(NotTrusted, match="has expired by the clock here"):
+            await dial(listener.address, lambda: End().connection, GATEWAY)
+        worker.renew(OURS.issue("worker", "m/0"))
+        second = await dial(listener.address, lambda: End().connection, GATEWAY)
+        first.send(Cancel(1))
+        assert await server.next() == Cancel(1)
+        second.abort()
+        first.abort()
+
+
+def test_nobody_is_renewed_as_somebody_else() -> None:
+    worker = Identity(WORKER)
+    for other in (OURS.issue("worker", "m/1"), GATEWAY, OTHERS.issue("worker", "m/0")):
+        with pytest.raises(WireError, match="cannot be renewed"):
+            worker.renew(other)
+    assert worker.credentials is WORKER
 
 
 def test_an_authority_may_be_handed_on() -> None:
