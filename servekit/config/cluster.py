@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from servekit.config.section import Section
 
@@ -42,6 +42,16 @@ class RayConfig(Section):
     adopt them; then they end."""
     connect_s: Annotated[float, Field(ge=1, le=600)] = 30.0
     """How long it may take to join the cluster and to look at its nodes."""
-    certificate_life_s: Annotated[float, Field(ge=10, le=365 * 86400)] = 30 * 86400.0
-    """How long a certificate lives with which workers, gateways and the supervisor know each other.
-    It is renewed after two thirds of that; clocks may differ by a third of it, and by 5 minutes."""
+    certificate_life_s: Annotated[float, Field(ge=10, le=10_000_000)] = 30 * 86400.0
+    """How long certificates live by which workers, gateways and the supervisor know each other.
+    Each is renewed after two thirds of that; clocks may differ by a third of it, by 5 minutes at
+    most."""
+
+    @model_validator(mode="after")
+    def _certificates_outlive_the_supervisor(self) -> RayConfig:
+        if self.certificate_life_s < 3 * self.grace_s:
+            raise ValueError(
+                f"certificate_life_s has to be {3 * self.grace_s:g} or more, thrice grace_s: nobody"
+                " renews certificates while there is no supervisor"
+            )
+        return self

@@ -28,10 +28,12 @@ from typing import Any
 
 import httpx
 
+from servekit.supervisor.certificates import Certificates
 from servekit.supervisor.child import Exit
 from servekit.supervisor.remote import Hands, RemoteChild
+from servekit.wire.authority import LIFE_S
 from servekit.wire.connection import LOST_S, Connection, adopt
-from servekit.wire.identity import Identity
+from servekit.wire.credentials import Renew
 from servekit.wire.messages import (
     FromGateway,
     FromWorker,
@@ -125,7 +127,10 @@ async def until(what: str, probe: Callable[[], object], within_s: float = DEADLI
 
 
 class Cluster:
-    """`grace_s`, `lost_s` as on the command lines of workers and gateways; all in seconds."""
+    """`grace_s`, `lost_s` as on the command lines of workers and gateways; all in seconds.
+
+    `life_s` is how long certificates live.
+    """
 
     def __init__(
         self,
@@ -134,9 +139,10 @@ class Cluster:
         grace_s: float = 60.0,
         lost_s: float = LOST_S,
         node_lost_s: float = DEADLINE_S,
+        life_s: float = LIFE_S,
     ) -> None:
         self.authority = Authority.new("test")
-        self.identity = Identity(self.authority.issue("supervisor", "supervisor"))
+        self.certificates = Certificates(self.authority, life_s)
         self.nodes: list[Node] = []
         self.gateway_log = folder / "gateway.log"
         self._folder = folder
@@ -177,7 +183,7 @@ class Cluster:
     ) -> Node:
         """Start one, on a machine of its own where `apart` is the number of its cable."""
         host = f"10.77.{apart}.2" if apart else "127.0.0.1"
-        credentials = credentials or self.authority.issue("worker", name)
+        credentials = credentials or self.certificates.issue("worker", name)
         handed, (reading, writing) = credentials.hand_over(), os.pipe()
         log_path = self._folder / f"{name.replace('/', '-')}.log"
         with log_path.open("wb") as log:
@@ -220,7 +226,7 @@ class Cluster:
         node.child = child = await RemoteChild[FromWorker].attach(
             node.name,
             node.address,
-            self.identity,
+            self.certificates.own,
             FromWorker,
             heard.append,
             node.hands,
@@ -245,7 +251,7 @@ class Cluster:
         ours, theirs = socket.socketpair()
         public = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{public.getsockname()[1]}"
-        handed = (credentials or self.authority.issue("gateway", "gateway/0")).hand_over()
+        handed = (credentials or self.certificates.issue("gateway", "gateway/0")).hand_over()
         fds = (theirs.fileno(), public.fileno(), handed)
         with self.gateway_log.open("wb") as log:
             self._gateway = subprocess.Popen(  # noqa: ASYNC220 - it is waited for in a thread
@@ -281,6 +287,16 @@ class Cluster:
         )
         assert self._control is not None
         self._control.send(Topology((ModelStatus(MODEL, "echo", "p", 0, replicas),)))
+
+    def renew(self) -> None:
+        """Send certificates to whose are due, as a supervisor does; to be called often."""
+        self.certificates.look()
+        for node in self.nodes:
+            due = self.certificates.due("worker", node.name) if node.child is not None else None
+            if due is not None and node.child is not None:
+                node.child.send(Renew(due))
+        if self._control is not None and (due := self.certificates.due("gateway", "gateway/0")):
+            self._control.send(Renew(due))
 
     @property
     def gateway_pid(self) -> int:

@@ -242,6 +242,35 @@ def settled_and_ready(instance: Instance, count: int = 1) -> bool:
     return len(workers) == count and all(worker.state == "ready" for worker in workers)
 
 
+@pytest.mark.lane
+def test_an_instance_outlives_its_certificates(nodes: Nodes, tmp_path: Path) -> None:
+    sections = section(nodes, grace_s=1, certificate_life_s=15)
+    with Instance.up(tmp_path, [echo("a", step_s=0.01)], sections=sections) as up:
+        up.until("it serves", lambda: settled_and_ready(up), PATIENCE_S)
+        old_age(up, 15.0)
+        os.kill(up.replica("a/0").pid, signal.SIGKILL)  # the gateway dials another one
+        up.until("it is back", lambda: restarted(up) and settled_and_ready(up), PATIENCE_S)
+        assert say(up.url, "by a gateway of old") == "by a gateway of old"
+        old_age(up, 15.0)
+        os.kill(up.status().gateways[0].pid, signal.SIGKILL)  # another one dials the worker
+        poll("another gateway serves", lambda: up.status().gateways[0].restarts, PATIENCE_S)
+        assert say(up.url, "of a worker of old") == "of a worker of old"
+        assert up.replica("a/0").restarts == 1
+        up.signal(signal.SIGTERM)
+        assert up.wait(PATIENCE_S) == 0
+    assert not nodes.left()
+
+
+def old_age(up: Instance, life_s: float) -> None:
+    """Return when whatever certificate there was when this began has expired."""
+    over_at = time.time() + life_s
+    up.until("certificates are over", lambda: time.time() > over_at, PATIENCE_S)
+
+
+def restarted(up: Instance) -> bool:
+    return bool(up.replica("a/0").restarts)
+
+
 # ---------------------------------------------------------------- bad input
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import httpx
@@ -103,6 +104,29 @@ async def test_a_certificate_that_is_not_valid_here_is_named(tmp_path: Path) -> 
         expired = cluster.authority.issue("worker", "echo/0", life_s=-10.0)
         with pytest.raises(AssertionError, match="has expired"):
             await cluster.worker("echo/0", credentials=expired)
+
+
+async def test_an_instance_outlives_its_certificates(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, life_s=10.0) as cluster:
+        first = await cluster.ready("echo/0", step_s=0.02)
+        await cluster.gateway()
+        await cluster.connected(1)
+        over_at = time.time() + 10.0  # by then what they began with is of no use
+        stream = asyncio.create_task(cluster.complete(PROMPT, 2 * TOKENS * 5))
+
+        def renewed() -> bool:
+            cluster.renew()
+            said = "certificate renewed"
+            return time.time() > over_at and said in first.log and said in cluster.said
+
+        await until("all certificates are new ones", renewed)
+        second = await cluster.ready("echo/1")
+        cluster.publish()
+        await cluster.connected(2)  # by a gateway that shows its new one
+        adopted = await cluster.attach(first, load=False)  # a worker that shows its new one
+        assert adopted.state == "ready"
+        assert await asyncio.wait_for(stream, DEADLINE_S) == TEXT * 10, "what stood has gone on"
+        assert second.process.returncode is None
 
 
 async def test_a_worker_dies_with_who_launched_it(tmp_path: Path) -> None:

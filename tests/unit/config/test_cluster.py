@@ -56,3 +56,10 @@ def test_what_ray_decides_is_not_for_the_file_to_say(
 ) -> None:
     with pytest.raises(ConfigError, match="Ray says which"):
         read(tmp_path, launcher="ray", models=[{**MODEL, key: value}])
+
+
+def test_certificates_outlive_the_time_without_a_supervisor(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has to be 180 or more, thrice grace_s"):
+        read(tmp_path, launcher="ray", ray={"certificate_life_s": 60})
+    config = read(tmp_path, launcher="ray", ray={"certificate_life_s": 60, "grace_s": 20})
+    assert config.ray is not None and config.ray.certificate_life_s == 60
