@@ -142,10 +142,13 @@ class Book:
 
     # ---- what follows
 
-    def expected(self) -> tuple[AdapterSpec, ...]:
-        """What a worker that starts now is to begin with."""
+    def expected(self, *, from_file: bool | None = None) -> tuple[AdapterSpec, ...]:
+        """What a worker that starts now is to begin with; of the file only, or of operators."""
         return tuple(
-            entry.spec for entry in self if entry.expected and entry.state in ("loading", "serving")
+            entry.spec
+            for entry in self
+            if entry.expected and entry.state in ("loading", "serving")
+            if from_file is None or entry.from_file is from_file
         )
 
     def surplus(self, held: Collection[str]) -> list[str]:

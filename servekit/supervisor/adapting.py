@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -64,6 +64,7 @@ class Adapters:
         self._turn = asyncio.Lock()  # first come, first served
         self._following: set[asyncio.Task[None]] = set()
         self._outdated: dict[str, set[str]] = {}  # by worker: what it has, if so, is not meant
+        self._claimed: set[str] = set()  # names that the file gives to anything
 
     def statuses(self, serving: Sequence[Mapping[str, AdapterInfo]]) -> tuple[AdapterStatus, ...]:
         """`serving`: what each of the fleet's workers that serve has."""
@@ -72,11 +73,45 @@ class Adapters:
     def successor(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> Adapters:
         """Those of the next version: the file's, and what operators have added to this one."""
         made = Adapters(self.model, file, self._owner)
-        for entry in self.book:
-            wanted = entry.expected and entry.state in ("loading", "serving")
-            if wanted and not entry.from_file and entry.spec.name not in claimed:
-                made.book.expect(entry.spec, time.time(), from_file=False)
+        for spec in self.added:
+            if spec.name not in claimed:
+                made.book.expect(spec, time.time(), from_file=False)
+        made._claimed = set(claimed)
         return made
+
+    @property
+    def added(self) -> tuple[AdapterSpec, ...]:
+        """What operators have added, and workers begin with."""
+        return self.book.expected(from_file=False)
+
+    def keep(self, added: Sequence[AdapterSpec]) -> None:
+        """Have what operators have added under a supervisor before us, by a worker's word."""
+        names = {*self._claimed, *(entry.spec.name for entry in self.book)}
+        unknown = [spec for spec in added if spec.name not in names]
+        for spec in unknown:
+            log.info("adapter kept", model=self.model, adapter=spec.name)
+            self.book.expect(spec, time.time(), from_file=False)
+        if unknown:
+            self._begin(self._complete(unknown))
+            self._owner.changed()
+
+    async def _complete(self, specs: Sequence[AdapterSpec]) -> None:
+        """Workers that came up before we knew of these lack them."""
+        async with self._turn:
+            for spec in specs:
+                lacking = [one for one in self._serving() if spec.name not in one.holds]
+                if not lacking or spec not in self.book.expected():
+                    continue
+                outcome = await self._load(lacking, spec)
+                if isinstance(outcome, AdapterInfo):
+                    self._serve(spec.name, outcome)
+                else:
+                    self._fail(spec.name, outcome)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
 
     def halt(self) -> None:
         """Give up what the file asks for."""
@@ -117,9 +152,8 @@ class Adapters:
 
         What operators have added stays, unless the file gives its name to something: `claimed`.
         """
-        task = asyncio.get_running_loop().create_task(self._follow(tuple(file), set(claimed)))
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
+        self._claimed = set(claimed)
+        self._begin(self._follow(tuple(file), set(claimed)))
 
     async def _follow(self, file: tuple[AdapterSpec, ...], claimed: set[str]) -> None:
         named = {spec.name: spec for spec in file}
@@ -136,6 +170,7 @@ class Adapters:
         known = self.book.get(name)
         if known is not None and known.state != "failed":
             self.book.adopt(name)
+            self._owner.changed()
         elif not self._serving():
             await self._expect(spec, from_file=True)
         else:

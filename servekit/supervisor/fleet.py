@@ -204,6 +204,8 @@ class Fleet:
         return self.model.load != "on_start" or not self.wanted or asleep
 
     def changed(self) -> None:
+        for replica in self.replicas:
+            replica.seat.remember(replica.child, replica.adapters)
         self._yard.host.changed()
 
     def is_unused(self, adapter: str) -> bool:

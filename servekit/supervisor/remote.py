@@ -25,6 +25,7 @@ from msgspec.structs import replace as changed
 from servekit.errors import WireError
 from servekit.supervisor.child import GOODBYE_S, Exit
 from servekit.supervisor.shared_memory import Segment
+from servekit.wire.adapters import AdapterSpec, Remember
 from servekit.wire.connection import LOST_S, Connection, dial
 from servekit.wire.identity import Identity
 from servekit.wire.messages import PROTOCOL, Hello, Ping, WorkerSpec
@@ -66,7 +67,7 @@ class RemoteChild(Generic[Incoming]):
     """A worker that is reached over TCP. Made by `attach`; `exited` holds its Exit once it ended.
 
     `state` and `spec` are what it was when it was attached: one that is "ready" is adopted, and
-    tells its Ready again.
+    tells its Ready again. `added` are the adapters that it knows operators to have added.
     """
 
     forked = False
@@ -89,6 +90,7 @@ class RemoteChild(Generic[Incoming]):
         self.pid = self.started = 0
         self.state = "empty"
         self.spec: WorkerSpec | None = None
+        self.added: tuple[AdapterSpec, ...] = ()
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._identity = identity
@@ -149,6 +151,12 @@ class RemoteChild(Generic[Incoming]):
             self._asked_at = self._loop.time()
         if self._connection is not None:
             self._connection.send(message)
+
+    def remember(self, added: tuple[AdapterSpec, ...]) -> None:
+        """Have it know what operators have added to its model, for whoever comes after us."""
+        if added != self.added:
+            self.added = added
+            self.send(Remember(added))
 
     def kill(self, cause: str) -> None:
         """Have it ended now, with all that it has started; `cause` becomes the reason."""
@@ -270,6 +278,8 @@ class RemoteChild(Generic[Incoming]):
         if self.pid and (not told.resumed or missing is None):
             self._conclude(Exit(None, None, (), cause="it is not the worker any more that it was"))
             return
+        if not self.pid:
+            self.added = told.added
         self.pid, self.state, self.spec = told.pid, told.state, told.spec
         self._ahead_s = told.now_s - time.monotonic()
         for message in missing or ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.host import Host
 from servekit.supervisor.launcher import AnyChild, Guest
 from servekit.supervisor.remote import RemoteChild
@@ -46,9 +47,20 @@ class Seat:
         """A sentence on GPU memory there that is not its own; "" if none."""
         return "" if self._host.launcher is None else await self._host.launcher.strays(self._name)
 
-    def is_adopted(self, child: AnyChild[Any]) -> bool:
-        """It was there before us, and has loaded what it is to serve, or is about to."""
+    def adopts(self, child: AnyChild[Any], adapters: Adapters) -> bool:
+        """Whether it was there before us, and has loaded what it is to serve, or is about to.
+
+        What operators have added to it, by its word, is kept.
+        """
+        if isinstance(child, RemoteChild):
+            adapters.keep(child.added)
+        self.remember(child, adapters)
         return isinstance(child, RemoteChild) and child.state != "empty"
+
+    def remember(self, child: AnyChild[Any] | None, adapters: Adapters) -> None:
+        """Have it know what operators have added, if it may outlive us."""
+        if isinstance(child, RemoteChild):
+            child.remember(adapters.added)
 
     def address(self, child: AnyChild[Any] | None) -> str:
         return child.address if isinstance(child, RemoteChild) else ""

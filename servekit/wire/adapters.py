@@ -1,6 +1,6 @@
 """Adapters on the wire: what they are, and how they come and go while a worker serves.
 
-    supervisor → worker    LoadAdapter · UnloadAdapter
+    supervisor → worker    LoadAdapter · UnloadAdapter · Remember
     worker → supervisor    AdapterLoaded · AdapterUnloaded · AdapterRefused
     gateway → supervisor   Unused · Told
     operator → supervisor  AddAdapter · RemoveAdapter · GetAdapters
@@ -70,6 +70,12 @@ class UnloadAdapter(Message, frozen=True):
 
     seq: int
     name: str
+
+
+class Remember(Message, frozen=True):
+    """What operators have added to your model, for a supervisor that may come after this one."""
+
+    added: tuple[AdapterSpec, ...]
 
 
 class AdapterLoaded(Message, frozen=True):

@@ -5,7 +5,7 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
-                           Renew
+                           Remember · Renew
     worker → supervisor    Loading · Ready · BootFailed · Pong · Asleep · Awake · NotDone
                            AdapterLoaded · AdapterUnloaded · AdapterRefused · Phased · Greeted
     supervisor → gateway   Topology · Drain · Stop · Spent, of the others · Renew
@@ -304,7 +304,7 @@ class Together(Message, frozen=True):
     """Nobody is alone any more: what was held is started after this, and more may come."""
 
 
-_OfAdapters = a.LoadAdapter | a.UnloadAdapter
+_OfAdapters = a.LoadAdapter | a.UnloadAdapter | a.Remember
 ToWorker = Load | Ping | Drain | Stop | Renew | _OfAdapters | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.NotDone

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from servekit.wire.adapters import AdapterSpec
 from servekit.wire.messages import Loading, Ping, Pong, WorkerSpec
 from servekit.wire.value import Message
 
@@ -41,6 +42,7 @@ class Attached(Message, frozen=True):
     now_s: float  # by the worker's monotonic clock
     state: Literal["empty", "loading", "ready", "failed"]
     spec: WorkerSpec | None = None  # what it was told to load
+    added: tuple[AdapterSpec, ...] = ()  # what operators have added to its model, as it was told
 
 
 class Superseded(Message, frozen=True):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from servekit.errors import StartError, WireError
+from servekit.wire.adapters import Remember
 from servekit.wire.address import host_and_port, is_tcp, tcp
 from servekit.wire.connection import LOST_S, Connection, Factory, dial, listen
 from servekit.wire.credentials import Credentials, Renew, read
@@ -154,7 +155,8 @@ class Remote:
             missing = self._begin_session(attach.session)
         log.info("supervisor attached", resumed=resumed)
         state, now_s = self._summary.state(loading=self._spec is not None), time.monotonic()
-        had = Attached(resumed, self._had, os.getpid(), now_s, state, self._spec)
+        told = (state, self._spec, self._summary.added)
+        had = Attached(resumed, self._had, os.getpid(), now_s, *told)
         for message in (had, *missing):
             connection.send(message)
 
@@ -169,13 +171,17 @@ class Remote:
         if connection is not self._control:
             return  # it has been superseded
         self._had += not isinstance(message, FLEETING)
-        if isinstance(message, Load):
-            if self._spec is not None:
+        match message:
+            case Renew(credentials):
+                self.identity.renew(credentials)
+                return
+            case Remember(added):
+                self._summary.added = added
+                return
+            case Load() if self._spec is not None:
                 return  # whoever adopts a worker looks at what it has, in Attached
-            self._spec = message.spec
-        if isinstance(message, Renew):
-            self.identity.renew(message.credentials)
-            return
+            case Load(spec):
+                self._spec = spec
         self._on_message(message)
 
     def detached(self, connection: Connection[Any], error: Exception | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from servekit.wire.adapters import AdapterInfo, AdapterLoaded, AdapterUnloaded
+from servekit.wire.adapters import AdapterInfo, AdapterLoaded, AdapterSpec, AdapterUnloaded
 from servekit.wire.messages import BootFailed, Loading, Ready
 from servekit.wire.residency import Asleep, Awake
 from servekit.wire.starts import Greeted, Phased
@@ -23,6 +23,7 @@ class Summary:
         self._failed: BootFailed | None = None
         self._adapters: dict[str, AdapterInfo] = {}
         self._asleep: Asleep | None = None
+        self.added: tuple[AdapterSpec, ...] = ()  # by operators, as the last supervisor knew it
 
     def note(self, message: Any) -> None:
         """The worker says something."""

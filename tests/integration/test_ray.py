@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -23,9 +24,12 @@ import pytest
 from servekit import __version__
 from servekit.errors import ServekitError
 from servekit.supervisor import procfs
+from servekit.supervisor.control import ask
+from servekit.wire.adapters import AdapterSpec, AddAdapter
 from servekit.wire.messages import ReplicaStatus
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
+from tests.integration.test_adapters import folder
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -101,8 +105,8 @@ def service(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         made.up.end()
 
 
-def say(url: str, text: str) -> str:
-    body = {"model": "a", "prompt": text, "max_tokens": len(text)}
+def say(url: str, text: str, model: str = "a") -> str:
+    body = {"model": model, "prompt": text, "max_tokens": len(text)}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     said: str = answer.json()["choices"][0]["text"]
@@ -140,8 +144,12 @@ def test_a_worker_that_is_killed_comes_back_where_it_was(service: Service) -> No
     assert say(service.up.url, "again") == "again"
 
 
-def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(service: Service) -> None:
+def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(
+    service: Service, tmp_path: Path
+) -> None:
     url, before = service.up.url, [worker.pid for worker in service.workers()]
+    wish = AddAdapter("a", AdapterSpec("loud", folder(tmp_path, "loud")))
+    asyncio.run(ask(service.up.run_dir / "control.sock", wish, PATIENCE_S))
     text = "one stream from before to after " * 8
     with httpx.stream(
         "POST",
@@ -162,6 +170,11 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(service: Ser
     assert [worker.pid for worker in service.workers()] == before
     assert [worker.restarts for worker in service.workers()] == [0, 0]
     assert say(url, "adopted") == "adopted"
+    assert say(url, "as before", "loud") == "AS BEFORE"
+    kept = {one.name: (one.state, one.from_file) for one in service.up.model("a").adapters}
+    assert kept == {"loud": ("serving", False)}
+    assert "adapter kept" in service.up.log
+    assert "adapter unloaded" not in service.up.log
 
 
 def piece(line: str) -> str:

@@ -148,6 +148,7 @@ DEEDS = st.one_of(
     st.tuples(st.just("answer"), st.integers(0, WORKERS - 1), st.booleans()),
     st.tuples(st.just("die"), st.integers(0, WORKERS - 1)),
     st.tuples(st.just("start"), st.integers(0, WORKERS - 1)),
+    st.tuples(st.just("keep"), st.sets(st.sampled_from(NAMES))),
     st.tuples(st.just("follow"), st.sets(st.sampled_from(NAMES))),
 )
 
@@ -164,6 +165,8 @@ def do(fleet: Fleet, deed: tuple[Any, ...]) -> None:
             fleet.fakes[index].die()
         case ("start", index):
             fleet.start(fleet.fakes[index])
+        case ("keep", names):
+            fleet.adapters.keep([spec(name) for name in sorted(names)])
         case ("follow", names):
             fleet.adapters.follow([spec(name, "/file") for name in sorted(names)], names)
 
@@ -313,6 +316,22 @@ async def test_the_next_version_has_what_was_added_unless_the_file_claims_its_na
     await fleet.finish()
     after = fleet.adapters.successor([spec("new")], {"new", "z"})
     assert after.expected() == (spec("new"), spec("y"))
+
+
+async def test_what_was_added_before_us_is_kept_and_had_by_all() -> None:
+    fleet = Fleet(spec("x"))
+    early, adopted, _ = fleet.fakes
+    fleet.start(early)
+    await fleet.finish()
+    adopted.held = {name: info(name) for name in ("x", "y", "w")}
+    fleet.adapters.follow([spec("x")], {"x", "b"})
+    await fleet.settle()
+    fleet.adapters.keep([spec("x", "/other"), spec("y"), spec("b")])  # "b" is another model now
+    fleet.start(adopted)
+    await fleet.finish()
+    assert set(early.held) == set(adopted.held) == {"x", "y"}
+    assert fleet.adapters.expected() == (spec("x"), spec("y"))
+    assert fleet.adapters.added == (spec("y"),)
 
 
 @pytest.mark.parametrize("unused", [True, False])

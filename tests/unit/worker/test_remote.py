@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import structlog
 
-from servekit.wire.adapters import AdapterInfo, AdapterLoaded, AdapterUnloaded
+from servekit.wire.adapters import (
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterSpec,
+    AdapterUnloaded,
+    Remember,
+)
 from servekit.wire.connection import Connection, dial
 from servekit.wire.credentials import Role
 from servekit.wire.messages import (
@@ -199,6 +205,19 @@ async def test_a_new_one_is_told_all_and_the_old_one_to_go() -> None:
         new.connection.send(Drain())
         await until(lambda: line.heard == [Load(SPEC), Drain()])
         assert not line.ended.done()
+
+
+async def test_a_new_one_is_told_what_operators_have_added() -> None:
+    added = (AdapterSpec("a", "/a"), AdapterSpec("b", "hub/b", "main"))
+    async with listening() as line:
+        first, answer = await attached(line, "one")
+        assert answer.added == ()
+        first.connection.send(Remember(added[:1]))
+        first.connection.send(Remember(added))
+        first.connection.send(Ping(1))
+        await until(lambda: line.heard == [Ping(1)])
+        _, answer = await attached(line, "two")
+        assert answer.added == added
 
 
 async def test_without_a_supervisor_it_ends_after_its_grace() -> None:
