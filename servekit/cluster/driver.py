@@ -22,10 +22,12 @@ from msgspec.structs import replace
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from servekit.cluster import berth as berths
+from servekit.cluster import tenancy
 from servekit.cluster.berth import Berth, Gone
 from servekit.cluster.choosing import Free, choose
 from servekit.cluster.look import look
 from servekit.cluster.shim import News
+from servekit.cluster.tenancy import Tenant
 from servekit.wire import cluster as c
 from servekit.wire.cluster import Node, ToCluster
 from servekit.wire.connection import Connection, adopt
@@ -116,13 +118,17 @@ class Driver:
     async def _join(self, wish: c.Join) -> msgspec.Struct:
         self._grace_s = wish.grace_s
         until = time.monotonic() + wish.within_s - _SOONER_S
-        await asyncio.to_thread(_connect, wish.address, wish.namespace)
+        tenant = Tenant.here(wish.turn, wish.since, wish.run_dir)
+        await asyncio.to_thread(_connect, wish.address, wish.namespace, tenant)
+        turn = tenancy.own_turn(wish.turn)
+        if refusal := await tenancy.refusal(wish.namespace, turn):
+            return c.Sorry(wish.id, refusal)
         nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
         left_s = max(1.0, until - time.monotonic())
         looks = await asyncio.gather(*(_look(node, wish.wants, left_s) for node in nodes))
         for berth in await asyncio.to_thread(berths.find):
             await self._take_over(berth)
-        return c.Joined(wish.id, tuple(looks))
+        return c.Joined(wish.id, tuple(looks), turn)
 
     async def _take_over(self, berth: Berth) -> None:
         try:
@@ -273,11 +279,12 @@ def _exited(name: str, news: News) -> c.Exited:
     )
 
 
-def _connect(address: str, namespace: str) -> None:
+def _connect(address: str, namespace: str, tenant: Tenant) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address,
         namespace=namespace,
+        job_config=tenant.note,
         log_to_driver=False,
         configure_logging=False,
     )

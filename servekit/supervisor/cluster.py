@@ -80,6 +80,8 @@ class Cluster(Life[FromCluster]):
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._join_id = 0
+        self._turn = 0  # in which we came, by Ray's count
+        self._since = time.time()
 
     def command(self) -> Command:
         return Command(
@@ -94,12 +96,24 @@ class Cluster(Life[FromCluster]):
         assert self.child is not None
         self._join_id = next(self._ids)
         own = self._settings
-        limits = (own.grace_s, own.connect_s)
-        self.child.send(Join(self._join_id, own.address, self._namespace, *limits, self._wants))
+        self.child.send(
+            Join(
+                self._join_id,
+                own.address,
+                self._namespace,
+                own.grace_s,
+                own.connect_s,
+                self._wants,
+                run_dir=str(self.host.run_dir.path),
+                since=self._since,
+                turn=self._turn,
+            )
+        )
 
     def receive(self, message: FromCluster) -> None:
         match message:
-            case Joined(_, nodes):
+            case Joined(_, nodes, turn):
+                self._turn = turn
                 log.info("joined the Ray cluster", nodes=len(nodes))
                 self.there.set()
                 self.came_up()

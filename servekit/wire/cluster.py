@@ -60,7 +60,10 @@ class Running(Value, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Connect to the cluster and have all of its nodes look at themselves."""
+    """Connect to the cluster and have all of its nodes look at themselves.
+
+    Sorry where another instance holds that namespace, and lives.
+    """
 
     id: int
     address: str
@@ -68,6 +71,9 @@ class Join(Message, frozen=True):
     grace_s: float
     within_s: float  # for all of it
     wants: tuple[Want, ...]
+    run_dir: str  # who we are, for others who want this namespace
+    since: float  # Unix time, s
+    turn: int = 0  # what Joined has said before; 0: it is the first time
 
 
 class Berth(Message, frozen=True):
@@ -128,6 +134,7 @@ class Keep(Message, frozen=True):
 class Joined(Message, frozen=True):
     id: int
     nodes: tuple[Node, ...]
+    turn: int  # by which the namespace is ours
 
 
 class Waits(Message, frozen=True):

@@ -284,6 +284,32 @@ def restarted(up: Instance) -> bool:
     return bool(up.replica("a/0").restarts)
 
 
+@pytest.mark.lane
+def test_a_namespace_is_one_instance_s_as_long_as_that_lives(nodes: Nodes, tmp_path: Path) -> None:
+    sections = section(nodes, namespace="shared", grace_s=1, cpus=1)
+    homes = tmp_path / "first", tmp_path / "second"
+    for home in homes:
+        home.mkdir()
+    with Instance.up(homes[0], [echo("a")], sections=sections) as first:
+        first.until("it serves", lambda: settled_and_ready(first), PATIENCE_S)
+        worker = first.replica("a/0").pid
+        said, _ = refused(homes[1], sections)
+        assert "its namespace 'shared' is held by another instance of servekit" in said
+        assert f"on {socket.gethostname()}, pid {first.process.pid}, run directory" in said
+        assert (first.replica("a/0").pid, first.replica("a/0").restarts) == (worker, 0)
+        assert say(first.url, "not disturbed") == "not disturbed"
+        first.process.kill()
+        first.process.wait()
+        with Instance.up(homes[1], [echo("a")], sections=sections) as second:
+            second.until("the next serves", lambda: settled_and_ready(second), PATIENCE_S)
+            assert say(second.url, "mine now") == "mine now"
+            poll("it has the only place", lambda: len(nodes.left()) == 2, PATIENCE_S)
+            second.signal(signal.SIGTERM)
+            assert second.wait(PATIENCE_S) == 0
+        poll("the gateway of the first ends", lambda: not first.survivors(), PATIENCE_S)
+    assert not nodes.left()
+
+
 # ---------------------------------------------------------------- bad input
 
 
