@@ -79,6 +79,8 @@ class Driver:
         match message:
             case c.Join():
                 self._spawn(self._answer(message.id, self._join(message)))
+            case c.Look():
+                self._spawn(self._answer(message.id, self._look(message)))
             case c.Berth():
                 task = self._spawn(self._answer(message.id, self._berth(message)))
                 self._making[message.name] = task
@@ -123,12 +125,14 @@ class Driver:
         turn = tenancy.own_turn(wish.turn)
         if refusal := await tenancy.refusal(wish.namespace, turn):
             return c.Sorry(wish.id, refusal)
-        nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-        left_s = max(1.0, until - time.monotonic())
-        looks = await asyncio.gather(*(_look(node, wish.wants, left_s) for node in nodes))
+        looks = await _all_look(wish.wants, until)
         for berth in await asyncio.to_thread(berths.find):
             await self._take_over(berth)
-        return c.Joined(wish.id, tuple(looks), turn)
+        return c.Joined(wish.id, looks, turn)
+
+    async def _look(self, wish: c.Look) -> msgspec.Struct:
+        until = time.monotonic() + wish.within_s - _SOONER_S
+        return c.Looked(wish.id, await _all_look(wish.wants, until))
 
     async def _take_over(self, berth: Berth) -> None:
         try:
@@ -288,6 +292,13 @@ def _connect(address: str, namespace: str, tenant: Tenant) -> None:
         log_to_driver=False,
         configure_logging=False,
     )
+
+
+async def _all_look(wants: tuple[c.Want, ...], until: float) -> tuple[Node, ...]:
+    """By then, on the monotonic clock, or a second from now."""
+    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    left_s = max(1.0, until - time.monotonic())
+    return tuple(await asyncio.gather(*(_look(node, wants, left_s) for node in nodes)))
 
 
 async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:

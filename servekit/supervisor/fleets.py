@@ -155,7 +155,20 @@ class Fleets:
         plan = await asyncio.to_thread(source.plan, self.gpus, held, counts)
         if restart := reload.needs_restart(self.plan.config, plan.config):
             raise ConfigError(f"{source.path}: {restart}")
+        await self._check_elsewhere(plan)
         return plan
+
+    async def _check_elsewhere(self, plan: Plan) -> None:
+        """Ask the nodes of a cluster for what new workers need there. Raises ConfigError."""
+        before = {model.name: model for model in self.plan.config.models}
+        fresh = [
+            model
+            for model in plan.config.models
+            if model.name not in before or not reload.same_worker(before[model.name], model)
+        ]
+        launcher = self.host.launcher if fresh else None
+        if launcher is not None and (refusal := await launcher.refusal(fresh)):
+            raise ConfigError(f"{plan.source.path}: {refusal}")
 
     def apply(self, plan: Plan) -> str:
         """Begin to make it so; returns what changes, in words."""

@@ -6,7 +6,7 @@ way: when a worker is started again, what is known of it, and who is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from servekit.config.schema import ModelConfig
@@ -39,6 +39,9 @@ class Launcher(Protocol):
 
     #: How long workers and gateways serve on without a supervisor.
     grace_s: float
+
+    async def refusal(self, models: Sequence[ModelConfig]) -> str:
+        """Why these, which a reload brings, cannot be served there; "" if they can."""
 
     def gpus_for(self, model: ModelConfig) -> int:
         """How many each of its workers gets; 0: it runs on the CPU."""

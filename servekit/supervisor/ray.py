@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.metadata
-import platform
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import environment, joining, nodes
+from servekit.supervisor import environment, joining
 from servekit.supervisor.certificates import Certificates
 from servekit.supervisor.child import Exit
 from servekit.supervisor.claims import least
@@ -39,14 +37,14 @@ from servekit.supervisor.placement import device
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.remote import Hands, RemoteChild
 from servekit.supervisor.specs import worker_spec
+from servekit.supervisor.survey import Survey
 from servekit.supervisor.tasks import ended
 from servekit.wire.cluster import (
     Berth,
     Berthed,
     Exited,
     Held,
-    Measured,
-    Node,
+    RemoteGpu,
     Running,
     Signal,
     Start,
@@ -101,7 +99,7 @@ class RayLauncher:
         self._host = host
         self.grace_s = self._settings.grace_s
         self._run = run
-        self._nodes: tuple[Node, ...] = ()
+        self._survey = Survey(self._settings)
         self._places: dict[str, _Place] = {}
         authority = joining.authority(host.run_dir.path)
         self._certificates = Certificates(authority, self._settings.certificate_life_s)
@@ -122,7 +120,7 @@ class RayLauncher:
         self._run(self.cluster)
         try:
             async with asyncio.timeout(within_s):
-                self._nodes = await asyncio.shield(self.cluster.joined)
+                self._survey.nodes = await asyncio.shield(self.cluster.joined)
         except TimeoutError:
             raise StartError(
                 f"the Ray cluster at {address} has not let us in within {within_s:g} s; look at it"
@@ -130,7 +128,7 @@ class RayLauncher:
             ) from None
         except Unable as error:
             raise StartError(f"cannot join the Ray cluster at {address}: {error.message}") from None
-        if refusal := self.refusal(plan.config.models):
+        if refusal := self._survey.refusal(plan.config.models):
             raise StartError(refusal)
         joining.leave(self._host.run_dir.path, self._certificates.authority)
         self.keep(plan.config.models)
@@ -139,14 +137,8 @@ class RayLauncher:
             settling = self._heritage.settle(self._host.status, drain_s)
             self._settling = asyncio.get_running_loop().create_task(settling)
 
-    def refusal(self, models: Sequence[ModelConfig]) -> str:
-        """Why the cluster cannot serve these, as it was when we joined; "" if it can."""
-        own = nodes.Versions(
-            __version__, platform.python_version(), importlib.metadata.version("ray")
-        )
-        cpus = self._settings.cpus
-        needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
-        return nodes.refusal(self._nodes, own, needs)
+    async def refusal(self, models: Sequence[ModelConfig]) -> str:
+        return await self._survey.again(self.cluster, models)
 
     def keep(self, models: Sequence[ModelConfig]) -> None:
         """Of what was found, end all that nobody will ask for."""
@@ -171,7 +163,7 @@ class RayLauncher:
     # ---- for workers
 
     def gpus_for(self, model: ModelConfig) -> int:
-        return nodes.gpus_for(model, any_there=any(node.gpus for node in self._nodes))
+        return self._survey.gpus_for(model)
 
     async def enter(self, guest: Guest) -> str:
         known = self._places.get(guest.name)

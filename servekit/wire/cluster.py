@@ -1,8 +1,9 @@
 """What the supervisor and the process that speaks to Ray (`servekit.cluster`) tell each other.
 
-    supervisor → cluster   Join · Berth · Start · Signal · Strays · Vacate · Keep
-    cluster → supervisor   Joined · Berthed · Started · Held · Vacated · Sorry: answers, by `id`
-                           Waits · Lines · Measured · Exited
+    supervisor → cluster   Join · Look · Berth · Start · Signal · Strays · Vacate · Keep
+    cluster → supervisor   answers, by `id`: Joined · Looked · Berthed · Started · Held · Vacated
+                           · Sorry
+                           Waits · Lines · Exited
 
 A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
 actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
@@ -76,6 +77,14 @@ class Join(Message, frozen=True):
     turn: int = 0  # what Joined has said before; 0: it is the first time
 
 
+class Look(Message, frozen=True):
+    """Have all nodes that there are now look at themselves; Looked is the answer."""
+
+    id: int
+    within_s: float
+    wants: tuple[Want, ...]
+
+
 class Berth(Message, frozen=True):
     """Give a worker its place, the one that it has if it is as wanted."""
 
@@ -135,6 +144,11 @@ class Joined(Message, frozen=True):
     id: int
     nodes: tuple[Node, ...]
     turn: int  # by which the namespace is ours
+
+
+class Looked(Message, frozen=True):
+    id: int
+    nodes: tuple[Node, ...]
 
 
 class Waits(Message, frozen=True):
@@ -201,6 +215,6 @@ class Exited(Message, frozen=True):
     out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
 
 
-ToCluster = Stop | Join | Berth | Start | Signal | Strays | Vacate | Keep
-Answer = Joined | Berthed | Started | Held | Vacated | Sorry
-FromCluster = Answer | Waits | Lines | Measured | Exited
+ToCluster = Stop | Join | Look | Berth | Start | Signal | Strays | Vacate | Keep
+Answer = Joined | Looked | Berthed | Started | Held | Vacated | Sorry
+FromCluster = Answer | Waits | Lines | Exited

@@ -5,7 +5,8 @@ Its answers are lines on the file descriptor FD; HEAD is what its head has other
 It has a process of its own, for what Ray leaves in one may end it long after: a test that has
 nothing to do with Ray would be blamed.
 
-    ["add", {"env_vars": {…}}]  → its number      ["kill", NUMBER] → null      end of file: the end
+    ["add", {"env_vars": {…}}]  → its number      ["kill", NUMBER] → null
+    ["count", null]  → nodes that Ray takes for alive                  end of file: the end
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def main(folder: str, more: dict[str, Any]) -> None:
                 node = {"num_cpus": 2, **lean, **given}
                 nodes.append(again(lambda node=node: cluster.add_node(**node)))  # type: ignore[misc]
                 answer(len(nodes) - 1)
-            else:
+            elif what == "kill":
                 cluster.remove_node(nodes[given], allow_graceful=False)
                 answer(None)
+            else:
+                alive = [one for one in cluster.global_state.node_table() if one["Alive"]]
+                answer(len(alive))
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
 
@@ -111,6 +115,11 @@ class Nodes:
 
     def kill(self, node: int) -> None:
         self._ask("kill", node)
+
+    def count(self) -> int:
+        """Of those that Ray takes for alive, the head included."""
+        found: int = self._ask("count", None)
+        return found
 
     def left(self) -> list[str]:
         """What is there of any instance: actors, and placement groups that hold something."""

@@ -22,11 +22,11 @@ import httpx
 import pytest
 
 from servekit import __version__
-from servekit.errors import ServekitError
+from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import procfs
 from servekit.supervisor.control import ask
 from servekit.wire.adapters import AdapterSpec, AddAdapter
-from servekit.wire.messages import ReplicaStatus
+from servekit.wire.messages import Reload, ReplicaStatus
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
 from tests.integration.test_adapters import folder
@@ -342,16 +342,59 @@ def test_what_can_never_fit_is_told_and_leaves_nothing(nodes: Nodes, tmp_path: P
     assert not nodes.left()
 
 
-@pytest.mark.lane
-def test_a_node_with_another_servekit_is_named(nodes: Nodes, tmp_path: Path) -> None:
-    package = tmp_path / "other" / "servekit"
+def older(folder: Path) -> dict[str, str]:
+    """The environment of a node with servekit 0.0.1."""
+    package = folder / "other" / "servekit"
     shutil.copytree(ROOT / "servekit", package, ignore=shutil.ignore_patterns("__pycache__"))
     own = (package / "__init__.py").read_text()
     (package / "__init__.py").write_text(own.replace(__version__, "0.0.1"))
-    other = nodes.add(PYTHONPATH=str(package.parent))
+    return {"PYTHONPATH": str(package.parent)}
+
+
+@contextlib.contextmanager
+def one_more(nodes: Nodes, **env: str) -> Iterator[None]:
+    """Another node, which Ray knows to be gone when this is over."""
+    before, node = nodes.count(), nodes.add(**env)
     try:
-        said, _ = refused(tmp_path, section(nodes))
+        yield
     finally:
-        nodes.kill(other)
+        nodes.kill(node)
+        poll("Ray sees it", lambda: nodes.count() == before, PATIENCE_S)
+
+
+@pytest.mark.lane
+def test_a_node_with_another_servekit_is_named(nodes: Nodes, tmp_path: Path) -> None:
+    with one_more(nodes, **older(tmp_path)):
+        said, _ = refused(tmp_path, section(nodes))
     assert f"has servekit 0.0.1, and this one has {__version__}" in said
+    assert not nodes.left()
+
+
+@pytest.mark.lane
+def test_a_model_that_a_reload_brings_is_checked_on_the_nodes_that_there_are_then(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    def reload() -> str:
+        try:
+            asyncio.run(ask(up.run_dir / "control.sock", Reload(), PATIENCE_S))
+        except ConfigError as error:
+            return error.message
+        return ""
+
+    sections = section(nodes, cpus=1)
+    with Instance.up(tmp_path, [echo("a")], sections=sections) as up:
+        up.until("it serves", lambda: settled_and_ready(up), PATIENCE_S)
+        worker = up.replica("a/0").pid
+        with one_more(nodes, **older(tmp_path)):
+            write_config(tmp_path, [echo("a"), echo("b")], None, sections)
+            assert f"has servekit 0.0.1, and this one has {__version__}" in reload()
+            assert [model.name for model in up.status().models] == ["a"]
+            write_config(tmp_path, [{**echo("a"), "max_queue": 7}], None, sections)
+            assert reload() == "", "what no worker sees is no matter of the nodes'"
+        write_config(tmp_path, [echo("a"), echo("b")], None, sections)
+        assert reload() == ""
+        up.until("both serve", lambda: settled_and_ready(up, 2), PATIENCE_S)
+        assert up.replica("a/0").pid == worker
+        up.signal(signal.SIGTERM)
+        assert up.wait(PATIENCE_S) == 0
     assert not nodes.left()

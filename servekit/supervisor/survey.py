@@ -1,0 +1,55 @@
+"""What the nodes of a Ray cluster are, by their own word, and what they can serve."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+
+from servekit import __version__
+from servekit.config.cluster import RayConfig
+from servekit.config.engines import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.supervisor import joining, nodes
+from servekit.supervisor.cluster import Cluster, Unable
+from servekit.wire.cluster import Look, Looked, Node
+
+
+class Survey:
+    """`nodes` are as they were last seen: when we joined, and when a reload brought new models."""
+
+    def __init__(self, settings: RayConfig) -> None:
+        self._settings = settings
+        self.nodes: tuple[Node, ...] = ()
+
+    def gpus_for(self, model: ModelConfig) -> int:
+        """How many each of its workers gets; 0: it runs on the CPU."""
+        needs = KINDS[model.engine].gpu
+        if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
+            return 0
+        if model.device == "cuda" or needs == "must" or any(node.gpus for node in self.nodes):
+            return model.gpus_per_replica
+        return 0
+
+    def refusal(self, models: Sequence[ModelConfig]) -> str:
+        """Why the cluster cannot serve these, as it was last seen; "" if it can."""
+        own = nodes.Versions(
+            __version__, platform.python_version(), importlib.metadata.version("ray")
+        )
+        cpus = self._settings.cpus
+        needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
+        return nodes.refusal(self.nodes, own, needs)
+
+    async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
+        """Ask the nodes that there are now for what these need: why they cannot be served."""
+        wants, within_s = joining.wants(models), self._settings.connect_s
+        try:
+            async with asyncio.timeout(within_s):
+                looked: Looked = await cluster.ask(lambda id: Look(id, within_s, wants))
+        except TimeoutError:
+            return f"the Ray cluster has not answered within {within_s:g} s"
+        except Unable as error:
+            return f"the Ray cluster cannot be asked: {error.message}"
+        self.nodes = looked.nodes
+        return self.refusal(models)
