@@ -18,8 +18,8 @@ from ray.util import list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from servekit.cluster.choosing import Free, free_of, waiting_for
-from servekit.cluster.shim import Figures, News, Shim, Sight
+from servekit.cluster.choosing import Free, all_of, free_of, waiting_for
+from servekit.cluster.shim import News, Shim, Sight
 from servekit.wire.cluster import Berth as Wish
 from servekit.wire.cluster import Start
 
@@ -29,6 +29,8 @@ _ANSWER_S = 5.0
 _LOOK_EVERY_S = 0.1
 #: Ray needs a moment also where there is room.
 _PATIENCE_S = 1.0
+#: How often it is looked for what a worker waits.
+_SAY_S = 1.0
 #: How long Ray may take to give a place back.
 _GONE_S = 10.0
 #: Threads of an actor: calls that wait must not keep others out.
@@ -125,7 +127,7 @@ async def make(wish: Wish, grace_s: float, node: str, waits: Callable[[str], Non
     )
     berth = Berth(label, group, None)
     try:
-        await _placed(group, lambda: waits(waiting_for(wish.cpus, wish.gpus)))
+        await _placed(group, lambda: waiting_for(wish.cpus, wish.gpus, all_of(ray.nodes())), waits)
         waits("")
         berth._actor = await asyncio.to_thread(_actor, label, group, wish, grace_s)
         await _up(berth)
@@ -136,14 +138,18 @@ async def make(wish: Wish, grace_s: float, node: str, waits: Callable[[str], Non
     return berth
 
 
-async def _placed(group: Any, wait: Callable[[], None]) -> None:
-    """Until Ray has found room; `wait` is called once it takes long."""
-    telling = asyncio.get_running_loop().call_later(_PATIENCE_S, wait)
-    try:
-        while not await asyncio.to_thread(group.wait, 0):  # noqa: ASYNC110 - Ray has no event
-            await asyncio.sleep(_LOOK_EVERY_S)
-    finally:
-        telling.cancel()
+async def _placed(group: Any, what: Callable[[], str], waits: Callable[[str], None]) -> None:
+    """Until Ray has found room; `waits` is told for `what` once it takes long, and when it changes.
+
+    `what` may block.
+    """
+    said, say_at = "", time.monotonic() + _PATIENCE_S
+    while not await asyncio.to_thread(group.wait, 0):
+        if time.monotonic() >= say_at:
+            before, said, say_at = said, await asyncio.to_thread(what), time.monotonic() + _SAY_S
+            if said != before:
+                waits(said)
+        await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event
 
 
 def _actor(label: str, group: Any, wish: Wish, grace_s: float) -> Any:

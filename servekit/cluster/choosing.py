@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,19 @@ def choose(
     return fitting[0].node if fitting else ""
 
 
-def waiting_for(cpus: float, gpus: int) -> str:
-    """What a worker waits for that has no place, in words."""
-    if gpus:
-        return f"waits for {gpus} GPU{'s' * (gpus > 1)} in the Ray cluster"
-    return f"waits for {cpus:g} CPU{'s' * (cpus != 1)} in the Ray cluster"
+def waiting_for(cpus: float, gpus: int, nodes: Sequence[Free]) -> str:
+    """What a worker waits for that has no place, in words. `nodes` are what each has in all."""
+    what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{cpus:g} CPU{'s' * (cpus != 1)}"
+    if any(node.fits(cpus, gpus) for node in nodes):
+        return f"waits for {what} in the Ray cluster"
+    beside = f" beside {cpus:g} CPU{'s' * (cpus != 1)}" if gpus else ""
+    return f"waits for a node with {what}{beside}: the Ray cluster has none that large now"
+
+
+def all_of(nodes: Sequence[Mapping[str, Any]]) -> list[Free]:
+    """What there is of each node that lives, claimed or not, of `ray.nodes()`."""
+    alive = [(node["NodeID"], node["Resources"]) for node in nodes if node.get("Alive")]
+    return [Free(name, has.get("CPU", 0.0), has.get("GPU", 0.0)) for name, has in alive]
 
 
 def free_of(totals: Sequence[Mapping[str, object]], available: Mapping[str, object]) -> list[Free]:

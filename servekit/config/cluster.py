@@ -40,6 +40,9 @@ class RayConfig(Section):
     grace_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
     """How long workers and gateways serve on when the supervisor is gone, for the next one to
     adopt them; then they end."""
+    autoscaled: bool = False
+    """The cluster grows by what is asked of it: a worker that no node is large enough for now waits
+    for one, and is no reason to refuse the file. `device: auto` is a GPU where there is one now."""
     connect_s: Annotated[float, Field(ge=1, le=600)] = 30.0
     """How long it may take to join the cluster and to look at its nodes."""
     certificate_life_s: Annotated[float, Field(ge=10, le=10_000_000)] = 30 * 86400.0

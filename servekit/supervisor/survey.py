@@ -39,7 +39,7 @@ class Survey:
         )
         cpus = self._settings.cpus
         needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
-        return nodes.refusal(self.nodes, own, needs)
+        return nodes.refusal(self.nodes, own, needs, grows=self._settings.autoscaled)
 
     async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
         """Ask the nodes that there are now for what these need: why they cannot be served."""

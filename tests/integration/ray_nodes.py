@@ -50,8 +50,8 @@ def main(folder: str, more: dict[str, Any]) -> None:
                 cluster.remove_node(nodes[given], allow_graceful=False)
                 answer(None)
             else:
-                alive = [one for one in cluster.global_state.node_table() if one["Alive"]]
-                answer(len(alive))
+                table: Any = cluster.global_state
+                answer(sum(node["Alive"] for node in table.node_table()))
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
 

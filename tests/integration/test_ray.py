@@ -27,6 +27,7 @@ from servekit.supervisor import procfs
 from servekit.supervisor.control import ask
 from servekit.wire.adapters import AdapterSpec, AddAdapter
 from servekit.wire.messages import Reload, ReplicaStatus
+from tests.integration import ray_growing
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
 from tests.integration.test_adapters import folder
@@ -38,25 +39,34 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
-    (folder / "ray").mkdir()
+@contextlib.contextmanager
+def cluster(*, grows: bool = False) -> Iterator[Nodes]:
+    home = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
+    (home / "ray").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         # what Ray notes of the newest cluster of the machine is not to be shared with others
-        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_TMPDIR", str(home))
+        for name, value in (ray_growing.ENVIRON if grows else {}).items():
+            patch.setenv(name, value)
         try:
-            made = Nodes(str(folder))
+            made = Nodes(str(home), **(ray_growing.head(home) if grows else {}))
         except ConnectionError:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(home, ignore_errors=True)
             pytest.skip("Ray's own head does not start on this machine, tried three times")
         try:
-            for _ in range(2):
-                made.add()
             yield made
         finally:
             made.end()
-            shutil.rmtree(folder, ignore_errors=True)
+            ray_growing.end(home)
+            shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with cluster() as made:
+        for _ in range(2):
+            made.add()
+        yield made
 
 
 def section(nodes: Nodes, **more: Any) -> dict[str, Any]:
@@ -308,6 +318,36 @@ def test_a_namespace_is_one_instance_s_as_long_as_that_lives(nodes: Nodes, tmp_p
             assert second.wait(PATIENCE_S) == 0
         poll("the gateway of the first ends", lambda: not first.survivors(), PATIENCE_S)
     assert not nodes.left()
+
+
+# ---------------------------------------------------------------- other clusters
+
+
+@pytest.mark.lane
+def test_a_cluster_that_grows_is_waited_for(tmp_path: Path) -> None:
+    with cluster(grows=True) as growing:
+        sections = section(growing, cpus=ray_growing.CPUS, autoscaled=True)
+        with Instance.up(tmp_path, [echo("a")], sections=sections) as up:
+            up.until("it says what it waits for", lambda: TOO_SMALL in phases(up), PATIENCE_S)
+            up.until("it serves", lambda: settled_and_ready(up), PATIENCE_S)
+            assert say(up.url, "grown") == "grown"
+            sections["ray"]["autoscaled"] = False
+            (tmp_path / "other").mkdir()
+            said, _ = refused(
+                tmp_path / "other", {**sections, "ray": {**sections["ray"], "cpus": 4}}
+            )
+            assert "needs 4 CPUs on one node of the Ray cluster" in said and "has 3" in said
+            up.signal(signal.SIGTERM)
+            assert up.wait(PATIENCE_S) == 0
+        assert not growing.left()
+
+
+TOO_SMALL = "waits for a node with 3 CPUs: the Ray cluster has none that large now"
+
+
+def phases(up: Instance) -> list[str]:
+    workers = [one for model in up.status().models for one in model.replicas]
+    return [worker.progress.phase for worker in workers if worker.progress]
 
 
 # ---------------------------------------------------------------- bad input

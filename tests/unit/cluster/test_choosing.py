@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.cluster.choosing import Free, choose, free_of, waiting_for
+from servekit.cluster.choosing import Free, all_of, choose, free_of, waiting_for
 
 A, B, C = Free("a", 4, 2), Free("b", 8, 4), Free("c", 2, 0)
 
@@ -42,7 +42,28 @@ def test_what_ray_says_is_free_counts_for_living_nodes_only() -> None:
         (1, 4, "waits for 4 GPUs in the Ray cluster"),
         (0.5, 0, "waits for 0.5 CPUs in the Ray cluster"),
         (1, 0, "waits for 1 CPU in the Ray cluster"),
+        (9, 0, "waits for a node with 9 CPUs: the Ray cluster has none that large now"),
+        (
+            1,
+            8,
+            "waits for a node with 8 GPUs beside 1 CPU: the Ray cluster has none that large now",
+        ),
+        (5, 2, "waits for 2 GPUs in the Ray cluster"),
+        (
+            9,
+            2,
+            "waits for a node with 2 GPUs beside 9 CPUs: the Ray cluster has none that large now",
+        ),
     ],
 )
 def test_what_it_waits_for_is_said(cpus: float, gpus: int, said: str) -> None:
-    assert waiting_for(cpus, gpus) == said
+    assert waiting_for(cpus, gpus, [A, B, C]) == said
+
+
+def test_what_a_node_has_is_counted_while_it_lives() -> None:
+    nodes = [
+        {"NodeID": "a", "Alive": True, "Resources": {"CPU": 4.0, "GPU": 2.0}},
+        {"NodeID": "b", "Alive": False, "Resources": {"CPU": 9.0}},
+        {"NodeID": "c", "Alive": True, "Resources": {}},
+    ]
+    assert all_of(nodes) == [Free("a", 4.0, 2.0), Free("c", 0.0, 0.0)]

@@ -37,6 +37,13 @@ def test_what_can_never_fit_is_told_with_its_arithmetic() -> None:
     assert "17 CPUs beside 3 GPUs" in said and "10.0.0.3, has 16" in said
 
 
+def test_what_fits_nowhere_may_wait_where_the_cluster_grows() -> None:
+    assert refusal([HEAD, SMALL], OWN, [EIGHT], grows=True) == ""
+    assert refusal([], OWN, [ONE], grows=True) == ""
+    older = replace(SMALL, servekit="0.0.9")
+    assert "has servekit 0.0.9" in refusal([older], OWN, [EIGHT, ONE], grows=True)
+
+
 def test_versions_that_differ_are_told_where_a_worker_could_be() -> None:
     older = replace(SMALL, servekit="0.0.9")
     assert refusal([older, LARGE], OWN, [ONE]) == (
