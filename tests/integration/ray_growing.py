@@ -14,8 +14,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from servekit.supervisor import procfs
-
 #: What can be had: one node, with so many CPUs.
 CPUS = 3
 _HEAD = "ray.head.default"
@@ -73,9 +71,8 @@ def head(folder: Path) -> dict[str, Any]:
 
 
 def end(folder: Path) -> None:
-    """Kill the nodes that the autoscaler has started: they outlive it."""
+    """Kill what is left of a cluster there: nodes of the autoscaler outlive it."""
     for path in Path("/proc").glob("[0-9]*"):
-        command = procfs.command(int(path.name), 4096)
-        if "raylet/raylet" in command and f"{folder}/" in command:
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
+            if f"{folder}/".encode() in (path / "cmdline").read_bytes():
                 os.kill(int(path.name), signal.SIGKILL)
