@@ -14,14 +14,22 @@ from typing import Any
 
 import msgspec
 import ray
+import structlog
 from ray.util import list_named_actors
-from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from servekit.cluster.choosing import Free, all_of, free_of, waiting_for
 from servekit.cluster.shim import News, Shim, Sight
 from servekit.wire.cluster import Berth as Wish
 from servekit.wire.cluster import Start
+
+log: Any = structlog.get_logger("servekit.cluster")
 
 #: For Ray to start an actor's process where there is room, and for an actor to answer.
 _ACTOR_S = 60.0
@@ -182,6 +190,20 @@ def find() -> list[Berth]:
             actor = ray.get_actor(label)
             found.append(Berth(label, _group(label), actor))
     return found
+
+
+def sweep() -> None:
+    """Give back the places in this namespace that have no actor any more. Blocks.
+
+    That of an actor that ended while Ray had no head to be told, or had just begun to be made.
+    """
+    actors = set(list_named_actors())
+    for found in placement_group_table().values():
+        label = found["name"]
+        gone = found["state"] == "REMOVED" or "#" not in label or label in actors
+        if not gone and (group := _group(label)) is not None:  # else it is of another namespace
+            log.info("an empty place is given back", worker=name_of(label))
+            remove_placement_group(group)
 
 
 def _group(label: str) -> Any:

@@ -128,6 +128,7 @@ class Driver:
         looks = await _all_look(wish.wants, until)
         for berth in await asyncio.to_thread(berths.find):
             await self._take_over(berth)
+        await asyncio.to_thread(berths.sweep)
         return c.Joined(wish.id, looks, turn)
 
     async def _look(self, wish: c.Look) -> msgspec.Struct:

@@ -37,6 +37,8 @@ _LONGEST_LINE_BYTES = 64 * 2**10
 #: A worker listens as soon as its interpreter has imported what that takes.
 _LISTENS_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.5
+#: For Ray to take a place back; whoever joins the cluster next finds what it has not.
+_GIVE_BACK_S = 20.0
 #: Over the grace of its worker, for the worker to be the first to go.
 _LONGER_S = 5.0
 
@@ -301,7 +303,17 @@ def _safe_path() -> tuple[str, ...]:
 
 
 def _give_back() -> None:
-    """Remove the placement group that this actor is in, which ends the actor, too."""
+    """Remove the placement group that this actor is in, which ends the actor, too.
+
+    Without its head Ray answers nothing, and for a long time says nothing of that either.
+    """
+    giving = threading.Thread(target=_remove_group, daemon=True)
+    giving.start()
+    giving.join(_GIVE_BACK_S)
+    os._exit(0)
+
+
+def _remove_group() -> None:
     import ray
 
     with contextlib.suppress(Exception):  # the cluster may be gone: then so is this
@@ -309,4 +321,3 @@ def _give_back() -> None:
         if group is not None:
             ray.util.remove_placement_group(group)
             time.sleep(_LONGER_S)
-    os._exit(0)

@@ -6,7 +6,9 @@ It has a process of its own, for what Ray leaves in one may end it long after: a
 nothing to do with Ray would be blamed.
 
     ["add", {"env_vars": {…}}]  → its number      ["kill", NUMBER] → null
-    ["count", null]  → nodes that Ray takes for alive                  end of file: the end
+    ["count", null]  → nodes that Ray takes for alive
+    ["behead", null] → null: the head is gone, and with it all that Ray knew
+    end of file: the end
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ def main(folder: str, more: dict[str, Any]) -> None:
                 answer(len(nodes) - 1)
             elif what == "kill":
                 cluster.remove_node(nodes[given], allow_graceful=False)
+                answer(None)
+            elif what == "behead":
+                lost: Any = cluster.head_node
+                lost.kill_gcs_server(check_alive=False)
+                lost.kill_raylet(check_alive=False)
                 answer(None)
             else:
                 table: Any = cluster.global_state
@@ -115,6 +122,10 @@ class Nodes:
 
     def kill(self, node: int) -> None:
         self._ask("kill", node)
+
+    def behead(self) -> None:
+        """Kill the head, and with it all that Ray knows."""
+        self._ask("behead", None)
 
     def count(self) -> int:
         """Of those that Ray takes for alive, the head included."""

@@ -37,6 +37,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
+#: How long an instance without its supervisor serves on, where that is waited for.
+GRACE_S = 12.0
 
 
 @contextlib.contextmanager
@@ -310,9 +312,12 @@ def test_a_namespace_is_one_instance_s_as_long_as_that_lives(nodes: Nodes, tmp_p
         assert say(first.url, "not disturbed") == "not disturbed"
         first.process.kill()
         first.process.wait()
+        os.kill(above(worker)[-1], signal.SIGKILL)  # its place is nobody's now
         with Instance.up(homes[1], [echo("a")], sections=sections) as second:
             second.until("the next serves", lambda: settled_and_ready(second), PATIENCE_S)
             assert say(second.url, "mine now") == "mine now"
+            ray_said = (second.run_dir / "logs" / "~ray.log").read_text()
+            assert "an empty place is given back" in ray_said
             poll("it has the only place", lambda: len(nodes.left()) == 2, PATIENCE_S)
             second.signal(signal.SIGTERM)
             assert second.wait(PATIENCE_S) == 0
@@ -348,6 +353,33 @@ TOO_SMALL = "waits for a node with 3 CPUs: the Ray cluster has none that large n
 def phases(up: Instance) -> list[str]:
     workers = [one for model in up.status().models for one in model.replicas]
     return [worker.progress.phase for worker in workers if worker.progress]
+
+
+@pytest.mark.lane
+def test_when_the_head_is_lost_workers_serve_for_the_grace_time_and_end(tmp_path: Path) -> None:
+    with cluster() as beheaded:
+        beheaded.add()
+        sections = section(beheaded, cpus=1, grace_s=GRACE_S)
+        with Instance.up(tmp_path, [echo("a", step_s=0.02)], sections=sections) as up:
+            up.until("it serves", lambda: settled_and_ready(up), PATIENCE_S)
+            url, at_work = up.url, above(up.replica("a/0").pid)
+            up.process.kill()
+            up.process.wait()
+            beheaded.behead()
+            assert say(url, "without a head") == "without a head"
+            assert all(map(procfs.read, at_work))
+            poll("all of it ends", lambda: not any(map(procfs.read, at_work)), GRACE_S + 40)
+            assert not up.survivors()
+
+
+def above(worker: int) -> list[int]:
+    """The processes on its node that are there for a worker: itself, its warden, its actor."""
+    found = [worker]
+    while "raylet/raylet" not in procfs.command(found[-1], 2**20):
+        above = procfs.read(found[-1])
+        assert above is not None and above.parent > 0, "no node of Ray above it"
+        found.append(above.parent)
+    return found[:-1]
 
 
 # ---------------------------------------------------------------- bad input
