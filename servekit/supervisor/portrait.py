@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from servekit.wire.messages import ReplicaStatus
+from msgspec.structs import replace
+
+from servekit.wire.messages import ReplicaHistory, ReplicaStatus
 
 if TYPE_CHECKING:
     from servekit.supervisor.replicas import Replica
@@ -35,3 +37,10 @@ def status_of(replica: Replica) -> ReplicaStatus:
         trouble=replica.trouble,
         held_bytes=tuple(vram.by_gpu.get(gpu.uuid, 0) for gpu in vram.own),
     )
+
+
+def story_of(one: Replica, story: ReplicaHistory) -> ReplicaHistory:
+    """What became of it, and what it waits for while it has no process."""
+    waits = one.progress.phase if one.child is None and one.progress is not None else ""
+    reason = one.trouble or "; ".join(filter(None, (story.reason, waits)))
+    return replace(story, reason=reason)

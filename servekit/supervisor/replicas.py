@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from msgspec.structs import replace
 
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
@@ -26,7 +25,7 @@ from servekit.supervisor.journal import journal
 from servekit.supervisor.life import AnyChild, Host, Life
 from servekit.supervisor.offspring import Fork
 from servekit.supervisor.placement import Assignment
-from servekit.supervisor.portrait import status_of
+from servekit.supervisor.portrait import status_of, story_of
 from servekit.supervisor.seat import Seat
 from servekit.supervisor.slumber import Slumber
 from servekit.supervisor.specs import worker_spec
@@ -304,9 +303,8 @@ class Replica(Life[FromWorker]):
         return self.pulse.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
-        """With what troubles it now."""
-        story = super().story()
-        return replace(story, reason=self.trouble) if self.trouble else story
+        """With what troubles it now, or what it waits for."""
+        return story_of(self, super().story())
 
     def load(self) -> tuple[int, int]:
         return self.pulse.last.served, self.pulse.last.running

@@ -26,7 +26,7 @@ from servekit.errors import ConfigError, ServekitError
 from servekit.supervisor import procfs
 from servekit.supervisor.control import ask
 from servekit.wire.adapters import AdapterSpec, AddAdapter
-from servekit.wire.messages import Reload, ReplicaStatus
+from servekit.wire.messages import GetWhy, Reload, ReplicaStatus, Why
 from tests.integration import ray_growing
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
@@ -333,7 +333,7 @@ def test_a_cluster_that_grows_is_waited_for(tmp_path: Path) -> None:
     with cluster(grows=True) as growing:
         sections = section(growing, cpus=ray_growing.CPUS, autoscaled=True)
         with Instance.up(tmp_path, [echo("a")], sections=sections) as up:
-            up.until("it says what it waits for", lambda: TOO_SMALL in phases(up), PATIENCE_S)
+            up.until("it says what it waits for", lambda: waits_for_a_node(up), PATIENCE_S)
             up.until("it serves", lambda: settled_and_ready(up), PATIENCE_S)
             assert say(up.url, "grown") == "grown"
             sections["ray"]["autoscaled"] = False
@@ -350,9 +350,14 @@ def test_a_cluster_that_grows_is_waited_for(tmp_path: Path) -> None:
 TOO_SMALL = "waits for a node with 3 CPUs: the Ray cluster has none that large now"
 
 
-def phases(up: Instance) -> list[str]:
+def waits_for_a_node(up: Instance) -> bool:
+    """So say both `servekit ps` and `servekit why`."""
     workers = [one for model in up.status().models for one in model.replicas]
-    return [worker.progress.phase for worker in workers if worker.progress]
+    if [worker.progress.phase for worker in workers if worker.progress] != [TOO_SMALL]:
+        return False
+    why = asyncio.run(ask(up.run_dir / "control.sock", GetWhy("a")))
+    assert isinstance(why, Why)
+    return [one.reason for one in why.replicas] == [TOO_SMALL]
 
 
 @pytest.mark.lane
