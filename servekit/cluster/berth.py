@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from servekit.cluster.choosing import Free, all_of, free_of, waiting_for
-from servekit.cluster.shim import News, Shim, Sight
+from servekit.cluster.shim import Figures, News, Shim, Sight
 from servekit.wire.cluster import Berth as Wish
 from servekit.wire.cluster import Start
 

@@ -31,6 +31,23 @@ class Versions:
     ray: str
 
 
+def gpus_for(model: ModelConfig, *, any_there: bool) -> int:
+    """How many GPUs each worker of a model gets, where nodes have some or none; 0: the CPU."""
+    needs = KINDS[model.engine].gpu
+    if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
+        return 0
+    wanted = model.device == "cuda" or needs == "must" or any_there
+    return model.gpus_per_replica if wanted else 0
+
+
+def in_words(model: ModelConfig) -> str:
+    """What a worker of a model runs on, before anybody has asked the nodes."""
+    least, most = (gpus_for(model, any_there=any_there) for any_there in (False, True))
+    if not most:
+        return "cpu, on a Ray node"
+    return f"{_count(most, 'GPU')} of a Ray node{'' if least else ', or its cpu if none has any'}"
+
+
 def refusal(
     nodes: Sequence[Node], own: Versions, needs: Sequence[Need], *, grows: bool = False
 ) -> str:

@@ -23,7 +23,7 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import environment, joining
+from servekit.supervisor import elsewhere, environment, joining
 from servekit.supervisor.certificates import Certificates
 from servekit.supervisor.child import Exit
 from servekit.supervisor.claims import least
@@ -44,7 +44,7 @@ from servekit.wire.cluster import (
     Berthed,
     Exited,
     Held,
-    RemoteGpu,
+    Measured,
     Running,
     Signal,
     Start,

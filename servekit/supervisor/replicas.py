@@ -140,6 +140,7 @@ class Replica(Life[FromWorker]):
     def greet(self) -> None:
         assert self.child is not None
         self.pulse = Pulse(time.monotonic())
+        self.vram.begin(self.child.pid)
         if self.seat.adopts(self.child, self.adapters):
             return  # it tells what it is
         adapters = () if self._wary else self.adapters.expected()

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from servekit import __version__
 from servekit.config.cluster import RayConfig
-from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import joining, nodes
 from servekit.supervisor.cluster import Cluster, Unable
@@ -25,12 +24,7 @@ class Survey:
 
     def gpus_for(self, model: ModelConfig) -> int:
         """How many each of its workers gets; 0: it runs on the CPU."""
-        needs = KINDS[model.engine].gpu
-        if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
-            return 0
-        if model.device == "cuda" or needs == "must" or any(node.gpus for node in self.nodes):
-            return model.gpus_per_replica
-        return 0
+        return nodes.gpus_for(model, any_there=any(node.gpus for node in self.nodes))
 
     def refusal(self, models: Sequence[ModelConfig]) -> str:
         """Why the cluster cannot serve these, as it was last seen; "" if it can."""

@@ -3,7 +3,7 @@
     supervisor → cluster   Join · Look · Berth · Start · Signal · Strays · Vacate · Keep
     cluster → supervisor   answers, by `id`: Joined · Looked · Berthed · Started · Held · Vacated
                            · Sorry
-                           Waits · Lines · Exited
+                           Waits · Lines · Measured · Exited
 
 A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
 actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
@@ -217,4 +217,4 @@ class Exited(Message, frozen=True):
 
 ToCluster = Stop | Join | Look | Berth | Start | Signal | Strays | Vacate | Keep
 Answer = Joined | Looked | Berthed | Started | Held | Vacated | Sorry
-FromCluster = Answer | Waits | Lines | Exited
+FromCluster = Answer | Waits | Lines | Measured | Exited

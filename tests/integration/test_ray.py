@@ -431,7 +431,7 @@ def older(folder: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def one_more(nodes: Nodes, **env: str) -> Iterator[None]:
     """Another node, which Ray knows to be gone when this is over."""
-    before, node = nodes.count(), nodes.add(**env)
+    before, node = nodes.count(), nodes.add(None, **env)
     try:
         yield
     finally:
