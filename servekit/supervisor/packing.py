@@ -79,9 +79,16 @@ class Board:
     def left(self, want: Want, gpu: Gpu) -> int:
         """Bytes of a GPU that `want` could claim."""
         staying = sum(size for _, size in self.on(gpu, stays=True))
-        passing = [size for _, size in self.on(gpu, stays=False)] if want.stays else []
-        own = 0 if want.stays else self.own(want, gpu) * want.claims[gpu]  # loaded all together
+        passing = [size for _, size in self.passing(gpu)] if want.stays else []
+        own = 0 if want.stays else self.own(want, gpu) * want.claims[gpu]
         return self.rooms[gpu] - staying - max(passing, default=0) - own
+
+    def passing(self, gpu: Gpu) -> list[tuple[str, int]]:
+        """Each model there that comes and goes, with what its workers take: they load together."""
+        taken: dict[str, int] = {}
+        for name, size in self.on(gpu, stays=False):
+            taken[name] = taken.get(name, 0) + size
+        return list(taken.items())
 
     def own(self, want: Want, gpu: Gpu) -> int:
         """How many of its workers are on a GPU."""

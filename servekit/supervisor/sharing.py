@@ -89,7 +89,7 @@ def _arithmetic(error: Unplaceable) -> str:
         others = board.on(gpu, stays=True)
         if not want.stays:
             others += [(want.name, want.claims[gpu])] * own
-        elif passing := board.on(gpu, stays=False):
+        elif passing := board.passing(gpu):
             others.append(max(passing, key=lambda one: one[1]))
         told.append(_left(want, gpu, board.rooms[gpu], others))
     wide = f" on {want.width} GPUs" if want.width > 1 else ""

@@ -227,6 +227,18 @@ def test_one_moves_where_another_could_not_be_placed() -> None:
     assert indexes(place(models, some, 8, {"a": [(some[0],)]})) == {"a": [(1,)], "b": [(0,)]}
 
 
+def test_replicas_that_come_and_go_do_so_together_and_are_given_room_together() -> None:
+    some = gpus(2)
+    models = [
+        model("pair", memory="30%", replicas=2, gpus_per_replica=2, load="on_demand"),
+        model("one", memory="25%", replicas="auto"),
+        model("two", memory="25%", replicas="auto"),
+    ]
+    placed = indexes(place(models, some, 8))
+    assert placed["pair"] == [(0, 1), (0, 1)]
+    assert sorted(placed["one"] + placed["two"]) == [(0,), (1,)]
+
+
 # ---------------------------------------------------------------- whatever the file
 
 
