@@ -144,7 +144,7 @@ class Card:
 
     def __str__(self) -> str:
         held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.held.items())
-        return f"GPU {self.index} {self.used / 1e9:.1f} GB, {self.busy} %: {held}"
+        return f"GPU {self.index} {self.used / 2**30:.1f} GiB, {self.busy} %: {held}"
 
 
 def gpu_cards(watched: Watched, name: str = "dashboard") -> list[str]:
@@ -153,17 +153,17 @@ def gpu_cards(watched: Watched, name: str = "dashboard") -> list[str]:
 
 def read_card(html: str) -> Card:
     index = re.search(r"<h3>GPU (\d+)", html)
-    full = re.search(r'<p class="sk-quiet">([\d.]+ [MG]B) / ', html)
+    full = re.search(r'<p class="sk-quiet">([\d.]+ [MG]iB) / ', html)
     busy = re.search(r"(\d+) % busy", html)
     assert index and full, html
-    items = re.findall(r"</span>([^<]*) <b>([\d.]+ [MG]B)</b></li>", html)
+    items = re.findall(r"</span>([^<]*) <b>([\d.]+ [MG]iB)</b></li>", html)
     held = {name: in_bytes(size) for name, size in items}
     return Card(int(index[1]), in_bytes(full[1]), int(busy[1]) if busy else 0, held)
 
 
 def in_bytes(text: str) -> float:
     number, unit = text.split()
-    return float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+    return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
 
 
 def frame(run_dir: Path, height: int = 30, width: int = 160) -> str:

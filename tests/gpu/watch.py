@@ -184,7 +184,7 @@ def on_dashboard(watched: Watched) -> None:
         seen = watched.gpus.look()
         ok = [card.index for card in cards] == [gpu.index for gpu in seen]
         for card, gpu in zip(cards, seen, strict=False):
-            ok &= abs(card.used - gpu.used) < NEAR_BYTES + 0.05e9  # it shows tenths of a GB
+            ok &= abs(card.used - gpu.used) < NEAR_BYTES + 0.05 * GIB  # it shows tenths
             names = {0: ["first/0"], seen[-1].index: ["last/0"]}.get(gpu.index, [])
             ok &= [name for name in card.held if name != "others"] == names
             ok &= all(
@@ -208,8 +208,8 @@ def in_top(watched: Watched) -> None:
         ok = True
         for worker, at in (("first/0", 0), ("last/0", -1)):
             gpu = watched.gpus.look()[at]
-            shown = re.search(rf"GPU {gpu.index} .*{worker} ([\d.]+) ([MG]B)", "\n".join(lines))
-            unit = {"MB": MIB, "GB": GIB}[shown[2]] if shown else 0
+            shown = re.search(rf"GPU {gpu.index} .*{worker} ([\d.]+) ([MG]iB)", "\n".join(lines))
+            unit = {"MiB": MIB, "GiB": GIB}[shown[2]] if shown else 0
             size = float(shown[1]) * unit if shown else 0.0
             ok &= abs(size - holds(watched, worker, gpu)) < NEAR_BYTES + 0.05 * GIB
         return " / ".join(re.sub(r"[█░]+", "", line).strip() for line in lines), ok
@@ -254,7 +254,7 @@ def somebody_else(watched: Watched) -> None:
         of_none = of_others(watched, watched.metrics("metrics-after.txt"))
         ok = left <= before + 0.1e9 and of_none <= none_before + NEAR_BYTES
         given_back = watched.gpus.look()[0].free >= free - 4 * NEAR_BYTES
-        return f"others {left / 1e9:.1f} GB; {of_none / MIB:.0f} MiB of none", ok and given_back
+        return f"others {left / GIB:.1f} GiB; {of_none / MIB:.0f} MiB of none", ok and given_back
 
     watched.until("… gone from both when it ends", gone)
 

@@ -543,7 +543,7 @@ def test_ps_and_down(tmp_path: Path) -> None:
         shown = cli("ps", "--run-dir", run_dir)
         assert shown.returncode == 0
         rows = {line.split()[0]: line for line in shown.stdout.splitlines()}
-        assert re.match(r"a/0 +ready +\d+ +cpu +\d+ MB", rows["a/0"])
+        assert re.match(r"a/0 +ready +\d+ +cpu +\d+ MiB", rows["a/0"])
         assert re.match(r"bad/0 +failed +- ", rows["bad/0"])
         assert "why not" in rows["bad/0"]
         assert "gateway/0" in rows
