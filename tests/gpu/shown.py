@@ -143,7 +143,7 @@ class Card:
     held: dict[str, float]
 
     def __str__(self) -> str:
-        held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.held.items())
+        held = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.held.items())
         return f"GPU {self.index} {self.used / 2**30:.1f} GiB, {self.busy} %: {held}"
 
 
