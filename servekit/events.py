@@ -71,11 +71,7 @@ def newest(folder: Path, wanted: Wanted, most: int) -> list[Event]:
         return []
     query, values = _where(wanted)
     try:
-        # Not read-only: what a supervisor that was killed has left has to be gone through first.
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
-        ) as file:
-            file.execute("PRAGMA query_only = 1")
+        with contextlib.closing(_opened(path)) as file:
             rows = file.execute(
                 f"SELECT {_COLUMNS} FROM events WHERE {query} ORDER BY id DESC LIMIT ?",
                 (*values, most),
@@ -83,6 +79,26 @@ def newest(folder: Path, wanted: Wanted, most: int) -> list[Event]:
     except sqlite3.Error:  # the supervisor sees to a file that is broken
         return []
     return [event(row) for row in reversed(rows)]
+
+
+def names(folder: Path) -> list[str]:
+    """Of the models and processes that some event is about."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    query = "SELECT model FROM events UNION SELECT worker FROM events"
+    try:
+        with contextlib.closing(_opened(path)) as file:
+            return sorted(str(name) for (name,) in file.execute(query) if name)
+    except sqlite3.Error:
+        return []
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    # Not read-only: what a supervisor that was killed has left has to be gone through first.
+    file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
+    file.execute("PRAGMA query_only = 1")
+    return file
 
 
 def event(row: tuple[Any, ...]) -> Event:

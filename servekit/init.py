@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -149,5 +150,8 @@ def write(path: Path, text: str, *, force: bool = False) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(
+            OSError
+        ):  # a file system that is read-only lets nothing be removed
+            beside.unlink(missing_ok=True)
         raise StartError(f"cannot write {path}: {error.strerror}") from None

@@ -166,7 +166,7 @@ def _running(run_dir: Path | None) -> str:
     try:
         status = asyncio.run(ask(folder / "control.sock", GetStatus(), 10.0))
     except StartError as error:
-        raise StartError(f"{error.message}; say a URL to measure another server") from None
+        raise StartError(f"{error.message}, a URL as argument measures another server") from None
     if not isinstance(status, Status):
         raise StartError(f"the instance of {folder} does not say where it serves")
     return _dialable(status.url)

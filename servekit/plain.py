@@ -33,6 +33,11 @@ def line(text: str, most: int = 2000) -> str:
     return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[:most]} …"
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 restart", "2 restarts"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def visible(text: str) -> str:
     """Text with pictures in the place of what `plain` removes, one for one.
 

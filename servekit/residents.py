@@ -60,7 +60,8 @@ def _reside(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> No
     path = (run_dir or default_path(os.environ)) / "control.sock"
     began = time.monotonic()
     said = asyncio.run(_ask(path, model, want, wait=wait))
-    typer.echo(f"{said} after {time.monotonic() - began:.1f} s" if wait else said)
+    took = wait and " is already " not in said
+    typer.echo(f"{said} after {time.monotonic() - began:.1f} s" if took else said)
 
 
 async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:

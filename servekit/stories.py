@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from servekit.plain import plain
+from servekit.plain import counted, plain
 from servekit.tables import size, state
 from servekit.timings import how_far
 from servekit.wire.adapters import AdapterStatus
@@ -112,7 +112,7 @@ def _adapter(adapter: AdapterStatus) -> Iterator[Text]:
 
 def _head(replica: ReplicaHistory) -> Text:
     line = Text(plain(replica.name), style="bold").append(" ").append_text(state(replica.state))
-    line.append(f", {replica.restarts} restarts", "")
+    line.append(f", {counted(replica.restarts, 'restart')}", "")
     if replica.next_attempt_s is not None:
         line.append(f", next attempt in {replica.next_attempt_s:.1f} s")
     if replica.reason:
@@ -127,7 +127,7 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
     yield Text(f"  {at}  pid {exit_.pid}  {plain(exit_.what)}")
     facts = [
         f"lived {exit_.lived_s:.1f} s, {exit_.phase}",
-        f"{exit_.served} requests served, {exit_.running} running",
+        f"{counted(exit_.served, 'request')} served, {exit_.running} running",
     ]
     if exit_.rss_bytes:
         facts.append(f"{size(exit_.rss_bytes)} of memory")
@@ -139,7 +139,17 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
     if exit_.start is not None:
         yield Text(f"    {plain(how_far(exit_.start))}", style="dim")
     for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
-        yield Text(f"    | {plain(line)}", style="dim")
+        yield from (Text(f"    | {shown}", style="dim") for shown in _said(line))
+
+
+def _said(line: str) -> Iterator[str]:
+    """A line of our own logging as `servekit logs` shows it, any other as it is."""
+    from servekit.display import read_line
+
+    _, event, fields = read_line(line)
+    fields.pop("process", None)
+    shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
+    yield from plain(shown).split("\n")
 
 
 def _ago(exit_: ExitRecord) -> str:

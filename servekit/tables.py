@@ -12,6 +12,7 @@ from rich.text import Text
 
 from servekit.config import installed
 from servekit.config.cluster import RayConfig
+from servekit.narrow import Fitted
 from servekit.plain import plain
 from servekit.supervisor import nodes
 from servekit.supervisor.planning import Plan
@@ -53,11 +54,11 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     """What would run where, and what there is to run it on."""
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
-    shown: list[RenderableType] = [_places(plan)]
+    shown: list[RenderableType] = [Fitted(_places(plan), "THREADS", "DTYPE", "DEVICE")]
     if any(model.adapters for model in plan.config.models):
-        shown.append(_named_adapters(plan))
+        shown.append(Fitted(_named_adapters(plan)))
     if plan.estimates:
-        shown.append(_needs(plan))
+        shown.append(Fitted(_needs(plan), "CONTEXT", "KV / 1K TOKENS"))
     shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
     if plan.config.launcher == "ray":
         address = (plan.config.ray or RayConfig()).address
@@ -127,11 +128,12 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
     adapters = {model.name: model.adapters for model in status.models if model.adapters}
     shown: list[RenderableType] = [head]
     if any(model.residence is not None for model in status.models):
-        shown.append(_residents(status))
+        shown.append(Fitted(_residents(status), "UNUSED", "LOAD"))
     if any(model.scale is not None for model in status.models):
-        shown.append(_scales(status))
-    shown.append(_workers(status))
-    return [*shown, *([adapter_table(adapters)] if adapters else []), _gateways(status)]
+        shown.append(Fitted(_scales(status), "LAST SCALED"))
+    shown.append(Fitted(_workers(status), "PID", "DEVICE", "RSS"))
+    shown += [adapter_table(adapters)] if adapters else []
+    return [*shown, Fitted(_gateways(status), "PID", "RSS")]
 
 
 def _residents(status: Status) -> Table:
@@ -189,7 +191,7 @@ def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> Renderable
                 duration(time.time() - one.since),
                 Text(adapter_note(one)),
             )
-    return table
+    return Fitted(table, "SINCE", "SIZE", "KIND")
 
 
 def adapter_note(adapter: AdapterStatus) -> str:

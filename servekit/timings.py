@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from servekit.plain import line
 from servekit.wire.messages import Status
 from servekit.wire.starts import Cause, Phase, Start, Starts
 
@@ -112,8 +113,11 @@ def _cells(phase: Phase, start: Start, before: Start | None) -> Iterator[Text]:
 
 
 def _note(phase: Phase, start: Start) -> str:
+    why = line(phase.why)
     if phase.failed:
-        return "failed"
+        return f"failed: {why}" if why else "failed"
+    if phase.why:
+        return why if why.startswith("not here") else f"not here: {why}"
     if phase.ended_s is None:
         return "goes on" if start.state == "starting" else "died in it"
     return ""

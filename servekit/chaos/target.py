@@ -19,7 +19,7 @@ from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor import procfs
 from servekit.supervisor.control import ask
 from servekit.supervisor.leftovers import MARK
-from servekit.supervisor.run_dir import read_record
+from servekit.supervisor.run_dir import nobody, read_record
 from servekit.wire.messages import GetStatus, ModelStatus, ReplicaStatus, Status
 
 _LOOK_EVERY_S = 0.02
@@ -43,7 +43,7 @@ class Target:
         record = read_record(run_dir)
         status = await _status(run_dir)
         if record is None or record.pid != status.pid:
-            raise StartError(f"no servekit runs in {run_dir}")
+            raise nobody(run_dir)
         if not _same(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "

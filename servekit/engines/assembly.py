@@ -110,7 +110,7 @@ def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
         why = ""
         try:
             context, size = _context(model, spec), _block_size(spec)
-            with phase("kernels"):
+            with phase("kernels", lacks=LookupError):
                 wish = wishes.wish(model, spec, context, size)
             yield _Way(True, wish)
             why = "its decoding failed its test"

@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+from servekit.errors import ServekitError
 from servekit.wire.starts import Phase
+
+_LONGEST_WHY = 300
 
 Hear = Callable[[Phase], None]
 
@@ -31,17 +34,30 @@ def heard_by(hear: Hear | None) -> None:
 
 
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """What is done in this context is a phase of that name."""
+def phase(name: str, *, lacks: type[Exception] | None = None) -> Iterator[None]:
+    """What is done in this context is a phase of that name.
+
+    An error of the kind `lacks` says that there is no such thing here, which is no failure.
+    """
     within, began_s = _within.get(), time.monotonic()
     _tell(Phase(name, began_s, None, within))
-    token, failed = _within.set(name), True
+    token, failed, why = _within.set(name), False, ""
     try:
         yield
-        failed = False
+    except BaseException as error:
+        failed = lacks is None or not isinstance(error, lacks)
+        why = _why(error) if failed else str(error)[:_LONGEST_WHY] or "not here"
+        raise
     finally:
         _within.reset(token)
-        _tell(Phase(name, began_s, time.monotonic(), within, failed))
+        _tell(Phase(name, began_s, time.monotonic(), within, failed, why))
+
+
+def _why(error: BaseException) -> str:
+    """In one line; a compiler's own errors have pages."""
+    kind = "" if isinstance(error, ServekitError) else type(error).__name__
+    first = next(iter(str(error).splitlines()), "")
+    return ": ".join(filter(None, (kind, first)))[:_LONGEST_WHY]
 
 
 def _tell(of: Phase) -> None:

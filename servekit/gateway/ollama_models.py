@@ -20,6 +20,8 @@ API_VERSION = "0.12.6"
 LATEST = ":latest"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+#: Engines without weights here: made up, or at a remote endpoint.
+_NO_FILES = ("echo", "openai")
 _KIND = re.compile(r"(For[A-Z]\w*|Model)$")
 #: Of those that stay loaded.
 _NEVER = "9999-12-31T23:59:59Z"
@@ -95,12 +97,19 @@ def details(route: Route) -> dict[str, Any]:
     family = _family(info) if info else ""
     return {
         "parent_model": base_of(route),
-        "format": "gguf" if status.path.endswith(".gguf") else "safetensors",
+        "format": _format(status.engine, status.path),
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _count(info.parameters) if info and info.parameters else "",
         "quantization_level": _LEVELS.get(info.dtype, info.dtype) if info else "",
     }
+
+
+def _format(engine: str, path: str) -> str:
+    """Of its weights' files; "", as Ollama has it, where there are none here."""
+    if engine in _NO_FILES:
+        return ""
+    return "gguf" if path.endswith(".gguf") else "safetensors"
 
 
 def _family(info: ModelInfo) -> str:

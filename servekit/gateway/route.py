@@ -18,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from servekit.errors import ModelUnavailable
+from servekit.errors import ModelNotFound, ModelUnavailable, meant
 from servekit.gateway.balancer import Balancer
 from servekit.gateway.call import Call
 from servekit.gateway.pace import Pace
@@ -33,6 +33,8 @@ from servekit.wire.messages import ModelStatus, ReplicaStatus
 COMING = ("starting", "loading", "backoff", "stalled")
 #: Between announcements of places in the queue, to those who asked for them.
 ANNOUNCE_EVERY_S = 1.0
+#: Names that an unknown one is compared with: no more of a client's time than that.
+_MOST_COMPARED = 200
 
 
 class Route:
@@ -276,6 +278,14 @@ class Route:
             if call.place != places[call]:
                 call.tell(places[call])
         return bool(self.followers)
+
+
+def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
+    """Nothing is called so. `usable`: what the caller may use; no other name is told of."""
+    known = sorted(name for one in usable for name in (one.name, *one.aliases))
+    served = f"{', '.join(known) or 'none yet'}{meant(model, known[:_MOST_COMPARED])}"
+    said = f"the model {model[:128]!r} is not served here; served are: {served}"
+    return ModelNotFound(said, param="model")
 
 
 def describe(replica: ReplicaStatus) -> str:

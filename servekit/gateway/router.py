@@ -16,7 +16,6 @@ import structlog
 from servekit.errors import (
     ClientClosed,
     DeadlineExceeded,
-    ModelNotFound,
     ModelUnavailable,
     QueueFull,
     RequestError,
@@ -32,7 +31,7 @@ from servekit.gateway.fate import NOT_RESUMED, Fate
 from servekit.gateway.measures import Measures, refusals_counted
 from servekit.gateway.pool import NEARBY, Replica
 from servekit.gateway.quarantine import Quarantine, refusal
-from servekit.gateway.route import Route, describe
+from servekit.gateway.route import Route, describe, unknown
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 from servekit.wire.residency import KeepAlive, Wanted
 
@@ -88,10 +87,7 @@ class Router:
         if route is None:
             if not model and len(self.routes) == 1:
                 return next(iter(self.routes.values()))
-            known = ", ".join(sorted(one.status.name for one in self.models())) or "none yet"
-            raise ModelNotFound(
-                f"the model {model[:128]!r} is not served here; served are: {known}", param="model"
-            )
+            raise unknown(model, [one.status for one in self.models()])
         return route
 
     def serves(self, model: str) -> bool:

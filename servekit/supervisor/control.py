@@ -12,7 +12,7 @@ import structlog
 
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.supervisor import procfs
-from servekit.supervisor.run_dir import read_record
+from servekit.supervisor.run_dir import nobody, read_record
 from servekit.wire.adapters import Adapters, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.wire.connection import Connection, listen
 from servekit.wire.counting import Figures, GetMetrics
@@ -160,7 +160,7 @@ async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> Fro
     except TimeoutError:
         raise ServekitError(f"the supervisor did not answer within {timeout_s:g} s") from None
     except OSError as error:
-        raise StartError(f"no servekit runs in {path.parent}") from error
+        raise nobody(path.parent) from error
     if isinstance(reply, Refused):
         raise (ConfigError if reply.invalid else ServekitError)(reply.message)
     return reply
@@ -174,7 +174,7 @@ def shut_down(run_dir: Path, *, now: bool) -> int:
     record = read_record(run_dir)
     process = procfs.read(record.pid) if record is not None else None
     if process is None:
-        raise StartError(f"no servekit runs in {run_dir}")
+        raise nobody(run_dir)
     asyncio.run(ask(run_dir / "control.sock", Shutdown(now)))
     while procfs.is_alive(process.pid, process.started):
         time.sleep(_LOOK_EVERY_S)

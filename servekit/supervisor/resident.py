@@ -174,7 +174,7 @@ class Resident:
 
     def settle(self) -> None:
         """Forget an operator's wish that has come true."""
-        if _HAS.get(self.wish) == self.tier:
+        if HAS.get(self.wish) == self.tier:
             self.wish = ""
         if self.tier == "resident":
             self._asked_at = None  # also where it was so before it was asked for
@@ -264,7 +264,8 @@ class Resident:
         )
 
 
-_HAS: Mapping[str, Residency] = {
+#: Where a model is that is as an operator wants it.
+HAS: Mapping[str, Residency] = {
     "load": "resident",
     "wake": "resident",
     "unload": "stopped",

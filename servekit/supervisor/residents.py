@@ -22,7 +22,7 @@ from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import Gateway, until_told
 from servekit.supervisor.journal import journal
-from servekit.supervisor.resident import Resident
+from servekit.supervisor.resident import HAS, Resident
 from servekit.wire.messages import Accepted, Refused
 from servekit.wire.residency import KeepAlive, Reside, Residence
 
@@ -194,6 +194,7 @@ class Residents:
             return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
         if self._halted:
             return Refused("servekit is shutting down")
+        already = "already " if row.tier == HAS[wish.want] else ""
         if refusal := row.ask(wish.want, time.monotonic()):
             return Refused(refusal)
         self.look()
@@ -207,7 +208,7 @@ class Residents:
                 return Accepted(f"{name} is {row.tier}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.settle()
-        return Accepted(f"{name} is {_DONE[wish.want]}")
+        return Accepted(f"{name} is {already}{_DONE[wish.want]}")
 
     def _hopeless(self, row: Resident) -> str:
         """Why what was asked for will not come about; "" while it may."""

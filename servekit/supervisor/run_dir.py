@@ -56,6 +56,13 @@ def default_path(environ: Mapping[str, str]) -> Path:
     return base / "servekit" / "default"
 
 
+def nobody(path: Path) -> StartError:
+    """What every command says where it needs an instance, and none runs in `path`."""
+    return StartError(
+        f"no servekit runs in {path}; `servekit up` starts one, --run-dir names another"
+    )
+
+
 def _fallback_base() -> Path:
     return Path(f"/tmp/servekit-{os.getuid()}")
 

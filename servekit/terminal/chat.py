@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from servekit.errors import ConfigError, ServekitError
+from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.terminal import where
 from servekit.terminal.where import ApiKey, Authority, Insecure, RunDirectory
 
@@ -67,9 +67,8 @@ def chat(
 def _running(run_dir: Path | None) -> str:
     try:
         status = where.status(where.folder(run_dir))
-    except ServekitError as error:
-        said = f"{error.message}; `servekit up` starts one, --url talks to another server"
-        raise type(error)(said) from None
+    except StartError as error:
+        raise StartError(f"{error.message}, --url talks to another server") from None
     # An address that means every interface is asked at loopback.
     url = status.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     return f"{url}/v1"

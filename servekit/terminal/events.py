@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from servekit.errors import StartError
+from servekit.errors import ServekitError, StartError, meant
 from servekit.terminal import where
 from servekit.terminal.where import RunDirectory
 
@@ -64,9 +64,39 @@ def events(
     folder = where.folder(run_dir)
     begin = time.time() - where.span_s(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
-        raise StartError(f"no events in {folder}: `servekit up` keeps them; say its --run-dir")
-    for event in _events(folder, Wanted(name, begin), most, follow=follow):
+        where.status(folder)  # raises where none runs
+        raise StartError(f"no events in {folder}: the log says why they cannot be kept")
+    wanted = Wanted(_named(folder, name, follow=follow), begin)
+    for event in _events(folder, wanted, most, follow=follow):
         _write(event, as_json=as_json)
+
+
+def _named(folder: Path, name: str, *, follow: bool) -> str:
+    """The name that events have, which an alias stands for.
+
+    Raises StartError where nothing has or had it; a follower may wait for what is yet to come,
+    unless an instance runs that knows nothing of that name.
+    """
+    from servekit.events import names
+
+    before = names(folder) if name else []
+    if not name or name in before:
+        return name
+    try:
+        status = where.status(folder)
+    except ServekitError:
+        if follow:
+            return name
+        known = {}
+    else:
+        known = {alias: model.name for model in status.models for alias in model.aliases}
+        names_now = [*(model.name for model in status.models), *where.processes(status)]
+        known |= {one: one for one in names_now}
+    if name in known:
+        return known[name]
+    there = list(dict.fromkeys((*known, *before)))
+    told = f"there are: {', '.join(there) or 'none yet'}{meant(name, there)}"
+    raise StartError(f"nothing here is or was called {name!r}; {told}")
 
 
 def _events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iterator[Event]":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from servekit.errors import ConfigError, ServekitError, meant
+from servekit.errors import ConfigError, ServekitError, StartError, meant
 from servekit.terminal import where
 from servekit.terminal.where import RunDirectory
 
@@ -41,29 +41,36 @@ def logs(
     most: Annotated[int, typer.Option("-n", min=0, max=100_000, help="The last so many.")] = 100,
     run_dir: RunDirectory = None,
 ) -> None:
-    """Show what workers and gateways have written, those of before included.
+    """Show what workers and gateways have written, those of before included, and when each was
+    started, was ready and ended, and why.
 
     The supervisor's own log goes to stderr of `servekit up`.
     """
+    from servekit.terminal.lives import Follower
+
     folder = where.folder(run_dir)
     _check(folder, worker, follow=follow)
     tails = _tails(folder, worker) if follow else {}
+    noted = Follower(folder, worker)
     _show(_last(folder, worker, most))
     while follow:
+        _show(noted.lines())
         _show(_news(folder, worker, tails))
         time.sleep(_LOOK_EVERY_S)
 
 
 def _check(folder: Path, worker: str, *, follow: bool) -> None:
     from servekit.log_files import files, is_of
+    from servekit.terminal import lives
 
     names = list(files(folder))
-    if any(is_of(name, worker) for name in names):
+    if any(is_of(name, worker) for name in names) or lives.lines(folder, worker, 1):
         return
     if follow:
         _check_known(folder, worker)
     elif not names:
-        raise ConfigError(f"nothing has been written in {folder}/logs; say another --run-dir")
+        where.status(folder)  # raises where none runs
+        raise StartError(f"nothing has been written in {folder}/logs yet")
     else:
         others = f"others have: {', '.join(names)}{meant(worker, names)}"
         raise ConfigError(f"{worker!r} has written nothing here; {others}")
@@ -84,8 +91,10 @@ def _check_known(folder: Path, worker: str) -> None:
 def _last(folder: Path, worker: str, most: int) -> "Iterable[Line]":
     """The last lines of all of them together, by their times."""
     from servekit.log_files import files, is_of, last
+    from servekit.terminal import lives
 
     each = [last(name, path, most) for name, path in files(folder).items() if is_of(name, worker)]
+    each.append(lives.lines(folder, worker, most))
     merged = list(heapq.merge(*(_ascending(lines) for lines in each), key=lambda line: line.at))
     return merged[len(merged) - min(most, len(merged)) :]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from servekit.narrow import shortened
 from servekit.plain import line
 from servekit.tables import duration, note, size, span, state
 from servekit.terminal.events import told
@@ -18,6 +19,8 @@ from servekit.wire.values import GpuStatus
 _HEAD = ("NAME", "STATE", "QUEUE", "RUN", "WAIT", "KV", "TOK/S", "REST", "MEMORY", "NOTE")
 _WIDTHS = (18, 9, 5, 4, 4, 4, 7, 4, 8)
 _RIGHT = range(2, 9)
+#: Columns of a window in which notes stand in the rows.
+_WITH_NOTES = 100
 _BAR = 16
 #: Events shown however little room there is, and at most.
 _LEAST_EVENTS, _MOST_EVENTS = 4, 40
@@ -66,12 +69,19 @@ def _cut(text: Text, width: int, *, dim: bool) -> Text:
 
 def _head(view: View, width: int) -> Text:
     status = view.status
-    text = Text(f"servekit {status.version}", style="bold")
-    text.append(f"  {status.url}  up {duration(max(0.0, view.at - status.started_at))}", style="")
-    text.append(f"  pid {status.pid}  {size(status.rss_bytes)}", style="dim")
-    if status.draining:
-        text.append("  draining", style="yellow")
+    told = [
+        (f"  {status.url}", ""),
+        ("  draining" if status.draining else "", "yellow"),
+        (f"  up {duration(max(0.0, view.at - status.started_at))}", ""),
+        (f"  pid {status.pid}", "dim"),
+        (f"  {size(status.rss_bytes)}", "dim"),
+    ]
     clock = time.strftime("%H:%M:%S", time.localtime(view.at))
+    text = Text(f"servekit {status.version}", style="bold")
+    for more, style in told:  # those that come first are the last that go
+        if cell_len(text.plain) + cell_len(more) + 2 + len(clock) > width:
+            break
+        text.append(more, style=style)
     gap = width - cell_len(text.plain) - len(clock)
     return text.append(f"{' ' * max(2, gap)}{clock}", style="dim")
 
@@ -102,9 +112,18 @@ def _held(gpu: GpuStatus, status: Status) -> Iterator[tuple[str, int]]:
 def _table(view: View, width: int) -> Iterator[Text]:
     yield _row([Text(name, style="bold") for name in _HEAD], width)
     for model in view.status.models:
-        yield _row(_model(view, model), width)
+        cells = _model(view, model)
+        yield from (_row(cells, width), *_below(cells[-1], width))
         for replica in (*model.replicas, *model.standbys):
             yield _row(_worker(model, replica), width)
+            if replica.state != "ready" or replica.reason or replica.trouble:
+                yield from _below(Text(line(note(model, replica)), style="dim"), width)
+
+
+def _below(told: Text, width: int) -> Iterator[Text]:
+    """Where there is no room for notes in the rows, those that say more than that all is well."""
+    if width < _WITH_NOTES and told.plain:
+        yield Text("    ").append_text(told)
 
 
 def _model(view: View, model: ModelStatus) -> list[Text]:
@@ -178,17 +197,24 @@ def _count(number: int) -> Text:
 
 
 def _row(cells: Sequence[Text], width: int) -> Text:
-    """Cells in columns; the last takes what is left, names the more in a wide window."""
-    first = min(40, _WIDTHS[0] + max(0, width - 100) // 2)
+    """Cells in columns; the last takes what is left, names the more in a wide window.
+
+    In a narrow one it is left out, for names.
+    """
+    noted = width >= _WITH_NOTES
+    spare = (width - _WITH_NOTES) // 2 if noted else width - sum(_WIDTHS) - len(_WIDTHS) + 1
+    first = min(40, _WIDTHS[0] + max(0, spare))
     text = Text()
     for number, (found, own) in enumerate(zip(cells, _WIDTHS, strict=False)):
         room = own if number else first
         found = found.copy()
         if number in _RIGHT:
             found.align("right", room)
+        if not number:
+            found = Text(shortened(found.plain, room), style=found.style)
         found = _sized(found, room)
         text.append_text(found).append(" ")
-    return text.append_text(cells[-1])
+    return text.append_text(cells[-1]) if noted else text
 
 
 def _sized(text: Text, room: int) -> Text:

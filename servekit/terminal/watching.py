@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from servekit.errors import ServekitError
+from servekit.errors import ServekitError, StartError
 from servekit.events import Event, Wanted, newest
 from servekit.terminal import where
 from servekit.terminal.picture import lines
@@ -65,6 +65,8 @@ async def _look(folder: Path, sampler: Sampler, screen: _Screen, every_s: float)
         began, lost = time.monotonic(), ""
         try:
             sampler.feed(await where.status_soon(folder, _ANSWER_S), time.monotonic())
+        except StartError:
+            lost = f"no servekit runs in {folder}"
         except (ServekitError, OSError) as error:
             lost = str(getattr(error, "message", error))
         screen.show(sampler, await _events(folder), lost)

@@ -42,14 +42,12 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Take any certificate
 
 
 def folder(run_dir: Path | None) -> Path:
-    """The run directory that is meant. Raises ConfigError where there is none."""
-    from servekit.supervisor.run_dir import default_path
+    """The run directory that is meant. Raises StartError where there is none."""
+    from servekit.supervisor.run_dir import default_path, nobody
 
     found = run_dir or default_path(os.environ)
     if not found.is_dir():
-        raise ConfigError(
-            f"there is no run directory {found}: `servekit up` makes it; say another with --run-dir"
-        )
+        raise nobody(found)
     return found
 
 

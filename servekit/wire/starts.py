@@ -26,6 +26,7 @@ class Phase(Value, frozen=True):
     ended_s: float | None = None  # None: it goes on, or its process died in it
     within: str = ""  # the name of another
     failed: bool = False  # an error ended it
+    why: str = ""  # it failed, or what it looked for is not here
 
 
 class Phased(Message, frozen=True):

@@ -187,7 +187,7 @@ def test_bad_input_is_a_sentence(instance: Instance, tmp_path: Path) -> None:
     assert "there is no folder" in refused(url, "-m", "fast", "--json", "no/such/a.json")
     assert "nobody answers at http://127.0.0.1:1/v1" in refused("127.0.0.1:1", code=1)
     nothing = refused("--run-dir", str(tmp_path), code=1)
-    assert "no servekit runs in" in nothing and "say a URL" in nothing
+    assert "no servekit runs in" in nothing and "a URL as argument measures" in nothing
 
 
 def test_what_the_model_refuses_is_told_at_once(instance: Instance) -> None:

@@ -322,7 +322,10 @@ def test_a_reload_without_an_instance_is_one_sentence(tmp_path: Path) -> None:
     command = [*PROGRAM, "reload", "--run-dir", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"no servekit runs in {tmp_path / 'none'}\n"
+    assert done.stderr == (
+        f"no servekit runs in {tmp_path / 'none'}; "
+        "`servekit up` starts one, --run-dir names another\n"
+    )
 
 
 def test_a_pid_file_with_a_strangers_pid_harms_nobody(tmp_path: Path) -> None:

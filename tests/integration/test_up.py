@@ -583,11 +583,14 @@ def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
         assert instance.wait() == 0
 
 
-@pytest.mark.parametrize("command", ["ps", "down"])
+@pytest.mark.parametrize("command", ["ps", "down", "top", "events", "logs", "why m"])
 def test_without_an_instance_there_is_one_sentence(tmp_path: Path, command: str) -> None:
-    done = cli(command, "--run-dir", str(tmp_path / "none"))
+    done = cli(*command.split(), "--run-dir", str(tmp_path / "none"))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"no servekit runs in {tmp_path / 'none'}\n"
+    assert done.stderr == (
+        f"no servekit runs in {tmp_path / 'none'}; "
+        "`servekit up` starts one, --run-dir names another\n"
+    )
 
 
 def test_after_kill_9_ps_and_down_say_that_nothing_runs(tmp_path: Path) -> None:

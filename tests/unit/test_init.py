@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,15 @@ def test_a_path_with_odd_characters_is_quoted(tmp_path: Path) -> None:
 )
 def test_a_model_is_called_as_its_path_ends(path: str, name: str) -> None:
     assert name_of(path) == name
+
+
+def test_a_file_system_that_is_read_only_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, *args: object, **more: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))  # as it says to whoever is root, too
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StartError, match=r"cannot write .*x\.yaml: Read-only file system$"):
+        write(tmp_path / "x.yaml", FIRST)

@@ -94,3 +94,11 @@ def test_a_death_before_it_was_ready_says_how_far_it_came() -> None:
     assert "died in load after 1.50 s of it, 3.50 s from `servekit up`" in shown(
         of(replace(EXIT, phase="loading", start=start))
     )
+
+
+def test_one_is_not_told_as_several_and_log_lines_as_logs_shows_them() -> None:
+    said = '{"event": "loaded", "level": "info", "timestamp": "2026-01-01", "process": "w", "x": 1}'
+    text = shown(of(replace(EXIT, served=1, tail=(said, "as it is", '{"half'))))
+    assert "1 restart\n" in text or "1 restart," in text
+    assert "1 request served" in text
+    assert "| loaded x=1\n" in text and "| as it is\n" in text and '| {"half\n' in text

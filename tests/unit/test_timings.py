@@ -97,3 +97,16 @@ def test_the_heading_says_how_it_stands(start: Start, words: str) -> None:
 def test_phases_that_name_each_other_are_no_trap() -> None:
     astray = (Phase("a", 0.0, 1.0, "b"), Phase("b", 0.0, 1.0, "a"), Phase("c", 0.0, 1.0, "c"))
     assert "PHASE" in shown(replace(START, phases=astray))
+
+
+def test_what_failed_and_what_is_not_here_say_why() -> None:
+    phases = (
+        Phase("a", 0.0, 1.0, "", True, "LoadError: no\x1b[2J weights"),
+        Phase("b", 1.0, 2.0, "", False, "triton: ImportError"),
+        Phase("c", 2.0, 3.0, "", False, "not here"),
+    )
+    rows = shown(replace(START, phases=phases))
+    assert rows["a"].endswith("failed: LoadError: no weights")
+    assert rows["b"].endswith("% not here: triton: ImportError") and rows["c"].endswith(
+        "% not here"
+    )

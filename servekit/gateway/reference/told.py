@@ -138,7 +138,7 @@ TOLD = {
     "parent_model": "Always empty",
     "families": "As `family`",
     "family": "Its architecture",
-    "OllamaDetails.format": "gguf or safetensors",
+    "OllamaDetails.format": "gguf or safetensors; empty where no weights are here",
     "parameter_size": "How many parameters it has",
     "quantization_level": "Its number format",
     "models": "The models, by the file's order",

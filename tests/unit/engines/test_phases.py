@@ -68,6 +68,19 @@ def test_an_error_ends_it_and_is_told_of(heard: list[Phase]) -> None:
     assert ends == {"tokenizer": False, "load": True}
 
 
+def test_what_is_not_here_is_no_failure_and_both_say_why(heard: list[Phase]) -> None:
+    for name, told, lacks in (
+        ("a", "no b\nc", LookupError),
+        ("d", "", LookupError),
+        ("e", "f", None),
+    ):
+        with pytest.raises(KeyError), phase(name, lacks=lacks):
+            raise KeyError(told) if told else KeyError
+    ends = {one.name: (one.failed, one.why) for one in heard if one.ended_s is not None}
+    assert ends["d"] == (False, "not here") and ends["e"] == (True, "KeyError: 'f'")
+    assert ends["a"][0] is False and "no b" in ends["a"][1]
+
+
 def test_nobody_has_to_listen() -> None:
     with phase("load"):
         pass

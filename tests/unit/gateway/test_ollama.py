@@ -12,6 +12,7 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
+from servekit.gateway import ollama_models
 from servekit.gateway.app import Application, Guard
 from servekit.wire.messages import AccessRules, KeyRule, Topology
 from tests.unit.gateway.conftest import DEADLINE_S, Service
@@ -171,6 +172,7 @@ async def test_models_are_told_as_clients_expect(service: Service) -> None:
         version = (await http.get("/api/version")).json()
         pull = (await http.post("/api/pull", json={"model": "m"})).json()
     assert [model["name"] for model in tags] == ["m:latest"] == [m["model"] for m in ps]
+    assert {m["details"]["format"] for m in (*tags, *ps, show)} == {""}, "it has no weights"
     assert {"completion", "tools", "thinking", "embedding"} == set(show["capabilities"])
     assert show["model_info"]["echo.context_length"] == 8192
     assert version["version"]
@@ -314,3 +316,21 @@ async def test_what_nobody_foresaw_has_the_envelope_of_its_path(
     assert next(iter(answer.json())) == key
     assert "an internal error" in answer.text
     assert isinstance(answer.json()["error"], str) == (path == "/api/chat")
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "form"),
+    [
+        ("transformers", "/a/folder", "safetensors"),
+        ("llamacpp", "/a/b.gguf", "gguf"),
+        ("openai", "gpt-x", ""),
+        ("echo", "", ""),
+    ],
+)
+async def test_the_format_is_that_of_weights_that_are_here(
+    service: Service, engine: str, path: str, form: str
+) -> None:
+    await service.up()
+    route = service.router.routes["m"]
+    route.status = replace(route.status, engine=engine, path=path)
+    assert ollama_models.details(route)["format"] == form

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 
 import pytest
 
@@ -20,7 +21,7 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.call import Call, Deltas
-from servekit.wire.messages import ChatMessage, SamplingParams
+from servekit.wire.messages import AccessRules, ChatMessage, KeyRule, SamplingParams
 from tests.unit.gateway.conftest import DEADLINE_S, EchoWorker, Service, until
 from tests.unit.gateway.scripted import ScriptedWorker
 
@@ -487,3 +488,18 @@ async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service)
         await answer(crowd[-1])
     assert await answer(light) == echo("light ", 24)
     assert [await answer(call) for call in crowd[:-1]] == [echo("hello ", 24)] * 4
+
+
+async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Service) -> None:
+    await service.up()
+    with pytest.raises(ModelNotFound) as error:
+        service.router.find("aliass")
+    assert error.value.message.endswith("served are: alias, m; did you mean 'alias'?")
+
+
+async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
+    await service.up()
+    rule = KeyRule("none", hashlib.sha256(b"x").hexdigest(), models=("other",))
+    service.router.access.apply(AccessRules((rule,)))
+    with pytest.raises(ModelNotFound, match="served are: none yet$"):
+        service.router.find("aliass")

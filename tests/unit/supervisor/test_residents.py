@@ -112,6 +112,7 @@ async def test_it_sleeps_where_it_can_and_is_woken_by_a_request() -> None:
     stage = Stage(a)
     assert await stage.reside("a", "sleep") == Accepted("a is asleep")
     assert [replica.state for replica in a.replicas] == ["asleep", "asleep"]
+    assert await stage.reside("a", "sleep") == Accepted("a is already asleep")
     assert stage.told(a).reason.endswith("by an operator")
     stage.ask_for("a")
     await stage.until(a, "resident")
@@ -242,3 +243,12 @@ async def test_clients_move_only_what_comes_by_need() -> None:
 async def test_of_what_is_there_from_start_to_end_nothing_is_told() -> None:
     a = fleet("a", "ready", load="on_start")
     assert Stage(a).residents.residence(a.real) is None
+
+
+async def test_what_is_so_already_is_told_so() -> None:
+    a = fleet("a", "ready")
+    stage = Stage(a)
+    assert await stage.reside("a", "load") == Accepted("a is already loaded")
+    assert await stage.reside("a", "wake") == Accepted("a is already awake")
+    assert await stage.reside("a", "unload") == Accepted("a is stopped")
+    assert await stage.reside("a", "unload") == Accepted("a is already stopped")

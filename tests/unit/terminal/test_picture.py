@@ -131,3 +131,17 @@ def test_another_supervisor_begins_anew_and_a_lost_one_is_told() -> None:
     assert first is not None and second is not None
     assert first.trouble.startswith("no servekit runs; this is how it stood at ")
     assert first.trouble == second.trouble, "the time is that of the first look in vain"
+
+
+def test_at_80_columns_the_clock_is_whole_and_workers_are_told_apart() -> None:
+    name = "smollm2-135m-instruct"
+    ready = worker(f"{name}/0")
+    ill = worker(f"{name}/1", state="backoff", reason="killed by SIGKILL")
+    standby = worker(f"{name}/standby-0")
+    model = replace(MODEL, name=name, replicas=(ready, ill), standbys=(standby,))
+    at = time.mktime((2026, 1, 2, 23, 45, 56, 0, 0, -1))
+    head, _, columns, _, *rows = text(View(status(model), {}, (), at=at), 80).splitlines()
+    assert head.endswith(" 23:45:56") and "up " in head
+    assert columns.split() == [*_HEAD[:-1]]
+    assert rows[0].split()[0] == f"{name}/0" and "/standby-0 " in rows[3]
+    assert rows[2].strip() == "killed by SIGKILL"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, StartError
 from servekit.terminal import where
 
 
@@ -25,5 +25,5 @@ def test_what_is_no_span_is_told(text: str) -> None:
 
 
 def test_no_run_directory_is_told_with_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"servekit up.*--run-dir"):
+    with pytest.raises(StartError, match=r"no servekit runs in .*servekit up.*--run-dir"):
         where.folder(tmp_path / "none")
