@@ -282,7 +282,9 @@ class Route:
 
 def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
     """Nothing is called so. `usable`: what the caller may use; no other name is told of."""
-    known = sorted(name for one in usable for name in (one.name, *one.aliases))
+    found = [*usable]
+    aliases = sorted(alias for one in found for alias in one.aliases)
+    known = [*sorted(one.name for one in found), *aliases]
     served = f"{', '.join(known) or 'none yet'}{meant(model, known[:_MOST_COMPARED])}"
     said = f"the model {model[:128]!r} is not served here; served are: {served}"
     return ModelNotFound(said, param="model")

@@ -202,7 +202,7 @@ def _row(cells: Sequence[Text], width: int) -> Text:
     In a narrow one it is left out, for names.
     """
     noted = width >= _WITH_NOTES
-    spare = (width - _WITH_NOTES) // 2 if noted else width - sum(_WIDTHS) - len(_WIDTHS) + 1
+    spare = (width - _WITH_NOTES) // 2 if noted else width - sum(_WIDTHS) - len(_WIDTHS)
     first = min(40, _WIDTHS[0] + max(0, spare))
     text = Text()
     for number, (found, own) in enumerate(zip(cells, _WIDTHS, strict=False)):

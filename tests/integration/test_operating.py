@@ -139,7 +139,7 @@ def test_what_goes_wrong_is_a_sentence_with_the_next_step(instance: Instance) ->
         (("logs", "--follow", "--worker", "badd"), "did you mean 'bad'?"),
         (("why", "badd"), "did you mean 'bad'?"),
         (("load", "badd"), "did you mean 'bad'?"),
-        (("chat", "nobody"), "served are: a, alpha, b, bad"),
+        (("chat", "nobody"), "served are: a, b, bad, alpha"),
         (("chat", "a", "--api-key", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE"),
     ):
         done = cli(instance, *args, input="hi")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 
 import pytest
 
+from servekit.config import keys
 from servekit.errors import (
     LONGEST_MESSAGE,
     ClientClosed,
@@ -494,12 +494,12 @@ async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Se
     await service.up()
     with pytest.raises(ModelNotFound) as error:
         service.router.find("aliass")
-    assert error.value.message.endswith("served are: alias, m; did you mean 'alias'?")
+    assert error.value.message.endswith("served are: m, alias; did you mean 'alias'?")
 
 
 async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
     await service.up()
-    rule = KeyRule("none", hashlib.sha256(b"x").hexdigest(), models=("other",))
+    rule = KeyRule("none", keys.new("none")[1], models=("other",))
     service.router.access.apply(AccessRules((rule,)))
-    with pytest.raises(ModelNotFound, match="served are: none yet$"):
+    with pytest.raises(ModelNotFound, match=r"served are: none yet$"):
         service.router.find("aliass")
