@@ -6,7 +6,7 @@
     shared_memory.json what its children have in /dev/shm
     control.sock       the operator's socket
     w1.sock …          one socket per worker incarnation
-    logs/NAME.log      what each child wrote
+    logs/NAME.log      what each child wrote: gateway-0.log, MODEL~0.log of the worker MODEL/0
     events.db          what has happened, in earlier lives too (`supervisor.journal`)
 
 It belongs to this user alone (0700). What a dead instance left is swept by the next one. Without

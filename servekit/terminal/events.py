@@ -89,9 +89,9 @@ def _named(folder: Path, name: str, *, follow: bool) -> str:
             return name
         known = {}
     else:
-        known = {alias: model.name for model in status.models for alias in model.aliases}
-        names_now = [*(model.name for model in status.models), *where.processes(status)]
-        known |= {one: one for one in names_now}
+        now = [*(model.name for model in status.models), *where.processes(status)]
+        known = {one: one for one in now}
+        known |= {alias: model.name for model in status.models for alias in model.aliases}
     if name in known:
         return known[name]
     there = list(dict.fromkeys((*known, *before)))
