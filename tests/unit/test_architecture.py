@@ -56,15 +56,16 @@ MAY_IMPORT = {
     "cluster": {"errors", "wire", "config", "logs", "supervisor"},
     # like tables, on the operator's side: it asks the control socket and reads the process table
     "chaos": {"errors", "wire", "config", "supervisor"},
-    "tables": {"errors", "wire", "config", "supervisor", "plain"},
-    "timings": {"wire"},
-    "stories": {"wire", "tables", "timings", "plain"},
+    "narrow": set(),
+    "tables": {"errors", "wire", "config", "supervisor", "plain", "narrow"},
+    "timings": {"wire", "plain"},
+    "stories": {"wire", "tables", "timings", "display", "plain"},
     "init": {"errors"},
     "huixiangdou": {"errors", "config"},
     "display": {"errors", "wire", "config", "tables", "plain"},
     # what operators see and type: clients of the control socket, the run directory and the HTTP API
     "terminal": {"errors", "wire", "config", "supervisor", "tables", "display", "events", "plain"}
-    | {"init", "huixiangdou", "log_files"},
+    | {"init", "huixiangdou", "log_files", "narrow"},
     "cli": {"errors", "wire", "config", "logs", "supervisor", "tables", "display", "chaos"}
     | {
         "stories",
