@@ -326,6 +326,7 @@ def test_operators_load_and_unload_wake_and_put_to_sleep(tmp_path: Path) -> None
         assert "servekit load a" in refused.json()["error"]["message"]
         assert health(instance.url)[0] == 200  # nobody expects it to be there
         assert "a is loaded after" in run(instance, "load", "a").stdout
+        assert run(instance, "load", "a").stdout == "a is already loaded\n"
         assert text(complete(instance.url, "a")) == "hello"
         too_big = run(instance, "load", "big")
         assert (too_big.returncode, "and the others stay" in too_big.stderr) == (1, True)

@@ -21,12 +21,13 @@ from transformers import (
 )
 from transformers.generation.continuous_batching import continuous_api
 
-from servekit.engines import weights
+from servekit.engines import phases, weights
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.static import StaticRunner
 from servekit.engines.transformers import TransformersEngine
 from servekit.errors import ContextLengthExceeded, LoadError
 from servekit.wire.messages import ChatMessage
+from servekit.wire.starts import Phase
 from tests.unit.engines.harness import (
     PROMPTS,
     Harness,
@@ -95,6 +96,17 @@ def test_no_flash_kernel_is_looked_for(harness: Make, monkeypatch: pytest.Monkey
         monkeypatch.setattr(continuous_api, f"is_flash_attn_{version}_available", asked)
     one = harness(options={"batching": "continuous"})
     assert_alive(one)
+
+
+def test_that_a_cpu_has_no_kernels_is_no_failure_of_the_start(harness: Make) -> None:
+    heard: list[Phase] = []
+    phases.heard_by(heard.append)
+    try:
+        harness()
+    finally:
+        phases.heard_by(None)
+    ended = {one.name: (one.failed, one.why) for one in heard if one.ended_s is not None}
+    assert ended["kernels"] == (False, "not here") and ended["weights"] == (False, "")
 
 
 def test_a_shared_prefix_is_read_once(
