@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
+from servekit.wire import port as module
 from servekit.wire.adapters import AdapterInfo, AdapterLoaded, AdapterUnloaded
 from servekit.wire.connection import Connection, dial
 from servekit.wire.credentials import Role
@@ -31,11 +32,11 @@ from servekit.wire.messages import (
     ToWorker,
     WorkerSpec,
 )
+from servekit.wire.port import Post
 from servekit.wire.remote import Attach, Attached, Superseded
 from servekit.wire.starts import Phase, Phased
 from servekit.wire.tls import Authority
-from servekit.worker import remote as module
-from servekit.worker.remote import Post, Remote
+from servekit.worker.remote import Remote
 from servekit.worker.summary import Summary
 from tests.unit.gateway.conftest import until
 
