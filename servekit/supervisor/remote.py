@@ -1,4 +1,4 @@
-"""A worker on another machine, in place of `child.Child`: the same interface, over the network.
+"""A worker or a gateway on another machine: the interface of `child.Child`, over the network.
 
     dialled ──▶ attached ── EOF ──▶ redialling ── attached again: nothing was lost
         ▲           │                  │
@@ -26,7 +26,7 @@ from servekit.errors import WireError
 from servekit.supervisor.child import GOODBYE_S, Exit
 from servekit.supervisor.shared_memory import Segment
 from servekit.wire.connection import LOST_S, Connection, dial
-from servekit.wire.credentials import Credentials
+from servekit.wire.credentials import Credentials, Role
 from servekit.wire.messages import PROTOCOL, Hello, Ping, WorkerSpec
 from servekit.wire.remote import FLEETING, Attach, Attached, Kept, Superseded
 from servekit.wire.starts import Greeted, Phased
@@ -83,6 +83,7 @@ class RemoteChild(Generic[Incoming]):
         *,
         lost_s: float = LOST_S,
         node_lost_s: float = NODE_LOST_S,
+        role: Role = "worker",
     ) -> None:
         self.name = name
         self.address = address
@@ -97,6 +98,9 @@ class RemoteChild(Generic[Incoming]):
         self._hands = hands
         self._lost_s = lost_s
         self._node_lost_s = node_lost_s
+        self._role: Role = role
+        #: Called when a connection that was lost is there again: for what is not kept.
+        self.on_again: Callable[[], None] = lambda: None
         self._session = secrets.token_hex(8)
         self._kept = Kept()
         self._had = 0
@@ -124,6 +128,7 @@ class RemoteChild(Generic[Incoming]):
         *,
         lost_s: float = LOST_S,
         node_lost_s: float = NODE_LOST_S,
+        role: Role = "worker",
     ) -> RemoteChild[Incoming]:
         """Reach it. Raises OSError, with a sentence, where that fails.
 
@@ -132,7 +137,7 @@ class RemoteChild(Generic[Incoming]):
         """
         child = cls(
             name, address, credentials, incoming, on_message, hands,
-            lost_s=lost_s, node_lost_s=node_lost_s,
+            lost_s=lost_s, node_lost_s=node_lost_s, role=role,
         )  # fmt: skip
         await child._dial()
         child._begin(child._await_exit())
@@ -230,6 +235,7 @@ class RemoteChild(Generic[Incoming]):
             lambda: Connection(Hello, self._on_hello, self._on_close),
             self._credentials,
             lost_s=self._lost_s,
+            role=self._role,
         )
         self._connection = connection
         connection.send(Hello(PROTOCOL, "supervisor", self._credentials.member))
@@ -246,7 +252,7 @@ class RemoteChild(Generic[Incoming]):
         assert connection is not None  # it answers what was sent by way of it
         if hello.protocol != PROTOCOL:
             raise WireError(
-                f"worker {hello.name} speaks protocol {hello.protocol} and this supervisor"
+                f"{self._role} {hello.name} speaks protocol {hello.protocol} and this supervisor"
                 f" {PROTOCOL}: install the same servekit on all machines"
             )
         connection.allow()
@@ -268,7 +274,7 @@ class RemoteChild(Generic[Incoming]):
     def _on_attached(self, told: Attached) -> None:
         missing = self._kept.after(told.have)
         if self.pid and (not told.resumed or missing is None):
-            self._conclude(Exit(None, None, (), cause="it is not the worker any more that it was"))
+            self._conclude(Exit(None, None, (), cause="it is not the process any more that it was"))
             return
         self.pid, self.state, self.spec = told.pid, told.state, told.spec
         self._ahead_s = told.now_s - time.monotonic()
@@ -317,6 +323,7 @@ class RemoteChild(Generic[Incoming]):
                 await asyncio.sleep(_REDIAL_S)
             else:
                 log.info("control channel found again", child=self.name)
+                self.on_again()
                 return
         self._lose(said)
 

@@ -1,12 +1,12 @@
 """What the supervisor and the process that speaks to Ray (`servekit.cluster`) tell each other.
 
-    supervisor → cluster   Join · Berth · Start · Signal · Strays · Vacate · Keep
-    cluster → supervisor   Joined · Berthed · Started · Held · Vacated · Sorry: answers, by `id`
-                           Waits · Lines · Measured · Exited
+    supervisor → cluster   Join · Look · Berth · Start · Signal · Strays · Vacate · Keep
+    cluster → supervisor   Joined · Looked · Berthed · Started · Held · Vacated · Sorry: answers
+                           Waits · Lines · Measured · Exited · Nodes
 
 A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
 actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
-back where it was.
+back where it was. That of a gateway is such an actor, too, on a given node, and claims nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RemoteGpu(Value, frozen=True):
 
 
 class Running(Value, frozen=True):
-    """A worker process in a berth."""
+    """A process in a berth."""
 
     pid: int
     address: str  # where it listens
@@ -68,6 +68,14 @@ class Join(Message, frozen=True):
     grace_s: float
     within_s: float  # for all of it
     wants: tuple[Want, ...]
+    watch: bool = False  # tell of nodes that come and go, with Nodes
+
+
+class Look(Message, frozen=True):
+    """Have a node look at itself again; Looked is the answer."""
+
+    id: int
+    node: str
 
 
 class Berth(Message, frozen=True):
@@ -79,11 +87,12 @@ class Berth(Message, frozen=True):
     gpus: int
     cpus: float
     strategy: Literal["PACK", "SPREAD"]
-    fingerprint: str  # a worker that runs there and has another one is ended
+    fingerprint: str  # a process that runs there and has another one is ended
+    node: str = ""  # it is to be there, and to claim nothing; "": where there is room
 
 
 class Start(Message, frozen=True):
-    """Start the worker in its berth."""
+    """Start the process in its berth."""
 
     id: int
     name: str
@@ -92,6 +101,8 @@ class Start(Message, frozen=True):
     credentials: bytes
     fingerprint: str
     pin: Literal["uuid", "index"] = "uuid"  # how its GPUs are named in CUDA_VISIBLE_DEVICES
+    module: Literal["servekit.worker", "servekit.gateway"] = "servekit.worker"
+    listen: tuple[tuple[str, int], ...] = ()  # host and port: sockets that it inherits
 
 
 class Signal(Message, frozen=True):
@@ -127,6 +138,18 @@ class Keep(Message, frozen=True):
 
 class Joined(Message, frozen=True):
     id: int
+    nodes: tuple[Node, ...]
+    own: str = ""  # Ray's id of the node that we are on
+
+
+class Looked(Message, frozen=True):
+    id: int
+    node: Node
+
+
+class Nodes(Message, frozen=True):
+    """All that are there, whenever that has changed; new ones have looked at themselves."""
+
     nodes: tuple[Node, ...]
 
 
@@ -194,6 +217,6 @@ class Exited(Message, frozen=True):
     out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
 
 
-ToCluster = Stop | Join | Berth | Start | Signal | Strays | Vacate | Keep
-Answer = Joined | Berthed | Started | Held | Vacated | Sorry
-FromCluster = Answer | Waits | Lines | Measured | Exited
+ToCluster = Stop | Join | Look | Berth | Start | Signal | Strays | Vacate | Keep
+Answer = Joined | Looked | Berthed | Started | Held | Vacated | Sorry
+FromCluster = Answer | Waits | Lines | Measured | Exited | Nodes
