@@ -19,12 +19,11 @@ import msgspec
 import ray
 import structlog
 from msgspec.structs import replace
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from servekit.cluster import berth as berths
+from servekit.cluster import nodes
 from servekit.cluster.berth import Berth, Gone
 from servekit.cluster.choosing import Free, choose
-from servekit.cluster.look import look
 from servekit.cluster.shim import News
 from servekit.wire import cluster as c
 from servekit.wire.cluster import Node, ToCluster
@@ -39,6 +38,9 @@ log: Any = structlog.get_logger("servekit.cluster")
 _SOONER_S = 2.0
 #: A node that took a worker with it is not chosen again for so long: Ray learns of it later.
 _SHUN_S = 30.0
+#: Between two looks at which nodes there are, and for one that has come to look at itself.
+_WATCH_EVERY_S = 1.0
+_LOOK_S = 20.0
 #: As often as the supervisor reads the GPUs of its own machine.
 _MEASURE_EVERY_S = 5.0
 
@@ -62,6 +64,7 @@ class Driver:
         self._making: dict[str, asyncio.Task[None]] = {}
         self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model, and where
         self._shunned: dict[str, float] = {}  # by node: until when
+        self._nodes: dict[str, Node] = {}  # those that are there, by Ray's id
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def hear(self, control: socket.socket) -> None:
@@ -77,6 +80,8 @@ class Driver:
         match message:
             case c.Join():
                 self._spawn(self._answer(message.id, self._join(message)))
+            case c.Look():
+                self._spawn(self._answer(message.id, self._look_again(message)))
             case c.Berth():
                 task = self._spawn(self._answer(message.id, self._berth(message)))
                 self._making[message.name] = task
@@ -117,12 +122,41 @@ class Driver:
         self._grace_s = wish.grace_s
         until = time.monotonic() + wish.within_s - _SOONER_S
         await asyncio.to_thread(_connect, wish.address, wish.namespace)
-        nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-        left_s = max(1.0, until - time.monotonic())
-        looks = await asyncio.gather(*(_look(node, wish.wants, left_s) for node in nodes))
+        await self._look_at(await nodes.alive(), wish.wants, max(1.0, until - time.monotonic()))
         for berth in await asyncio.to_thread(berths.find):
             await self._take_over(berth)
-        return c.Joined(wish.id, tuple(looks))
+        if wish.watch:
+            self._spawn(self._watch(wish.wants))
+        own = ray.get_runtime_context().get_node_id()
+        return c.Joined(wish.id, tuple(self._nodes.values()), own)
+
+    async def _look_at(
+        self, there: dict[str, dict[str, Any]], wants: tuple[c.Want, ...], within_s: float
+    ) -> None:
+        """These are there now; those that are new look at themselves."""
+        new = [there[id] for id in there.keys() - self._nodes.keys()]
+        looks = await asyncio.gather(*(nodes.look_at(node, wants, within_s) for node in new))
+        known = self._nodes | {look.node: look for look in looks}
+        self._nodes = {id: node for id, node in known.items() if id in there}
+
+    async def _look_again(self, wish: c.Look) -> msgspec.Struct:
+        if (node := (await nodes.alive()).get(wish.node)) is None:
+            return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
+        self._nodes[wish.node] = found = await nodes.look_at(node, (), _LOOK_S)
+        return c.Looked(wish.id, found)
+
+    async def _watch(self, wants: tuple[c.Want, ...]) -> None:
+        """Tell of nodes that come and go."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            try:
+                there = await nodes.alive()
+            except Exception as error:  # its control plane is being started again, say
+                log.warning("Ray does not say which nodes there are", reason=str(error))
+                continue
+            if there.keys() != self._nodes.keys():
+                await self._look_at(there, wants, _LOOK_S)
+                self._control.send(c.Nodes(tuple(self._nodes.values())))
 
     async def _take_over(self, berth: Berth) -> None:
         try:
@@ -145,8 +179,8 @@ class Driver:
                 known.model = wish.model
                 return c.Berthed(wish.id, sight.host, sight.gpus, sight.running)
             await self._forget(wish.name)
-        free = await asyncio.to_thread(berths.free_nodes)
-        node = self._target(wish, free)
+        free = [] if wish.node else await asyncio.to_thread(berths.free_nodes)
+        node = wish.node or self._target(wish, free)
         self._intended[wish.name] = (wish.model, node)  # before another one is looked for
         waits = functools.partial(self._waits, wish.name)
         try:
@@ -168,7 +202,7 @@ class Driver:
         except Gone:
             self._shun(berth)
             return None
-        if len(sight.gpus) != wish.gpus or sight.fault:
+        if len(sight.gpus) != wish.gpus or sight.fault or wish.node not in ("", sight.node):
             return None
         if sight.running is not None and sight.running.fingerprint != wish.fingerprint:
             await berth.end()
@@ -224,6 +258,8 @@ class Driver:
         self._following[berth.name] = self._spawn(self._hear_of(berth))
 
     async def _hear_of(self, berth: Berth) -> None:
+        if not berth.claims:
+            return await self._hear_news(berth)  # nothing is to be measured of a gateway
         measuring = self._spawn(self._measure(berth))
         try:
             await self._hear_news(berth)
@@ -281,33 +317,3 @@ def _connect(address: str, namespace: str) -> None:
         log_to_driver=False,
         configure_logging=False,
     )
-
-
-async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:
-    """What a node finds of itself, or why it could not look."""
-    total = node["Resources"]
-    known = Node(
-        node["NodeID"],
-        node["NodeManagerAddress"],
-        float(total.get("CPU", 0.0)),
-        float(total.get("GPU", 0.0)),
-    )
-    there = NodeAffinitySchedulingStrategy(known.node, soft=False)
-    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
-    try:
-        answer = await asyncio.wait_for(task.remote(msgspec.msgpack.encode(wants)), within_s)
-    except TimeoutError:
-        return replace(known, problem=f"it has not answered within {within_s:.0f} s")
-    except ModuleNotFoundError as error:
-        return replace(known, problem=f"servekit is not installed there ({error})")
-    except Exception as error:
-        return replace(known, problem=_last_line(error))
-    found = msgspec.msgpack.decode(answer, type=Node)
-    return replace(found, host=known.host, cpus=known.cpus, gpus=known.gpus)
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if any("No module named 'servekit" in line for line in lines):
-        return "servekit is not installed there"
-    return lines[-1] if lines else type(error).__name__

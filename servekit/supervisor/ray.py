@@ -12,69 +12,30 @@ import asyncio
 import hashlib
 import importlib.metadata
 import platform
-import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import structlog
 
 from servekit import __version__
 from servekit.config.cluster import RayConfig
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import elsewhere, environment, joining, nodes
-from servekit.supervisor.child import Exit
+from servekit.supervisor import access, environment, joining, nodes
+from servekit.supervisor.berths import VACATE_S, Berths, Order
 from servekit.supervisor.claims import least
 from servekit.supervisor.cluster import Cluster, Unable
-from servekit.supervisor.gpus import Slot
 from servekit.supervisor.heritage import Heritage
 from servekit.supervisor.launcher import Guest
 from servekit.supervisor.life import Host, Life
-from servekit.supervisor.output import Output, RotatingFile
-from servekit.supervisor.placement import device
 from servekit.supervisor.planning import Plan
-from servekit.supervisor.remote import Hands, RemoteChild
+from servekit.supervisor.remote import RemoteChild
 from servekit.supervisor.specs import worker_spec
 from servekit.supervisor.tasks import ended, undisturbed
-from servekit.wire.cluster import (
-    Berth,
-    Berthed,
-    Exited,
-    Held,
-    Measured,
-    Node,
-    Running,
-    Signal,
-    Start,
-    Started,
-    Strays,
-    Vacate,
-)
+from servekit.wire.cluster import Berth, Look, Looked, Node
 from servekit.wire.credentials import Credentials
 from servekit.wire.messages import Status, Stop
-
-log: Any = structlog.get_logger("servekit.supervisor")
-
-#: How long a worker may take to write its stacks, and they to come here.
-_DUMP_S = 3.0
-#: How long giving a place back may take.
-_VACATE_S = 15.0
-
-
-@dataclass(slots=True)
-class _Place:
-    """What is known of one worker's place."""
-
-    guest: Guest
-    host: str = ""
-    gpus: Slot = ()
-    running: Running | None = None
-    output: Output | None = None
-    pid: int = 0
-    ended: dict[int, asyncio.Future[Exited]] = field(default_factory=dict)  # by PID
 
 
 class Instance(Host, Protocol):
@@ -100,15 +61,18 @@ class RayLauncher:
         self.grace_s = self._settings.grace_s
         self._run = run
         self._nodes: tuple[Node, ...] = ()
-        self._places: dict[str, _Place] = {}
         self._authority = joining.authority(host.run_dir.path)
-        self._own = self._authority.issue("supervisor", "supervisor")
-        self.cluster = Cluster(
+        own = self._authority.issue("supervisor", "supervisor")
+        self.cluster_authority = own.authority  # PEM
+        self.gateways_everywhere = self._settings.gateways == "every_node"
+        self.berths = Berths(own)
+        self.cluster = self.berths.cluster = Cluster(
             host,
             self._settings,
             joining.namespace(self._settings, host.run_dir.path),
             joining.wants(plan.config.models),
-            self,
+            self.berths,
+            watch=self.gateways_everywhere,
         )
 
     # ---- the cluster
@@ -128,7 +92,8 @@ class RayLauncher:
             ) from None
         except Unable as error:
             raise StartError(f"cannot join the Ray cluster at {address}: {error.message}") from None
-        if refusal := self.refusal(plan.config.models):
+        refusal = self.refusal(plan.config.models) or self._unreachable(plan.config.server.host)
+        if refusal:
             raise StartError(refusal)
         joining.leave(self._host.run_dir.path, self._authority)
         self.keep(plan.config.models)
@@ -139,16 +104,37 @@ class RayLauncher:
 
     def refusal(self, models: Sequence[ModelConfig]) -> str:
         """Why the cluster cannot serve these, as it was when we joined; "" if it can."""
-        own = nodes.Versions(
-            __version__, platform.python_version(), importlib.metadata.version("ray")
-        )
         cpus = self._settings.cpus
         needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
-        return nodes.refusal(self._nodes, own, needs)
+        return nodes.refusal(self._nodes, _own_versions(), needs)
+
+    async def fault(self, node: Node) -> str:
+        """Why nothing of ours can run on a node, whatever room it has; "" if it can."""
+        own = _own_versions()
+        if said := nodes.fault(node, own):
+            try:  # which was true when it came, and it may have been busy, or been set right
+                looked: Looked = await self.cluster.ask(lambda id: Look(id, node.node))
+            except Unable as error:
+                return error.message
+            said = nodes.fault(looked.node, own)
+        return said
+
+    def _unreachable(self, host: str) -> str:
+        """Why gateways on other nodes would be of no use; "" if they are, or there are none."""
+        own = next((node.host for node in self._nodes if node.node == self.cluster.own), "")
+        if not self.gateways_everywhere or not access.is_loopback(host) or access.is_loopback(own):
+            return ""
+        return (
+            f"`ray.gateways: every_node` is for clients elsewhere, and they do not reach {host}: as"
+            " `server.host` say 0.0.0.0, or the address of this machine"
+        )
 
     def keep(self, models: Sequence[ModelConfig]) -> None:
         """Of what was found, end all that nobody will ask for."""
         names = [f"{m.name}/{i}" for m in models if m.load == "on_start" for i in range(least(m))]
+        if self.gateways_everywhere:
+            sites = nodes.sites_of(self.cluster.nodes, self.cluster.own, {})
+            names += [f"gateway/{host}" for host in sites]
         self.cluster.keep(tuple(names))
 
     async def close(self, tasks: Mapping[Life[Any], asyncio.Task[None]]) -> set[str]:
@@ -156,12 +142,12 @@ class RayLauncher:
         if self._heritage is not None and self._settling is not None:
             self._settling.cancel()
             self._heritage.end()
-        self.cluster.end(Stop(), _VACATE_S)
+        self.cluster.end(Stop(), VACATE_S)
         joining.forget(self._host.run_dir.path)
-        return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), _VACATE_S)
+        return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S)
 
-    def gateway_credentials(self, name: str) -> Credentials:
-        return self._authority.issue("gateway", name)
+    def gateway_credentials(self, name: str, *, is_dialled: bool = False) -> Credentials:
+        return self._authority.issue("gateway", name, is_dialled=is_dialled)
 
     # ---- for workers
 
@@ -169,24 +155,14 @@ class RayLauncher:
         return nodes.gpus_for(model, any_there=any(node.gpus for node in self._nodes))
 
     async def enter(self, guest: Guest) -> str:
-        known = self._places.get(guest.name)
-        place = self._places[guest.name] = known or _Place(guest)
-        place.guest, place.host, place.gpus = guest, "", ()
-        guest.measure_gpus(elsewhere.Elsewhere())
         mark = self._fingerprint(guest)
         claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
-        try:
-            found: Berthed = await self.cluster.ask(
-                lambda id: Berth(id, guest.name, guest.model.name, *claim, mark)
-            )
-        except Unable as error:
-            return error.message
-        finally:
-            guest.told_to_wait("")
-        place.gpus = elsewhere.given(found.gpus, found.host)
-        place.host, place.running = found.host, found.running
-        guest.measure_gpus(elsewhere.Elsewhere(place.gpus, place.gpus))
-        return ""
+        return await self.berths.enter(
+            guest.name,
+            lambda what: guest.told_to_wait(what),
+            lambda id: Berth(id, guest.name, guest.model.name, *claim, mark),
+            lambda told: guest.measure_gpus(told),
+        )
 
     async def spawn(
         self,
@@ -195,110 +171,29 @@ class RayLauncher:
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
-        place = self._places[guest.name]
-        path = self._host.run_dir.log_path(guest.name)
-        place.output = output = Output(RotatingFile(path), on_line)
-        running = place.running or await self._start(guest, place)
-        place.running, place.pid = None, running.pid
-        ended = self._end_of(place, running.pid)
-        child: RemoteChild[Any] = await RemoteChild.attach(
-            guest.name,
-            running.address,
-            self._own,
-            incoming,
-            on_message,
-            Hands(
-                kill=lambda cause: self._kill(guest.name),
-                exited=lambda: _exit(ended, output),
-                dump=lambda: self._dump(guest.name, output),
+        host = self.berths.host(guest.name)
+        order = Order(
+            args=(
+                *("--name", guest.name),
+                *("--listen", f"tcp://{joining.every(host)}:0", "--advertise", host),
+                *("--grace-s", f"{self._settings.grace_s:g}"),
             ),
+            env=self._environment(guest),
+            credentials=self._authority.issue("worker", guest.name),
+            fingerprint=self._fingerprint(guest),
+            log_path=self._host.run_dir.log_path(guest.name),
+            pin=KINDS[guest.model.engine].pin,
         )
-        return child
-
-    async def _start(self, guest: Guest, place: _Place) -> Running:
-        assert place.output is not None
-        credentials = self._authority.issue("worker", guest.name).to_bytes()
-        mark = self._fingerprint(guest)
-        args = (
-            *("--name", guest.name),
-            *("--listen", f"tcp://{joining.every(place.host)}:0", "--advertise", place.host),
-            *("--grace-s", f"{self._settings.grace_s:g}"),
-        )
-        env, kind = self._environment(guest), KINDS[guest.model.engine]
-        try:
-            started: Started = await self.cluster.ask(
-                lambda id: Start(id, guest.name, args, env, credentials, mark, kind.pin)
-            )
-        except Unable as error:
-            tail = [line for line in place.output.tail if not line.startswith("{")]
-            last = f": {tail[-1].strip()}" if tail else ""
-            raise Unable(f"{error.message}{last}") from None
-        return Running(started.pid, started.address, mark)
+        return await self.berths.spawn(guest.name, order, incoming, on_message, on_line)
 
     async def strays(self, name: str) -> str:
-        try:
-            async with asyncio.timeout(_VACATE_S):
-                found: Held = await self.cluster.ask(lambda id: Strays(id, name))
-        except (Unable, TimeoutError):
-            return ""
-        return found.stray
+        return await self.berths.strays(name)
 
     async def release(self, name: str) -> None:
-        if self._places.pop(name, None) is None:
-            return
-        try:
-            async with asyncio.timeout(_VACATE_S):
-                await self.cluster.ask(lambda id: Vacate(id, name))
-        except (Unable, TimeoutError) as error:
-            log.warning("a place was not given back", worker=name, reason=str(error))
+        await self.berths.release(name)
 
     def where(self, name: str) -> str:
-        place = self._places.get(name)
-        if place is None or not place.host:
-            return ""
-        return device(place.gpus) if place.gpus else f"cpu on {place.host}"
-
-    # ---- what the cluster tells
-
-    def waits(self, name: str, what: str) -> None:
-        if (place := self._places.get(name)) is not None:
-            place.guest.told_to_wait(what)
-
-    def lines(self, name: str, lines: tuple[str, ...]) -> None:
-        place = self._places.get(name)
-        if place is not None and place.output is not None:
-            place.output.data_received("".join(f"{line}\n" for line in lines).encode())
-
-    def measured(self, message: Measured) -> None:
-        place = self._places.get(message.name)
-        if place is not None and place.host:
-            place.guest.measure_gpus(elsewhere.measured(place.gpus, place.host, message))
-
-    def exited(self, message: Exited) -> None:
-        """Of a worker; PID 0 is whichever runs there."""
-        place = self._places.get(message.name)
-        if place is None:
-            return
-        pids = [message.pid] if message.pid else list(place.ended)
-        for pid in pids:
-            ended = self._end_of(place, pid)
-            if not ended.done():
-                ended.set_result(message)
-
-    def _end_of(self, place: _Place, pid: int) -> asyncio.Future[Exited]:
-        if pid not in place.ended:
-            place.ended = {pid: asyncio.get_running_loop().create_future()}
-        return place.ended[pid]
-
-    # ---- what is done to a worker
-
-    async def _kill(self, name: str) -> None:
-        self.cluster.tell(Signal(name, signal.SIGKILL, group=True))
-
-    async def _dump(self, name: str, output: Output) -> Sequence[str]:
-        self.cluster.tell(Signal(name, signal.SIGUSR2))
-        await output.dumped(_DUMP_S)
-        return tuple(output.stacks)
+        return self.berths.where(name)
 
     # ---- what a worker is
 
@@ -312,20 +207,13 @@ class RayLauncher:
         """Of all that a worker is started with: one that has another is not taken over."""
         spec = worker_spec(guest.model, guest.place, "")
         env = sorted(self._environment(guest).items())
-        parts = msgspec.msgpack.encode((spec, env, __version__, self._own.authority))
+        parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))
         return hashlib.sha256(parts).hexdigest()
 
 
-async def _exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
-    told = await asyncio.shield(ended)
-    return Exit(
-        code=told.code,
-        signal=told.signal,
-        tail=tuple(output.tail),
-        out_of_memory=told.out_of_memory,
-        cause=told.cause,
-        stacks=tuple(output.stacks),
-    )
+def _own_versions() -> nodes.Versions:
+    ray = importlib.metadata.version("ray")
+    return nodes.Versions(__version__, platform.python_version(), ray)
 
 
 def launcher_of(
