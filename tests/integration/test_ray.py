@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from servekit.errors import ServekitError
 from servekit.supervisor import procfs
 from servekit.wire.messages import ReplicaStatus
 from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.ray_cluster import raylet_of, running
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
 
 pytestmark = [
@@ -36,23 +36,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
-    (folder / "ray").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        # what Ray notes of the newest cluster of the machine is not to be shared with others
-        patch.setenv("RAY_TMPDIR", str(folder))
-        try:
-            made = Nodes(str(folder))
-        except ConnectionError:
-            shutil.rmtree(folder, ignore_errors=True)
-            pytest.skip("Ray's own head does not start on this machine, tried three times")
-        try:
-            for _ in range(2):
-                made.add()
-            yield made
-        finally:
-            made.end()
-            shutil.rmtree(folder, ignore_errors=True)
+    with running() as made:
+        for _ in range(2):
+            made.add()
+        yield made
 
 
 def section(nodes: Nodes, **more: Any) -> dict[str, Any]:
@@ -107,16 +94,6 @@ def say(url: str, text: str) -> str:
     assert answer.status_code == 200, answer.text
     said: str = answer.json()["choices"][0]["text"]
     return said
-
-
-def raylet_of(pid: int) -> int:
-    """The process of Ray's node that a worker descends from."""
-    # whole: what is cut has lost its folders, and Ray says all of its settings on that line
-    while "raylet/raylet" not in procfs.command(pid, 2**20):
-        found = procfs.read(pid)
-        assert found is not None and found.parent > 0, "no node of Ray above it"
-        pid = found.parent
-    return pid
 
 
 def test_workers_on_two_nodes_answer_through_one_gateway(service: Service) -> None:
