@@ -207,7 +207,7 @@ class Shim:
         command = [sys.executable, *_safe_path(), "-m", "servekit.cluster.warden"]
         try:
             process.warden = subprocess.Popen(
-                [*command, wish.module, mark, str(report), *args],
+                [*command, wish.role, mark, str(report), *args],
                 env=self._environment(wish),
                 stdin=subprocess.PIPE,
                 stdout=writing,

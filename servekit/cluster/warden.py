@@ -1,4 +1,4 @@
-"""`python -m servekit.cluster.warden MODULE MARK REPORT_FD ARGS…`: one process, and its end.
+"""`python -m servekit.cluster.warden ROLE MARK REPORT_FD ARGS…`: one process, and its end.
 
 An actor of Ray's can be killed at any time, and its worker, or gateway, must not outlive it, nor
 may anything that this has started: so this small process stands between them, with the actor's end
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.05
 _CLEAR_S = 5.0
 
 
-def main(module: str, mark: str, report_fd: int, args: list[str]) -> None:
+def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     """Returns when nothing of the worker is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -36,7 +36,7 @@ def main(module: str, mark: str, report_fd: int, args: list[str]) -> None:
     fds = [int(args[i + 1]) for i, arg in enumerate(args) if arg.endswith("-fd")]
     oom_kills = procfs.oom_kills()
     worker = offspring.start(
-        [*interpreter.module(module), *args, "--parent-pid", str(os.getpid())],
+        [*interpreter.module(f"servekit.{role}"), *args, "--parent-pid", str(os.getpid())],
         env={**os.environ, CHILD_MARK: mark},
         stdin=subprocess.DEVNULL,
         pass_fds=fds,

@@ -138,10 +138,10 @@ class Berths:
 
     async def _start(self, name: str, order: Order, place: _Place) -> Running:
         assert place.output is not None
-        secret, module = order.credentials.to_bytes(), f"servekit.{order.role}"
-        what = order.args, order.env, secret, order.fingerprint, order.pin, module, order.listen
+        secret = order.credentials.to_bytes()
+        what = order.args, order.env, secret, order.fingerprint, order.pin, order.role, order.listen
         try:
-            started: Started = await self.cluster.ask(lambda id: Start(id, name, *what))  # type: ignore[arg-type]
+            started: Started = await self.cluster.ask(lambda id: Start(id, name, *what))
         except Unable as error:
             tail = [line for line in place.output.tail if not line.startswith("{")]
             last = f": {tail[-1].strip()}" if tail else ""

@@ -101,7 +101,7 @@ class Start(Message, frozen=True):
     credentials: bytes
     fingerprint: str
     pin: Literal["uuid", "index"] = "uuid"  # how its GPUs are named in CUDA_VISIBLE_DEVICES
-    module: Literal["servekit.worker", "servekit.gateway"] = "servekit.worker"
+    role: Literal["worker", "gateway"] = "worker"
     listen: tuple[tuple[str, int], ...] = ()  # host and port: sockets that it inherits
 
 
