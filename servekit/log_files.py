@@ -38,7 +38,7 @@ def files(folder: Path) -> dict[str, Path]:
 def process_of(path: Path) -> str:
     """ "a~0.log" is of a/0; a name without "~" is a gateway's: "gateway-0.log"."""
     stem = path.name.removesuffix(".log")
-    return stem.replace("~", "/") if "~" in stem else "/".join(stem.rsplit("-", 1))
+    return stem.replace("~", "/") if "~" in stem else stem.replace("-", "/", 1)
 
 
 def is_of(process: str, name: str) -> bool:

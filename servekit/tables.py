@@ -17,7 +17,7 @@ from servekit.plain import plain
 from servekit.supervisor import nodes
 from servekit.supervisor.planning import Plan
 from servekit.wire.adapters import AdapterStatus
-from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
+from servekit.wire.messages import GatewayStatus, ModelStatus, Progress, ReplicaStatus, Status
 
 _COLOURS = {
     "ready": "green",
@@ -223,6 +223,9 @@ def _workers(status: Status) -> Table:
 
 def _gateways(status: Status) -> Table:
     table = _table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
+    told = any(gateway.reason for gateway in status.gateways)
+    if told:
+        table.add_column("NOTE")
     for gateway in status.gateways:
         table.add_row(
             gateway.name,
@@ -232,8 +235,15 @@ def _gateways(status: Status) -> Table:
             str(gateway.restarts),
             str(gateway.in_flight),
             str(gateway.requests),
+            *([Text(gateway_note(gateway))] if told else []),
         )
     return table
+
+
+def gateway_note(gateway: GatewayStatus) -> str:
+    """Why it does not serve, or of what it has ended last."""
+    said = plain(gateway.reason)
+    return f"last: {said}" if said and gateway.state == "ready" else said
 
 
 def _table(*columns: str) -> Table:

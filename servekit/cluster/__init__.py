@@ -5,7 +5,9 @@ processes of their own: its client takes some 90 MB and threads, and may hang or
 cluster, which is nothing that the supervisor may do.
 
     driver   the client: berths in, berths out (`wire.cluster`)
-    shim     what an actor is: starts a worker on its node and tells of it
-    warden   between the two: a worker and all that it starts end with their actor
+    shim     what an actor is: starts a worker or a gateway on its node and tells of it
+    warden   between the two: a process and all that it starts end with their actor
+    doors    where a gateway on a node listens
+    nodes    which nodes there are; has them look at themselves
     look     what a node finds of itself
 """

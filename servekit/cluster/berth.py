@@ -22,7 +22,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from servekit.cluster.choosing import Free, all_of, free_of, waiting_for
 from servekit.cluster.shim import Figures, News, Shim, Sight
@@ -54,7 +57,10 @@ class Gone(Exception):
 
 
 class Berth:
-    """A placement group and its actor. `label` is the name that both have in the namespace."""
+    """A placement group and its actor. `label` is the name that both have in the namespace.
+
+    An actor that claims nothing has no group.
+    """
 
     def __init__(self, label: str, group: Any, actor: Any) -> None:
         self.label = label
@@ -63,6 +69,11 @@ class Berth:
         self._actor = actor
         self.sight: Sight | None = None
         self.model = ""
+
+    @property
+    def claims(self) -> bool:
+        """It has a part of its node, as a worker's."""
+        return self._group is not None
 
     async def look(self) -> Sight:
         """See where it is and what runs there. Raises Gone."""
@@ -127,8 +138,13 @@ class Berth:
 
 
 async def make(wish: Wish, grace_s: float, node: str, waits: Callable[[str], None]) -> Berth:
-    """Have Ray place a worker, on that node if it can; `waits` is told for what. Raises Gone."""
+    """Have Ray place a worker, on that node if it can; `waits` is told for what. Raises Gone.
+
+    Who is to be on a certain node, by its wish, claims nothing there, and waits for nothing.
+    """
     label = f"{wish.name}#{secrets.token_hex(4)}"
+    if wish.node:
+        return await _make_on(wish, grace_s, label)
     bundle = {"CPU": wish.cpus, **({"GPU": float(wish.gpus)} if wish.gpus else {})}
     group = await asyncio.to_thread(
         placement_group, [bundle], "STRICT_PACK", label, "detached", node or None
@@ -137,12 +153,25 @@ async def make(wish: Wish, grace_s: float, node: str, waits: Callable[[str], Non
     try:
         await _placed(group, lambda: waiting_for(wish.cpus, wish.gpus, all_of(ray.nodes())), waits)
         waits("")
-        berth._actor = await asyncio.to_thread(_actor, label, group, wish, grace_s)
+        there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        berth._actor = await asyncio.to_thread(_actor, label, there, wish, grace_s)
         await _up(berth)
     except BaseException:
         await asyncio.shield(berth.vacate())
         raise
     berth.model = wish.model
+    return berth
+
+
+async def _make_on(wish: Wish, grace_s: float, label: str) -> Berth:
+    """An actor on a certain node. Raises Gone."""
+    there = NodeAffinitySchedulingStrategy(wish.node, soft=False)
+    berth = Berth(label, None, await asyncio.to_thread(_actor, label, there, wish, grace_s))
+    try:
+        await _up(berth)
+    except BaseException:
+        await asyncio.shield(berth.vacate())
+        raise
     return berth
 
 
@@ -160,8 +189,7 @@ async def _placed(group: Any, what: Callable[[], str], waits: Callable[[str], No
         await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event
 
 
-def _actor(label: str, group: Any, wish: Wish, grace_s: float) -> Any:
-    there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
     options = ray.remote(Shim).options(
         name=label,
         lifetime="detached",

@@ -19,13 +19,11 @@ import msgspec
 import ray
 import structlog
 from msgspec.structs import replace
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from servekit.cluster import berth as berths
-from servekit.cluster import tenancy
+from servekit.cluster import nodes, tenancy
 from servekit.cluster.berth import Berth, Gone
 from servekit.cluster.choosing import Free, choose
-from servekit.cluster.look import look
 from servekit.cluster.shim import News
 from servekit.cluster.tenancy import Tenant
 from servekit.wire import cluster as c
@@ -41,6 +39,9 @@ log: Any = structlog.get_logger("servekit.cluster")
 _SOONER_S = 2.0
 #: A node that took a worker with it is not chosen again for so long: Ray learns of it later.
 _SHUN_S = 30.0
+#: Between two looks at which nodes there are, and for one that has come to look at itself.
+_WATCH_EVERY_S = 1.0
+_LOOK_S = 20.0
 #: As often as the supervisor reads the GPUs of its own machine.
 _MEASURE_EVERY_S = 5.0
 
@@ -64,6 +65,8 @@ class Driver:
         self._making: dict[str, asyncio.Task[None]] = {}
         self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model, and where
         self._shunned: dict[str, float] = {}  # by node: until when
+        self._nodes: dict[str, Node] = {}  # those that are there, by Ray's id
+        self._wants: tuple[c.Want, ...] = ()  # what they are asked about models
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def hear(self, control: socket.socket) -> None:
@@ -125,15 +128,45 @@ class Driver:
         turn = tenancy.own_turn(wish.turn)
         if refusal := await tenancy.refusal(wish.namespace, turn):
             return c.Sorry(wish.id, refusal)
-        looks = await _all_look(wish.wants, until)
+        self._wants = wish.wants
+        await self._meet(await nodes.alive(), _left_s(until))
         for berth in await asyncio.to_thread(berths.find):
             await self._take_over(berth)
         await asyncio.to_thread(berths.sweep)
-        return c.Joined(wish.id, looks, turn)
+        if wish.watch:
+            self._spawn(self._watch())
+        own = ray.get_runtime_context().get_node_id()
+        return c.Joined(wish.id, tuple(self._nodes.values()), turn, own)
 
     async def _look(self, wish: c.Look) -> msgspec.Struct:
         until = time.monotonic() + wish.within_s - _SOONER_S
-        return c.Looked(wish.id, await _all_look(wish.wants, until))
+        there = await nodes.alive()
+        if wish.node and wish.node not in there:
+            return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
+        if not wish.node:
+            self._wants = wish.wants  # of those that come later, too
+        asked = [there[wish.node]] if wish.node else there.values()
+        return c.Looked(wish.id, await nodes.look_at(asked, wish.wants, _left_s(until)))
+
+    async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
+        """These are there now; those that are new look at themselves."""
+        new = [there[id] for id in there.keys() - self._nodes.keys()]
+        looks = await nodes.look_at(new, self._wants, within_s)
+        known = self._nodes | {look.node: look for look in looks}
+        self._nodes = {id: node for id, node in known.items() if id in there}
+
+    async def _watch(self) -> None:
+        """Tell of nodes that come and go."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            try:
+                there = await nodes.alive()
+            except Exception as error:  # its control plane is being started again, say
+                log.warning("Ray does not say which nodes there are", reason=str(error))
+                continue
+            if there.keys() != self._nodes.keys():
+                await self._meet(there, _LOOK_S)
+                self._control.send(c.Nodes(tuple(self._nodes.values())))
 
     async def _take_over(self, berth: Berth) -> None:
         try:
@@ -156,8 +189,8 @@ class Driver:
                 known.model = wish.model
                 return c.Berthed(wish.id, sight.host, sight.gpus, sight.running)
             await self._forget(wish.name)
-        free = await asyncio.to_thread(berths.free_nodes)
-        node = self._target(wish, free)
+        free = [] if wish.node else await asyncio.to_thread(berths.free_nodes)
+        node = wish.node or self._target(wish, free)
         self._intended[wish.name] = (wish.model, node)  # before another one is looked for
         waits = functools.partial(self._waits, wish.name)
         try:
@@ -179,7 +212,7 @@ class Driver:
         except Gone:
             self._shun(berth)
             return None
-        if len(sight.gpus) != wish.gpus or sight.fault:
+        if len(sight.gpus) != wish.gpus or sight.fault or wish.node not in ("", sight.node):
             return None
         if sight.running is not None and sight.running.fingerprint != wish.fingerprint:
             await berth.end()
@@ -235,6 +268,8 @@ class Driver:
         self._following[berth.name] = self._spawn(self._hear_of(berth))
 
     async def _hear_of(self, berth: Berth) -> None:
+        if not berth.claims:
+            return await self._hear_news(berth)  # nothing is to be measured of a gateway
         measuring = self._spawn(self._measure(berth))
         try:
             await self._hear_news(berth)
@@ -295,38 +330,6 @@ def _connect(address: str, namespace: str, tenant: Tenant) -> None:
     )
 
 
-async def _all_look(wants: tuple[c.Want, ...], until: float) -> tuple[Node, ...]:
-    """By then, on the monotonic clock, or a second from now."""
-    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-    left_s = max(1.0, until - time.monotonic())
-    return tuple(await asyncio.gather(*(_look(node, wants, left_s) for node in nodes)))
-
-
-async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:
-    """What a node finds of itself, or why it could not look."""
-    total = node["Resources"]
-    known = Node(
-        node["NodeID"],
-        node["NodeManagerAddress"],
-        float(total.get("CPU", 0.0)),
-        float(total.get("GPU", 0.0)),
-    )
-    there = NodeAffinitySchedulingStrategy(known.node, soft=False)
-    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
-    try:
-        answer = await asyncio.wait_for(task.remote(msgspec.msgpack.encode(wants)), within_s)
-    except TimeoutError:
-        return replace(known, problem=f"it has not answered within {within_s:.0f} s")
-    except ModuleNotFoundError as error:
-        return replace(known, problem=f"servekit is not installed there ({error})")
-    except Exception as error:
-        return replace(known, problem=_last_line(error))
-    found = msgspec.msgpack.decode(answer, type=Node)
-    return replace(found, host=known.host, cpus=known.cpus, gpus=known.gpus)
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if any("No module named 'servekit" in line for line in lines):
-        return "servekit is not installed there"
-    return lines[-1] if lines else type(error).__name__
+def _left_s(until: float) -> float:
+    """Until then, on the monotonic clock; a second at least."""
+    return max(1.0, until - time.monotonic())

@@ -1,4 +1,4 @@
-"""What an actor of Ray's is: it starts a worker on its node, hears it, and tells of it.
+"""What an actor of Ray's is: it starts a worker or gateway on its node, hears it, tells of it.
 
 All of it is called from the driver, in threads of the actor. When nobody has asked for anything
 for a while and no worker runs any more, it gives its place back and is gone: a supervisor that
@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import msgspec
 
+from servekit.cluster.doors import Doors
 from servekit.cluster.look import as_remote, own_gpus
+from servekit.errors import StartError
 from servekit.supervisor import procfs
 from servekit.supervisor.attestation import group_of, stray_memory
 from servekit.supervisor.environment import THREADS
@@ -102,6 +104,7 @@ class Shim:
         self._count = 0  # lines so far
         self._process: Process | None = None
         self._asked_at = time.monotonic()
+        self._doors = Doors()
         threading.Thread(target=self._leave_when_alone, daemon=True).start()
 
     # ---- what the driver asks
@@ -121,10 +124,14 @@ class Shim:
         self._asked()
         wish = msgspec.msgpack.decode(order, type=Start)
         self.end()
+        try:
+            listening = self._doors.open(wish.listen)
+        except StartError as error:
+            return 0, "", error.message
         process = Process(wish.fingerprint)
         with self._changed:
             self._process = process
-        self._spawn(process, wish)
+        self._spawn(process, wish, listening)
         with self._changed:
             self._changed.wait_for(
                 lambda: process.address or process.code is not None, _LISTENS_WITHIN_S
@@ -191,21 +198,23 @@ class Shim:
 
     # ---- the worker
 
-    def _spawn(self, process: Process, wish: Start) -> None:
+    def _spawn(self, process: Process, wish: Start, listening: Sequence[int]) -> None:
         credentials = Credentials.from_bytes(wish.credentials).hand_over()
         reports, report = os.pipe()
         reading, writing = os.pipe()
         args = [*wish.args, "--credentials-fd", str(credentials), "--report-fd", str(report)]
+        for fd in listening:
+            args += ["--listen-fd", str(fd)]
         mark = secrets.token_hex(16)
         command = [sys.executable, *_safe_path(), "-m", "servekit.cluster.warden"]
         try:
             process.warden = subprocess.Popen(
-                [*command, mark, str(report), *args],
+                [*command, wish.role, mark, str(report), *args],
                 env=self._environment(wish),
                 stdin=subprocess.PIPE,
                 stdout=writing,
                 stderr=writing,
-                pass_fds=(credentials, report),
+                pass_fds=(credentials, report, *listening),
                 start_new_session=True,
             )
         finally:

@@ -1,8 +1,8 @@
-"""`python -m servekit.cluster.warden MARK REPORT_FD WORKER_ARGS…`: one worker, and its end.
+"""`python -m servekit.cluster.warden ROLE MARK REPORT_FD ARGS…`: one process, and its end.
 
-An actor of Ray's can be killed at any time, and a worker must not outlive it, nor may anything
-that the worker has started: so this small process stands between them, with the actor's end of a
-pipe for a lifeline. It tells in one JSON line on REPORT_FD each: the worker's PID, and how it
+An actor of Ray's can be killed at any time, and its worker, or gateway, must not outlive it, nor
+may anything that this has started: so this small process stands between them, with the actor's end
+of a pipe for a lifeline. It tells in one JSON line on REPORT_FD each: the process's PID, and how it
 ended.
 """
 
@@ -18,6 +18,7 @@ import sys
 import time
 
 from servekit.supervisor import interpreter, offspring, procfs
+from servekit.supervisor.file_limit import raise_file_limit
 from servekit.supervisor.leftovers import kill_marked
 from servekit.wire.lifeline import CHILD_MARK
 
@@ -26,15 +27,16 @@ _LOOK_EVERY_S = 0.05
 _CLEAR_S = 5.0
 
 
-def main(mark: str, report_fd: int, args: list[str]) -> None:
+def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     """Returns when nothing of the worker is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     offspring.become_subreaper()
+    raise_file_limit()
     fds = [int(args[i + 1]) for i, arg in enumerate(args) if arg.endswith("-fd")]
     oom_kills = procfs.oom_kills()
     worker = offspring.start(
-        [*interpreter.module("servekit.worker"), *args, "--parent-pid", str(os.getpid())],
+        [*interpreter.module(f"servekit.{role}"), *args, "--parent-pid", str(os.getpid())],
         env={**os.environ, CHILD_MARK: mark},
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
@@ -84,4 +86,4 @@ def _end(worker: subprocess.Popen[bytes], mark: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])

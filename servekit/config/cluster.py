@@ -37,6 +37,9 @@ class RayConfig(Section):
     always on one node, however many GPUs it has."""
     cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
     """CPUs that each worker claims of its node; on the CPU they are its threads, too."""
+    gateways: Literal["here", "every_node"] = "here"
+    """Where clients can ask: on the supervisor's node only, or on every node of the cluster, where
+    then one more gateway listens on `server.port`."""
     grace_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
     """How long workers and gateways serve on when the supervisor is gone, for the next one to
     adopt them; then they end."""

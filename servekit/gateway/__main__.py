@@ -10,12 +10,15 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(prog="servekit.gateway")
     parser.add_argument("--name", required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument(
+        "--control-fd", type=int, help="the supervisor, where it is on this machine"
+    )
     parser.add_argument("--listen-fd", type=int, action="append", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--max-body-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--tls-certificate", type=Path)
     parser.add_argument("--tls-key", type=Path)
+    parser.add_argument("--tls-handed", action="store_true", help="the supervisor says with which")
     parser.add_argument("--no-ui", action="store_true")
     parser.add_argument("--ui-socket", type=Path)
     parser.add_argument("--operators", type=Path, help="the supervisor's socket for operators")
@@ -24,7 +27,15 @@ if __name__ == "__main__":
     parser.add_argument("--lost-s", type=float, help="after how long a silent worker is lost")
     parser.add_argument("--heir", type=Path, help="outlive the supervisor, and wait there")
     parser.add_argument("--grace-s", type=float, default=0.0, help="for so long")
+    remote = parser.add_argument_group("with the supervisor on another machine")
+    remote.add_argument("--control", help="tcp://HOST:PORT, for the supervisor")
+    remote.add_argument("--advertise", help="the host by which it reaches it")
+    remote.add_argument("--report-fd", type=int, help="where its address is written, in JSON")
     args = parser.parse_args()
+    if (args.control_fd is None) == (args.control is None):
+        parser.error("either --control-fd or --control")
+    if args.control is not None and (args.advertise is None or args.credentials_fd is None):
+        parser.error("--control needs --advertise and --credentials-fd")
     if args.heir is None:
         die_with(args.parent_pid)
 
@@ -38,29 +49,41 @@ if __name__ == "__main__":
 
     from servekit import logs
     from servekit.gateway.gateway import Settings, run
+    from servekit.gateway.line import Inherited, Remote
     from servekit.gateway.pool import Reach
+    from servekit.gateway.tls import Tls
     from servekit.wire.connection import LOST_S
     from servekit.wire.credentials import read
     from servekit.wire.identity import Identity
+    from servekit.wire.port import Post
 
     faulthandler.enable()
     # Written by a handler in C, so that the stacks come out also while the loop is held up.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logs.configure(args.name, json=True)
+    lost_s = LOST_S if args.lost_s is None else args.lost_s
+    credentials = None if args.credentials_fd is None else read(args.credentials_fd)
+    line: Inherited | Remote
+    if args.control is None:
+        line = Inherited(args.control_fd)
+        identity = None if credentials is None else Identity(credentials)
+    else:
+        assert credentials is not None
+        report_fd, grace_s = args.report_fd, args.grace_s
+        line = Remote(Post(args.control, args.advertise, credentials, report_fd, grace_s, lost_s))
+        identity = line.identity
+    files = (args.tls_certificate, args.tls_key) if args.tls_certificate else None
     settings = Settings(
         name=args.name,
-        control_fd=args.control_fd,
+        line=line,
         listen_fds=tuple(args.listen_fd),
         max_body_bytes=args.max_body_bytes,
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
-        operators=args.operators,
-        reach=Reach(
-            None if args.credentials_fd is None else Identity(read(args.credentials_fd)),
-            LOST_S if args.lost_s is None else args.lost_s,
-        ),
+        operators=line.put if isinstance(line, Remote) else args.operators,
+        reach=Reach(identity, lost_s),
         outlive=None if args.heir is None else (args.heir, args.grace_s),
         legacy=args.legacy,
-        tls=(args.tls_certificate, args.tls_key) if args.tls_certificate else None,
+        tls=Tls(files) if files or args.tls_handed else None,
     )
     sys.exit(run(settings))

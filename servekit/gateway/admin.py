@@ -33,7 +33,7 @@ from servekit.wire.messages import (
     ToSupervisor,
     Why,
 )
-from servekit.wire.question import put
+from servekit.wire.question import Way, put
 from servekit.wire.residency import Reside, Want
 from servekit.wire.values import as_builtins
 
@@ -77,16 +77,16 @@ class NoSupervisor(ServekitError):
 
 
 class Supervisor:
-    """Answers what may be asked over HTTP; `path` is the operators' socket."""
+    """Answers what may be asked over HTTP; `way` leads to the supervisor, such as its socket."""
 
-    def __init__(self, path: Path | None, access: Access) -> None:
-        self._path = path
+    def __init__(self, way: Way | None, access: Access) -> None:
+        self._way = way
         self._access = access
 
     @property
     def run_dir(self) -> Path | None:
-        """The instance's directory, where the socket is."""
-        return None if self._path is None else self._path.parent
+        """The instance's directory, where the socket is; None on another machine than that."""
+        return self._way.parent if isinstance(self._way, Path) else None
 
     async def status(self) -> Response:
         """As `servekit ps --json`. Raises Forbidden and what `answer_to` raises."""
@@ -124,9 +124,9 @@ class Supervisor:
 
         Raises NotNow, ModelUnavailable where nobody can do it yet, and what `ask` raises.
         """
-        if self._path is None:
+        if self._way is None:
             raise NoSupervisor("there is no supervisor to ask")
-        answer = await ask(self._path, question, deadline_s)
+        answer = await ask(self._way, question, deadline_s)
         if isinstance(answer, Refused) and answer.retry_after_s:
             raise ModelUnavailable(answer.message, retry_after_s=answer.retry_after_s)
         if isinstance(answer, Refused):
@@ -136,13 +136,15 @@ class Supervisor:
         return answer
 
 
-async def ask(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
-    """What the supervisor behind the socket `path` answers.
+async def ask(way: Way, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
+    """What the supervisor answers that is reached that way.
 
     Raises NoSupervisor where none does, and DeadlineExceeded after `deadline_s`.
     """
     try:
-        return await put(path, question, deadline_s)
+        if isinstance(way, Path):
+            return await put(way, question, deadline_s)
+        return await way(question, deadline_s)
     except EOFError as error:
         raise NoSupervisor(f"{error}; ask again in a moment") from None
     except TimeoutError:

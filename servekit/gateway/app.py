@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,6 +40,7 @@ from servekit.gateway.origin import ORIGIN, Origin
 from servekit.gateway.responses import Responses
 from servekit.gateway.router import Route, Router
 from servekit.gateway.vectors import Vectors
+from servekit.wire.question import Way
 
 
 class Application:
@@ -53,9 +53,9 @@ class Application:
         *,
         ui: bool,
         legacy: bool = False,
-        operators: Path | None = None,
+        operators: Way | None = None,
     ) -> None:
-        """`operators`: the socket where the supervisor answers operators."""
+        """`operators`: where the supervisor answers operators, such as a socket."""
         self.router = router
         openai = OpenAI(router, max_body_bytes)
         self.hot = openai.routes

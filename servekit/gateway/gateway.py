@@ -26,16 +26,18 @@ import uvicorn
 from servekit.gateway import traces
 from servekit.gateway.app import Application, Guard
 from servekit.gateway.limits import LIMITS, Limits, Sweep
+from servekit.gateway.line import Line, Remote
 from servekit.gateway.pool import NEARBY, Reach
 from servekit.gateway.protocol import Handler, Http
 from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
 from servekit.wire.adapters import Told, Unused
-from servekit.wire.connection import Connection, adopt
 from servekit.wire.credentials import Renew
 from servekit.wire.heritage import await_heir
 from servekit.wire.lifeline import end_group
 from servekit.wire.messages import Drain, Ping, Serving, Spent, Stop, ToGateway, Topology, Traffic
+from servekit.wire.question import Way
+from servekit.wire.remote_gateway import Certified
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -51,13 +53,13 @@ class Settings:
     """What the supervisor tells a gateway on its command line."""
 
     name: str
-    control_fd: int
+    line: Line  # to the supervisor
     listen_fds: tuple[int, ...]
     max_body_bytes: int
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
-    operators: Path | None = None  # the socket where the supervisor answers operators
-    tls: tuple[Path, Path] | None = None  # certificate and key
+    operators: Way | None = None  # how the supervisor is asked what operators may ask
+    tls: Tls | None = None
     legacy: bool = False  # answer as HuixiangDou's LLM server does, too
     reach: Reach = NEARBY  # what it needs for workers on other machines
     #: Serve on without a supervisor: where to wait for the next one, and how long, s.
@@ -82,11 +84,12 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
+        self._line = settings.line
         self._router = Router(
             settings.name,
-            lambda found: self._control.send(found),
-            lambda adapter: self._control.send(Unused(adapter)),
-            lambda use: self._control.send(use),
+            self._line.send,
+            lambda adapter: self._line.send(Unused(adapter)),
+            self._line.send,
         )
         self._router.reach = settings.reach
         self._app = Application(
@@ -98,19 +101,18 @@ class Gateway:
         )
         access, measures = self._router.access, self._router.measures
         access.on_change(lambda: traces.follow(measures, access.rules.tracing, settings.name))
-        self._tls = None if settings.tls is None else Tls(*settings.tls)
+        self._tls = settings.tls
         self._told = asyncio.Event()
         self._serial = 0  # of the Topology that holds
         self._orphaned: asyncio.Task[None] | None = None  # the loop itself keeps no reference
         self._heir: socket.socket | None = None  # open as long as we serve
         self._close_doors: Callable[[], None] = lambda: None
         self._stop: asyncio.Future[None] = self._loop.create_future()
-        self._control: Connection[ToGateway] = Connection(ToGateway, self._on_message, self._on_eof)
 
     async def live(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_message, Stop())
-        await adopt(socket.socket(fileno=self._settings.control_fd), lambda: self._control)
+        await self._line.open(self._on_message, self._on_eof)
         await self._told.wait()  # or a gateway that was restarted would answer 404 at first
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
@@ -121,7 +123,7 @@ class Gateway:
             app, public, self._app.exchanges, limit, tls=tls, also=others, answers=answers
         ) as self._close_doors:
             keep_out_of_collections()
-            self._control.send(Serving())
+            self._line.send(Serving())
             tasks = [self._loop.create_task(self._report())]
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
@@ -134,20 +136,23 @@ class Gateway:
         self._tell_counts()
         if (tracer := self._router.measures.tracer) is not None:
             await asyncio.to_thread(tracer.close)
-        self._control.close()
+        await self._line.close()
         return 0
 
-    def _on_message(self, message: ToGateway) -> None:
+    def _on_message(self, message: ToGateway | Certified) -> None:
         match message:
+            case Certified(stamp, certificate, key):
+                if self._tls is not None:
+                    self._tls.hand(stamp, certificate + b"\n" + key)
             case Topology():
                 self._router.apply(message)
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
                 self._serial = message.serial
-                self._control.send(Told(message.serial))
+                self._line.send(Told(message.serial))
                 self._told.set()
             case Ping():
-                self._control.send(Told(self._serial))
+                self._line.send(Told(self._serial))
             case Spent():
                 self._router.access.hear(message)
             case Renew(credentials):
@@ -172,7 +177,9 @@ class Gateway:
         if self._stop.done():
             return
         log.error("the supervisor is gone", error=str(error or "EOF"))
-        if self._settings.outlive is None:
+        if isinstance(self._line, Remote):
+            self._end()  # nobody has come back to it in time
+        elif self._settings.outlive is None:
             end_group()
         else:
             self._orphaned = self._loop.create_task(self._serve_on(*self._settings.outlive))
@@ -193,27 +200,32 @@ class Gateway:
         while True:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             router = self._router
+            if not self._line.heard:
+                continue  # what is counted meanwhile is told to whoever comes
             queued = {name: route.waiting for name, route in router.routes.items()}
             tokens = {name: route.tokens() for name, route in router.routes.items()}
             waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
             now = Traffic(router.requests, router.in_flight, queued, tokens, waited)
             if (spent := router.access.spent(self._settings.name)) is not None:
-                self._control.send(spent)
+                self._line.send(spent)
             if now != last:
-                self._control.send(now)
+                self._line.send(now)
                 last = now
             self._tell_counts()
 
     def _tell_counts(self) -> None:
         if (counted := self._router.measures.take()) is not None:
-            self._control.send(counted)
+            self._line.send(counted)
 
     # ---- the UI
 
     async def _bring_up_ui(self) -> None:
-        """Import Gradio off the loop and put it under /ui; the first gateway serves it for all."""
+        """Import Gradio off the loop and put it under /ui; the first gateway serves it for all.
+
+        For all of its machine: one that is alone there serves it for itself.
+        """
         try:
-            if self._settings.name.endswith("/0"):
+            if self._settings.ui_socket is None or self._settings.name.endswith("/0"):
                 await self._serve_ui()
             else:
                 await self._borrow_ui()

@@ -60,7 +60,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
 
 def _hosts(config: Config) -> tuple[str, ...]:
     """By which names requests may come; none for any: keys, or `--insecure`, have the say."""
-    if config.keys or not _is_loopback(config.server.host):
+    if config.keys or not is_loopback(config.server.host):
         return ()
     return ("localhost", socket.gethostname(), *config.server.hosts)
 
@@ -68,7 +68,7 @@ def _hosts(config: Config) -> tuple[str, ...]:
 def refuse_public(config: Config) -> str:
     """Why this file is not served without `--insecure`; "" if it is."""
     host = config.server.host
-    return "" if config.keys or _is_loopback(host) else _PUBLIC.format(host=host)
+    return "" if config.keys or is_loopback(host) else _PUBLIC.format(host=host)
 
 
 def secret_variables(config: Config) -> frozenset[str]:
@@ -151,7 +151,7 @@ def _usable(value: str, at: tuple[str | int, ...], source: str) -> bytes:
     return value.encode()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this machine reaches it, under each address that the name has."""
     return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
 

@@ -133,7 +133,7 @@ class Accounts:
             who = (model.name,)
             waiting = sum(one.traffic.queued.get(model.name, 0) for one in self._gateways)
             yield Series("servekit_queue_depth", who, [waiting])
-            limit = model.max_queue * len(self._gateways)
+            limit = model.max_queue * sum(one.shares for one in self._gateways)
             yield Series("servekit_queue_limit", who, [limit])
             yield Series("servekit_quarantined_requests", who, [held.count(model.name)])
 

@@ -26,20 +26,20 @@ class Certificates:
         self._issued: dict[tuple[Role, str], Credentials] = {}
         self.own = Identity(self.issue("supervisor", "supervisor"))
 
-    def issue(self, role: Role, member: str) -> Credentials:
+    def issue(self, role: Role, member: str, *, is_dialled: bool = False) -> Credentials:
         """For a process that is about to start."""
-        issued = self.authority.issue(role, member, life_s=self._life_s)
+        issued = self.authority.issue(role, member, life_s=self._life_s, is_dialled=is_dialled)
         self._issued[role, member] = issued
         return issued
 
-    def due(self, role: Role, member: str) -> Credentials | None:
+    def due(self, role: Role, member: str, *, is_dialled: bool = False) -> Credentials | None:
         """What a process is to have instead of what it has; None where that is good for longer.
 
         One that an earlier supervisor has started may have any: it is renewed at once.
         """
         issued = self._issued.get((role, member))
         fresh = issued is not None and is_fresh(issued, time.time())
-        return None if fresh else self.issue(role, member)
+        return None if fresh else self.issue(role, member, is_dialled=is_dialled)
 
     def forget(self, role: Role, member: str) -> None:
         """Which it has is not known: it is due."""

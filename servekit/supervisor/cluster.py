@@ -28,6 +28,7 @@ from servekit.wire.cluster import (
     Lines,
     Measured,
     Node,
+    Nodes,
     Sorry,
     Waits,
     Want,
@@ -56,7 +57,11 @@ class Listener(Protocol):
 
 
 class Cluster(Life[FromCluster]):
-    """Runs the process; `joined` is done once it has joined the cluster, or cannot."""
+    """Runs the process; `joined` is done once it has joined the cluster, or cannot.
+
+    `nodes` are those of the cluster when it joined or, where it is to `watch`, now: `on_nodes` is
+    called when they have changed.
+    """
 
     incoming = FromCluster
 
@@ -67,12 +72,18 @@ class Cluster(Life[FromCluster]):
         namespace: str,
         wants: tuple[Want, ...],
         listener: Listener,
+        *,
+        watch: bool = False,
     ) -> None:
         super().__init__("ray", host)
         self.starting.occasion = Occasion.up()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
         self.joined.add_done_callback(_seen)
         self.there = asyncio.Event()  # it is joined now
+        self.nodes: tuple[Node, ...] = ()
+        self.own = ""  # Ray's id of the node that we are on
+        self.on_nodes: Callable[[], None] = lambda: None
+        self._watch = watch
         self._settings = settings
         self._namespace = namespace
         self._wants = wants
@@ -107,18 +118,25 @@ class Cluster(Life[FromCluster]):
                 run_dir=str(self.host.run_dir.path),
                 since=self._since,
                 turn=self._turn,
+                watch=self._watch,
             )
         )
 
     def receive(self, message: FromCluster) -> None:
         match message:
-            case Joined(_, nodes, turn):
+            case Joined(_, nodes, turn, own):
                 self._turn = turn
                 log.info("joined the Ray cluster", nodes=len(nodes))
                 self.there.set()
                 self.came_up()
+                self.nodes, self.own = nodes, own
                 if not self.joined.done():
                     self.joined.set_result(nodes)
+                self.on_nodes()
+            case Nodes(nodes):
+                log.info("the nodes of the Ray cluster have changed", nodes=len(nodes))
+                self.nodes = nodes
+                self.on_nodes()
             case Sorry(id, reason) if id == self._join_id:
                 if not self.joined.done():
                     self.joined.set_exception(Unable(reason))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from servekit.wire.messages import (
     Why,
 )
 from servekit.wire.question import put
+from servekit.wire.remote_gateway import Answered, Asked
 from servekit.wire.residency import Reside
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -108,33 +109,58 @@ class Operators:
         return connection
 
     def _on_message(self, connection: Connection[ToSupervisor], message: ToSupervisor) -> None:
+        answer = self.answer(message)
+        if isinstance(answer, Coroutine):
+            self._later(_send(connection, answer))
+        else:
+            connection.send(answer)
+
+    def answer(self, message: ToSupervisor) -> FromSupervisor | Coroutine[Any, Any, FromSupervisor]:
+        """What there is to say to that, now or when it is done."""
         match message:
             case GetStatus():
-                self._answer(connection, self._desk.status_now())
+                return self._desk.status_now()
             case Shutdown(now):
                 self._desk.shutdown(now)
-                connection.send(Accepted())
+                return Accepted()
             case GetWhy(name):
-                connection.send(self._desk.why(name))
+                return self._desk.why(name)
             case Reload():
-                self._answer(connection, self._desk.reload())
+                return self._desk.reload()
             case AddAdapter():
-                self._answer(connection, self._adapters.add(message))
+                return self._adapters.add(message)
             case RemoveAdapter():
-                self._answer(connection, self._adapters.remove(message))
+                return self._adapters.remove(message)
             case GetAdapters():
-                connection.send(self._adapters.show(message))
+                return self._adapters.show(message)
             case GetMetrics():
-                connection.send(self._metrics.show(message))
+                return self._metrics.show(message)
             case Reside():
-                self._answer(connection, self._residents.reside(message))
+                return self._residents.reside(message)
 
-    def _answer(
-        self, connection: Connection[ToSupervisor], answer: Coroutine[Any, Any, FromSupervisor]
-    ) -> None:
-        task = asyncio.get_running_loop().create_task(_send(connection, answer))
+    def hear(self, asked: Asked, send: Callable[[Answered], None]) -> None:
+        """A gateway on another machine asks what an operator has asked it over HTTP."""
+        question = asked.question
+        if isinstance(question, Shutdown):  # which nobody can ask for over HTTP
+            send(Answered(asked.id, Refused("that is not for a gateway to ask")))
+            return
+        self._later(_pass_on(self.answer(question), lambda told: send(Answered(asked.id, told))))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
+
+
+async def _pass_on(
+    answer: FromSupervisor | Coroutine[Any, Any, FromSupervisor],
+    send: Callable[[FromSupervisor], None],
+) -> None:
+    try:
+        send(await answer if isinstance(answer, Coroutine) else answer)
+    except Exception:
+        log.exception("cannot answer")
+        send(Refused("the supervisor cannot answer; its log says why"))
 
 
 async def _send(

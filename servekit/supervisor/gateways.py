@@ -53,18 +53,18 @@ class Gateway(Life[FromGateway]):
 
     def __init__(
         self,
-        index: int,
+        which: int | str,
         listen_fds: tuple[int, ...],
         server: ServerConfig,
         host: Host,
         tell_others: Callable[[Spent], None],
     ) -> None:
-        super().__init__(f"gateway/{index}", host)
+        super().__init__(f"gateway/{which}", host)
         self.starting.occasion = Occasion.up()
         self.traffic = Traffic(0, 0, {})
         self._past_tokens: Counter[str] = Counter()  # of its lives before
         self._tell_others = tell_others
-        self._index, self._listen_fds = index, listen_fds
+        self._which, self._listen_fds = which, listen_fds
         self._server = server
         self._topology = Topology(())
         self._sent = self._told = 0  # serial numbers of topologies
@@ -76,6 +76,20 @@ class Gateway(Life[FromGateway]):
         self.uses: dict[str, tuple[Wanted, float]] = {}
         self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
         self.on_counted: Callable[[Counted], None] = lambda _: None
+
+    def join(self, other: Gateway) -> None:
+        """Tell whom another one tells that is there already, and begin with what it knows."""
+        self.on_use, self.on_counted = other.on_use, other.on_counted
+        self._tell_others, self._topology = other._tell_others, other._topology
+
+    def succeed(self, other: Gateway) -> None:
+        """Another one is gone: what it has given out is not to be gone with it."""
+        self._past_tokens.update(other._past_tokens)
+
+    @property
+    def shares(self) -> bool:
+        """It takes its share of the workers' slots."""
+        return True
 
     def command(self) -> Command:
         self._forget_credentials()
@@ -104,7 +118,7 @@ class Gateway(Life[FromGateway]):
         """With workers on other machines, which outlive a supervisor, it does so, too."""
         if self.host.launcher is None:
             return ()
-        heir = heir_path(self.host.run_dir.path, self._index)
+        heir = heir_path(self.host.run_dir.path, self._which)
         return (
             *("--credentials-fd", str(self._credentials_fd)),
             *("--heir", str(heir), "--grace-s", f"{self.host.launcher.grace_s:g}"),
@@ -237,6 +251,7 @@ class Gateway(Life[FromGateway]):
             rss_bytes=self.rss_bytes,
             requests=self.traffic.requests,
             in_flight=self.traffic.in_flight,
+            reason=self.reason,
         )
 
 

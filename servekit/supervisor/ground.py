@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from servekit.supervisor import listening
+from servekit.supervisor.file_limit import raise_file_limit
 from servekit.supervisor.heritage import Heritage
 from servekit.supervisor.run_dir import RunDir
-
-_FILES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,13 @@ class Ground:
         *,
         inherits: bool = False,
     ) -> Ground:
-        """Bind the sockets and lock the run directory. Raises StartError.
+        """Bind the sockets and lock the run directory, with room for files. Raises StartError.
 
         `inherits`: what outlives a supervisor of that run directory is to serve on.
 
         The sockets first: where a port is busy no directory has been made in vain.
         """
+        raise_file_limit()
         heritage = Heritage.of(run_dir, port) if inherits else None
         if heritage is not None:
             return cls(RunDir.take(run_dir, sweep=False), heritage.listeners, heritage)
@@ -53,14 +52,6 @@ class Ground:
             ground = cls(RunDir.take(run_dir), tuple(listeners))
             taken.pop_all()
         return ground
-
-
-def raise_file_limit() -> None:
-    """Every connection is a file; the usual soft limit of 1024 is for programs that select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def has_terminal() -> bool:

@@ -20,7 +20,7 @@ from servekit.wire.messages import Status
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: For our own gateways and workers to serve, before the old ones end in any case.
-_PATIENCE_S = 120.0
+PATIENCE_S = 120.0
 _LOOK_EVERY_S = 0.1
 
 
@@ -66,7 +66,7 @@ class Heritage:
     async def settle(self, status: Callable[[], Status], drain_s: float) -> None:
         """Once ours serve, have the old gateways end, and see to it that nothing is left."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while not _serves(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
         log.info("what the last supervisor had started may end", gateways=len(self.elders))
@@ -84,9 +84,10 @@ class Heritage:
 
 
 def _serves(status: Status) -> bool:
+    ours = [gateway for gateway in status.gateways if not gateway.node]
     workers = [replica for model in status.models for replica in model.replicas]
     return (
-        all(gateway.state == "ready" for gateway in status.gateways)
+        all(gateway.state == "ready" for gateway in ours)
         and any(worker.state == "ready" for worker in workers)
         and all(worker.state not in ("starting", "loading") for worker in workers)
     )

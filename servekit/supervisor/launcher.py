@@ -68,7 +68,10 @@ class Launcher(Protocol):
         """On which node and device it is, in words; "" where it has no place."""
 
     def gateway_credentials(self, name: str) -> Credentials:
-        """With which a gateway reaches workers."""
+        """With which a gateway of our own node reaches workers."""
 
     def renewed(self, gateway: str) -> Credentials | None:
-        """What it is to show instead, where that is due; it has been told once this returns it."""
+        """What it is to show instead, where that is due; it has been told once this returns it.
+
+        Of one on another node that is seen to there: None.
+        """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from servekit.errors import StartError
@@ -31,6 +31,12 @@ def bind(host: str, port: int, *, setting: str = "--port") -> socket.socket:
         raise StartError(_refusal(host, port, error, setting)) from error
     sock.setblocking(False)
     return sock
+
+
+def close(listeners: Iterable[socket.socket]) -> None:
+    """Our own copies of them: who has inherited them goes on."""
+    for sock in listeners:
+        sock.close()
 
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:

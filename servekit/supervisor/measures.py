@@ -32,11 +32,12 @@ class Measures:
 
     def __init__(
         self,
+        fleets: Fleets,
         lives: Callable[[], Sequence[Life[Any]]],
         run_dir: RunDir,
         on_descendants: Callable[[], None],
     ) -> None:
-        self._lives = lives
+        self._fleets, self._lives = fleets, lives
         self._on_descendants = on_descendants
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
@@ -44,7 +45,7 @@ class Measures:
         self.in_use: tuple[GpuStatus, ...] = ()
         self._reading: asyncio.Task[None] | None = None
 
-    def tick(self, count: int, fleets: Fleets) -> None:
+    def tick(self, count: int) -> None:
         """Called often, with how often before."""
         if count % MEMORY_EVERY_TICKS == 0:
             self.memory()
@@ -52,20 +53,20 @@ class Measures:
             self._note_segments()
             self._note_descendants()
             if self._reading is None or self._reading.done():
-                self._reading = asyncio.get_running_loop().create_task(self.gpus(fleets))
+                self._reading = asyncio.get_running_loop().create_task(self.gpus())
 
     def memory(self) -> None:
         """What each process has resident."""
         for life in self._lives():
             life.measure()
 
-    async def gpus(self, fleets: Fleets) -> None:
+    async def gpus(self) -> None:
         """What each worker holds on GPUs, and how the GPUs are."""
-        if fleets.gpus:
-            self.in_use = await asyncio.to_thread(gpus_in_use, fleets.gpus)
+        if self._fleets.gpus:
+            self.in_use = await asyncio.to_thread(gpus_in_use, self._fleets.gpus)
             holdings = await asyncio.to_thread(gpu_memory_by_pid)
             with one_look():
-                for replica in fleets.replicas():
+                for replica in self._fleets.replicas():
                     replica.measure_gpus(holdings)
 
     def _note_descendants(self) -> None:

@@ -5,7 +5,7 @@ Only nodes on which some worker could be placed count: a head without resources 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from servekit.config.engines import KINDS
@@ -76,6 +76,24 @@ def _refusals(
                 yield (
                     f"model {need.model!r} could be placed on the Ray node {node.host}, and {lack}"
                 )
+
+
+def fault(node: Node, own: Versions) -> str:
+    """Why nothing of ours can run there, whatever it is; "" if it can."""
+    return node.problem or next(_differing(node, own), "")
+
+
+def sites_of(nodes: Sequence[Node], own: str, in_use: Mapping[str, str]) -> dict[str, Node]:
+    """Where gateways are to be, by address: one on each machine but ours, which `own` is on.
+
+    Of several nodes at one address that which is `in_use` there stays; else it is the first.
+    """
+    here = {node.host for node in nodes if node.node == own}
+    found: dict[str, Node] = {}
+    for node in sorted(nodes, key=lambda node: (node.node != in_use.get(node.host), node.node)):
+        if node.host not in here:
+            found.setdefault(node.host, node)
+    return found
 
 
 def fits(node: Node, need: Need) -> bool:

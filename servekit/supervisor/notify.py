@@ -124,8 +124,12 @@ def unready(status: Status) -> list[str]:
 
 
 def refuse_unready(status: Status) -> None:
-    """Raise ServekitError unless gateways serve and every model would answer a request."""
-    lacks = [g.name + " " + g.state for g in status.gateways if g.state != "ready"]
+    """Raise ServekitError unless gateways serve and every model would answer a request.
+
+    Those of other nodes are no reason: what asks would restart all, and they serve on without.
+    """
+    ours = [gateway for gateway in status.gateways if not gateway.node]
+    lacks = [g.name + " " + g.state for g in ours if g.state != "ready"]
     if status.draining or (lacks := lacks + unready(status)):
         raise ServekitError(summary(status) if status.draining else "; ".join(lacks))
 

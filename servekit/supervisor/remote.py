@@ -1,4 +1,4 @@
-"""A worker on another machine, in place of `child.Child`: the same interface, over the network.
+"""A worker or a gateway on another machine: the interface of `child.Child`, over the network.
 
     dialled ──▶ attached ── EOF ──▶ redialling ── attached again: nothing was lost
         ▲           │                  │
@@ -27,6 +27,7 @@ from servekit.supervisor.child import GOODBYE_S, Exit
 from servekit.supervisor.shared_memory import Segment
 from servekit.wire.adapters import AdapterSpec, Remember
 from servekit.wire.connection import LOST_S, Connection, dial
+from servekit.wire.credentials import Role
 from servekit.wire.identity import Identity
 from servekit.wire.messages import PROTOCOL, Hello, Ping, WorkerSpec
 from servekit.wire.remote import FLEETING, Attach, Attached, Kept, Superseded
@@ -84,6 +85,7 @@ class RemoteChild(Generic[Incoming]):
         *,
         lost_s: float = LOST_S,
         node_lost_s: float = NODE_LOST_S,
+        role: Role = "worker",
     ) -> None:
         self.name = name
         self.address = address
@@ -99,6 +101,9 @@ class RemoteChild(Generic[Incoming]):
         self._hands = hands
         self._lost_s = lost_s
         self._node_lost_s = node_lost_s
+        self._role: Role = role
+        #: Called when a connection that was lost is there again: for what is not kept.
+        self.on_again: Callable[[], None] = lambda: None
         self._session = secrets.token_hex(8)
         self._kept = Kept()
         self._had = 0
@@ -126,6 +131,7 @@ class RemoteChild(Generic[Incoming]):
         *,
         lost_s: float = LOST_S,
         node_lost_s: float = NODE_LOST_S,
+        role: Role = "worker",
     ) -> RemoteChild[Incoming]:
         """Reach it. Raises OSError, with a sentence, where that fails.
 
@@ -134,7 +140,7 @@ class RemoteChild(Generic[Incoming]):
         """
         child = cls(
             name, address, identity, incoming, on_message, hands,
-            lost_s=lost_s, node_lost_s=node_lost_s,
+            lost_s=lost_s, node_lost_s=node_lost_s, role=role,
         )  # fmt: skip
         await child._dial()
         child._begin(child._await_exit())
@@ -238,6 +244,7 @@ class RemoteChild(Generic[Incoming]):
             lambda: Connection(Hello, self._on_hello, self._on_close),
             self._identity,
             lost_s=self._lost_s,
+            role=self._role,
         )
         self._connection = connection
         connection.send(Hello(PROTOCOL, "supervisor", self._identity.member))
@@ -254,7 +261,7 @@ class RemoteChild(Generic[Incoming]):
         assert connection is not None  # it answers what was sent by way of it
         if hello.protocol != PROTOCOL:
             raise WireError(
-                f"worker {hello.name} speaks protocol {hello.protocol} and this supervisor"
+                f"{self._role} {hello.name} speaks protocol {hello.protocol} and this supervisor"
                 f" {PROTOCOL}: install the same servekit on all machines"
             )
         connection.allow()
@@ -276,10 +283,9 @@ class RemoteChild(Generic[Incoming]):
     def _on_attached(self, told: Attached) -> None:
         missing = self._kept.after(told.have)
         if self.pid and (not told.resumed or missing is None):
-            self._conclude(Exit(None, None, (), cause="it is not the worker any more that it was"))
+            self._conclude(Exit(None, None, (), cause="it is not the process any more that it was"))
             return
-        if not self.pid:
-            self.added = told.added
+        self.added = self.added if self.pid else told.added
         self.pid, self.state, self.spec = told.pid, told.state, told.spec
         self._ahead_s = told.now_s - time.monotonic()
         for message in missing or ():
@@ -327,6 +333,7 @@ class RemoteChild(Generic[Incoming]):
                 await asyncio.sleep(_REDIAL_S)
             else:
                 log.info("control channel found again", child=self.name)
+                self.on_again()
                 return
         self._lose(said)
 

@@ -28,7 +28,7 @@ from servekit.supervisor.ending import END_S, KILL_S, WORKER_GRACE_S, last_words
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import gateways_of
-from servekit.supervisor.ground import Ground, has_terminal, raise_file_limit
+from servekit.supervisor.ground import Ground, has_terminal
 from servekit.supervisor.guard import Guard
 from servekit.supervisor.journal import journal
 from servekit.supervisor.launching import grace_s, launcher_of, opened
@@ -40,6 +40,7 @@ from servekit.supervisor.observer import Observer
 from servekit.supervisor.openings import Elsewhere, Here
 from servekit.supervisor.planning import Plan
 from servekit.supervisor.quarantine import Quarantine
+from servekit.supervisor.remote_gateways import remote_gateways
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.residents import Residents
 from servekit.supervisor.run_dir import Record
@@ -101,7 +102,9 @@ class Supervisor:
         desk = AdapterDesk(self._fleets, self._gateways)
         self._accounts = Accounts(self._gateways, self._fleets, self._quarantine, self.status)
         self._operators = Operators(self, desk, self._residents, self._accounts)
-        self._measures = Measures(self._lives, self.run_dir, self.children_changed)
+        self._measures = Measures(self._fleets, self._lives, self.run_dir, self.children_changed)
+        own = self._gateways, plan.config.server, ground.listeners
+        self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
 
     # ---- its life
 
@@ -111,7 +114,6 @@ class Supervisor:
             last.callback(self._leave)
             last.callback(self._signals.ignore)
             self._signals.catch()
-            raise_file_limit()
             offspring.become_subreaper()
             last.callback(driver.close)
             self._leave_record()
@@ -119,11 +121,12 @@ class Supervisor:
             guard = Guard(self.run_dir.path, self.mark, self.environ, grace_s(self.launcher))
             last.callback(guard.dismiss)
             last.callback(self._end_all)
-            last.callback(self._loop.create_task(ticking(self._look, self._measure)).cancel)
+            last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
             await self._operators.listen(self.run_dir.control)
             if await opened(self.launcher, self._fleets.plan, self._until_told):
                 for gateway in self._gateways:
                     self._run(gateway)
+                self._everywhere.begin()
                 self._fleets.apply(self._fleets.plan)
                 await self._until_told()
             return await self._drain()
@@ -137,9 +140,10 @@ class Supervisor:
         """A life is over: by a reload, or at the end, or because of a bug of ours."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._requests.put_nowait(error)
-        if isinstance(life, Replica | Standby) and not self._draining:
+        if not self._draining:
             del self._tasks[life]
-            self._fleets.ended(life)
+            if isinstance(life, Replica | Standby):
+                self._fleets.ended(life)
             self.changed()
 
     async def _until_told(self) -> None:
@@ -168,8 +172,9 @@ class Supervisor:
         log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
-        self._close_listeners()
+        listening.close(self._listeners)
         self._fleets.halt()
+        self._everywhere.halt()
         self._residents.halt()
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
@@ -209,13 +214,9 @@ class Supervisor:
         end_leftovers(self._started(), self.mark)
         offspring.end_adopted()
 
-    def _close_listeners(self) -> None:
-        for sock in self._listeners:
-            sock.close()
-
     def _leave(self) -> None:
         self._operators.close()
-        self._close_listeners()
+        listening.close(self._listeners)
         self.run_dir.release()
 
     # ---- requests to it
@@ -275,7 +276,7 @@ class Supervisor:
         topology = Topology(
             self._models(self._fleets.served, False),
             self._draining,
-            len(self._gateways),
+            sum(gateway.shares for gateway in self._gateways),
             self._quarantine.holding(),
             self._fleets.plan.access,
         )
@@ -289,9 +290,6 @@ class Supervisor:
         else:
             self._observer.changed(status := self.status())
             self._notifier.changed(status)
-
-    def _measure(self, count: int) -> None:
-        self._measures.tick(count, self._fleets)
 
     def _look(self, slept: bool) -> None:
         for life in self._lives():
@@ -310,7 +308,7 @@ class Supervisor:
     async def status_now(self) -> Status:
         """For an operator, who may look before the first tick."""
         self._measures.memory()
-        await self._measures.gpus(self._fleets)
+        await self._measures.gpus()
         return self.status()
 
     def status(self) -> Status:

@@ -28,12 +28,9 @@ class Survey:
 
     def refusal(self, models: Sequence[ModelConfig]) -> str:
         """Why the cluster cannot serve these, as it was last seen; "" if it can."""
-        own = nodes.Versions(
-            __version__, platform.python_version(), importlib.metadata.version("ray")
-        )
         cpus = self._settings.cpus
         needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
-        return nodes.refusal(self.nodes, own, needs, grows=self._settings.autoscaled)
+        return nodes.refusal(self.nodes, _own_versions(), needs, grows=self._settings.autoscaled)
 
     async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
         """Ask the nodes that there are now for what these need: why they cannot be served."""
@@ -47,3 +44,19 @@ class Survey:
             return f"the Ray cluster cannot be asked: {error.message}"
         self.nodes = looked.nodes
         return self.refusal(models)
+
+    async def fault(self, cluster: Cluster, node: Node) -> str:
+        """Why nothing of ours can run on a node, whatever room it has; "" if it can."""
+        own, within_s = _own_versions(), self._settings.connect_s
+        if said := nodes.fault(node, own):
+            try:  # which was true when it came, and it may have been busy, or been set right
+                looked: Looked = await cluster.ask(lambda id: Look(id, within_s, (), node.node))
+            except Unable as error:
+                return error.message
+            said = nodes.fault(looked.nodes[0], own)
+        return said
+
+
+def _own_versions() -> nodes.Versions:
+    ray = importlib.metadata.version("ray")
+    return nodes.Versions(__version__, platform.python_version(), ray)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from servekit.narrow import shortened
 from servekit.plain import line
-from servekit.tables import duration, note, size, span, state
+from servekit.tables import duration, gateway_note, note, size, span, state
 from servekit.terminal.events import told
 from servekit.terminal.sampling import View, queued
 from servekit.wire.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
@@ -186,7 +186,9 @@ def _gateway(gateway: GatewayStatus, width: int) -> Text:
             *(Text() for _ in range(3)),
             _count(gateway.restarts),
             Text(size(gateway.rss_bytes)),
-            Text(f"requests so far: {gateway.requests}", style="dim"),
+            Text(
+                line(gateway_note(gateway) or f"requests so far: {gateway.requests}"), style="dim"
+            ),
         ],
         width,
     )

@@ -59,8 +59,13 @@ class Authority(msgspec.Struct, frozen=True):
         builder = builder.add_extension(_usage(signs=True), True)
         return cls(cluster, _signed(builder, key), _pem(key))
 
-    def issue(self, role: Role, member: str, *, life_s: float = LIFE_S) -> Credentials:
-        """Credentials for one process. Supervisors and gateways dial, workers are dialled."""
+    def issue(
+        self, role: Role, member: str, *, life_s: float = LIFE_S, is_dialled: bool = False
+    ) -> Credentials:
+        """Credentials for one process. Supervisors and gateways dial, workers are dialled.
+
+        And so are gateways on other machines than the supervisor's: `is_dialled`.
+        """
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -76,9 +81,9 @@ class Authority(msgspec.Struct, frozen=True):
         builder = builder.add_extension(names, False)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         builder = builder.add_extension(_usage(signs=False), True)
-        # a worker dials itself, to see that it can be reached; nobody else is ever a server
+        # a worker dials itself, too, to see that it can be reached
         client = ExtendedKeyUsageOID.CLIENT_AUTH
-        server = [ExtendedKeyUsageOID.SERVER_AUTH] if role == "worker" else []
+        server = [ExtendedKeyUsageOID.SERVER_AUTH] if is_dialled or role == "worker" else []
         builder = builder.add_extension(x509.ExtendedKeyUsage([client, *server]), True)
         parent = x509.AuthorityKeyIdentifier.from_issuer_public_key(own.public_key())
         builder = builder.add_extension(parent, False)

@@ -3,11 +3,11 @@
     supervisor → cluster   Join · Look · Berth · Start · Signal · Strays · Vacate · Keep
     cluster → supervisor   answers, by `id`: Joined · Looked · Berthed · Started · Held · Vacated
                            · Sorry
-                           Waits · Lines · Measured · Exited
+                           Waits · Lines · Measured · Exited · Nodes
 
 A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
 actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
-back where it was.
+back where it was. That of a gateway is such an actor, too, on a given node, and claims nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RemoteGpu(Value, frozen=True):
 
 
 class Running(Value, frozen=True):
-    """A worker process in a berth."""
+    """A process in a berth."""
 
     pid: int
     address: str  # where it listens
@@ -75,14 +75,19 @@ class Join(Message, frozen=True):
     run_dir: str  # who we are, for others who want this namespace
     since: float  # Unix time, s
     turn: int = 0  # what Joined has said before; 0: it is the first time
+    watch: bool = False  # tell of nodes that come and go, with Nodes
 
 
 class Look(Message, frozen=True):
-    """Have all nodes that there are now look at themselves; Looked is the answer."""
+    """Have all nodes that there are now, or a certain one, look at themselves.
+
+    Looked is the answer; Sorry where that one is there no more.
+    """
 
     id: int
     within_s: float
     wants: tuple[Want, ...]
+    node: str = ""  # Ray's id; "": all
 
 
 class Berth(Message, frozen=True):
@@ -94,11 +99,12 @@ class Berth(Message, frozen=True):
     gpus: int
     cpus: float
     strategy: Literal["PACK", "SPREAD"]
-    fingerprint: str  # a worker that runs there and has another one is ended
+    fingerprint: str  # a process that runs there and has another one is ended
+    node: str = ""  # it is to be there, and to claim nothing; "": where there is room
 
 
 class Start(Message, frozen=True):
-    """Start the worker in its berth."""
+    """Start the process in its berth."""
 
     id: int
     name: str
@@ -107,6 +113,8 @@ class Start(Message, frozen=True):
     credentials: bytes
     fingerprint: str
     pin: Literal["uuid", "index"] = "uuid"  # how its GPUs are named in CUDA_VISIBLE_DEVICES
+    role: Literal["worker", "gateway"] = "worker"
+    listen: tuple[tuple[str, int], ...] = ()  # host and port: sockets that it inherits
 
 
 class Signal(Message, frozen=True):
@@ -144,10 +152,17 @@ class Joined(Message, frozen=True):
     id: int
     nodes: tuple[Node, ...]
     turn: int  # by which the namespace is ours
+    own: str = ""  # Ray's id of the node that we are on
 
 
 class Looked(Message, frozen=True):
     id: int
+    nodes: tuple[Node, ...]
+
+
+class Nodes(Message, frozen=True):
+    """All that are there, whenever that has changed; new ones have looked at themselves."""
+
     nodes: tuple[Node, ...]
 
 
@@ -217,4 +232,4 @@ class Exited(Message, frozen=True):
 
 ToCluster = Stop | Join | Look | Berth | Start | Signal | Strays | Vacate | Keep
 Answer = Joined | Looked | Berthed | Started | Held | Vacated | Sorry
-FromCluster = Answer | Waits | Lines | Measured | Exited
+FromCluster = Answer | Waits | Lines | Measured | Exited | Nodes

@@ -25,7 +25,7 @@ from servekit.wire.address import is_tcp
 
 if TYPE_CHECKING:
     from servekit.wire.identity import Identity
-    from servekit.wire.tls import Credentials, Member
+    from servekit.wire.tls import Credentials, Member, Role
 
 #: Longest frame accepted. The longest honest one is a prompt at the body limit.
 MAX_FRAME_BYTES = 64 * 2**20
@@ -249,8 +249,9 @@ async def dial(
     credentials: Credentials | Identity | None = None,
     *,
     lost_s: float = LOST_S,
+    role: Role = "worker",
 ) -> Connection[Any]:
-    """Connect to a Unix socket, or to a worker at `tcp://HOST:PORT`, which takes credentials.
+    """Connect to a Unix socket, or to a member at `tcp://HOST:PORT`, which takes credentials.
 
     Raises OSError when nothing listens there; between machines also when it does not answer
     (TimeoutError) or one does not trust the other (`tls.NotTrusted`), with a sentence.
@@ -258,7 +259,7 @@ async def dial(
     if is_tcp(address):
         from servekit.wire import tcp
 
-        return await tcp.dial(str(address), factory, credentials, lost_s)
+        return await tcp.dial(str(address), factory, credentials, lost_s, role)
     _, connection = await asyncio.get_running_loop().create_unix_connection(factory, str(address))
     return connection
 

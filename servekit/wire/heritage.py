@@ -20,9 +20,9 @@ _MOST_SOCKETS = 4
 _ANSWER_S = 2.0
 
 
-def heir_path(run_dir: Path, index: int) -> Path:
-    """Where gateway `index` waits for its heir."""
-    return run_dir / f"heir-{index}.sock"
+def heir_path(run_dir: Path, which: int | str) -> Path:
+    """Where that gateway waits for its heir."""
+    return run_dir / f"heir-{which}.sock"
 
 
 async def await_heir(path: Path, fds: Sequence[int], within_s: float) -> socket.socket | None:

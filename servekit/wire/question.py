@@ -1,12 +1,17 @@
-"""One question to the supervisor behind an operators' socket, and its answer."""
+"""One question of an operator's to the supervisor, and its answer."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from servekit.wire.connection import Connection, dial
 from servekit.wire.messages import FromSupervisor, ToSupervisor
+
+#: How the supervisor is asked: by way of the operators' socket, or as who can reach it has it.
+Put = Callable[[ToSupervisor, float], Awaitable[FromSupervisor]]
+Way = Path | Put
 
 
 async def put(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupervisor:

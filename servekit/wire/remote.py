@@ -1,7 +1,7 @@
-"""The control channel of a worker on another machine, which outlives its connections.
+"""The control channel of a process on another machine, which outlives its connections.
 
-    supervisor → worker    Hello · Attach · and what any worker is told
-    worker → supervisor    Attached · Superseded · and what any worker tells
+    supervisor → process    Hello · Attach · and what any worker or gateway is told
+    process → supervisor    Hello · Attached · Superseded · and what any of them tells
 
 A connection may break where both ends live on. Each end keeps what it has sent; when the
 supervisor has dialled again, each says how many messages it has had, and is sent the others: all
@@ -16,12 +16,13 @@ from typing import Literal
 
 import msgspec
 
-from servekit.wire.adapters import AdapterSpec
-from servekit.wire.messages import Loading, Ping, Pong, WorkerSpec
+from servekit.wire.adapters import AdapterSpec, Told
+from servekit.wire.messages import Loading, Ping, Pong, Topology, WorkerSpec
+from servekit.wire.remote_gateway import Answered, Asked, Certified
 from servekit.wire.value import Message
 
 #: Messages that are sent again by being sent anew.
-FLEETING = (Ping, Pong, Loading)
+FLEETING = (Ping, Pong, Loading, Topology, Told, Certified, Asked, Answered)
 #: Messages kept for a peer that has not said that it has them.
 MOST_KEPT = 1024
 
@@ -30,7 +31,7 @@ class Attach(Message, frozen=True):
     """Take this connection for your control channel, instead of any other."""
 
     session: str  # the same for all connections of one supervisor's hold on this worker
-    have: int = 0  # messages of the worker that were had in this session
+    have: int = 0  # messages of that process that were had in this session
 
 
 class Attached(Message, frozen=True):
@@ -39,9 +40,9 @@ class Attached(Message, frozen=True):
     resumed: bool  # False: the session is new here, and a summary follows
     have: int  # messages of the supervisor that were had in this session
     pid: int
-    now_s: float  # by the worker's monotonic clock
+    now_s: float  # by its monotonic clock
     state: Literal["empty", "loading", "ready", "failed"]
-    spec: WorkerSpec | None = None  # what it was told to load
+    spec: WorkerSpec | None = None  # what a worker was told to load
     added: tuple[AdapterSpec, ...] = ()  # what operators have added to its model, as it was told
 
 

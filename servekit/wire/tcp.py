@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from servekit.errors import StartError
 from servekit.wire import tls
 from servekit.wire.address import host_and_port
-from servekit.wire.credentials import Credentials
+from servekit.wire.credentials import Credentials, Role
 from servekit.wire.identity import Identity
 
 if TYPE_CHECKING:
@@ -31,9 +31,16 @@ _GOODBYE_S = 1.0
 
 
 async def dial(
-    address: str, factory: Factory, credentials: Credentials | Identity | None, lost_s: float
+    address: str,
+    factory: Factory,
+    credentials: Credentials | Identity | None,
+    lost_s: float,
+    role: Role,
 ) -> Connection[Any]:
-    """Connect to a worker. Raises OSError, with a sentence where that is not the system's own."""
+    """Connect to a member in that role.
+
+    Raises OSError, with a sentence where that is not the system's own.
+    """
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
     try:
@@ -48,9 +55,9 @@ async def dial(
         raise tls.NotTrusted(f"{address}: {tls.explain(error)}") from None
     except StartError as error:
         raise tls.NotTrusted(error.message) from None
-    if connection.peer is None or connection.peer.role != "worker":
+    if connection.peer is None or connection.peer.role != role:
         connection.abort()
-        raise tls.NotTrusted(f"{address} is not a worker of this cluster")
+        raise tls.NotTrusted(f"{address} is not a {role} of this cluster")
     _watch(transport.get_extra_info("socket"), lost_s)
     connection.allow(_HELLO_BYTES)
     return connection

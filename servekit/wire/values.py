@@ -317,6 +317,8 @@ class GatewayStatus(Value, frozen=True):
     rss_bytes: int = 0
     requests: int = 0
     in_flight: int = 0
+    node: str = ""  # its address, where it is not on the supervisor's
+    reason: str = ""  # why it does not serve, or what its last life has ended of: a sentence
 
 
 class GpuStatus(Value, frozen=True):

@@ -1,9 +1,10 @@
-"""Certificates for tests, made on the spot: self-signed, for 127.0.0.1 and localhost."""
+"""Certificates for tests, made on the spot: self-signed, for localhost and addresses of ours."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -14,13 +15,18 @@ DAY = datetime.timedelta(days=1)
 
 
 def make(
-    folder: Path, name: str = "server", *, days: tuple[int, int] = (-1, 30), passphrase: str = ""
+    folder: Path,
+    name: str = "server",
+    *,
+    days: tuple[int, int] = (-1, 30),
+    passphrase: str = "",
+    addresses: Sequence[str] = ("127.0.0.1",),
 ) -> tuple[Path, Path]:
     """Write NAME.pem and NAME.key, valid from and until so many days from now; their paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -29,7 +35,7 @@ def make(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now + days[0] * DAY)
         .not_valid_after(now + days[1] * DAY)
-        .add_extension(x509.SubjectAlternativeName([address, x509.DNSName("localhost")]), False)
+        .add_extension(x509.SubjectAlternativeName([*names, x509.DNSName("localhost")]), False)
         .sign(key, hashes.SHA256())
     )
     paths = folder / f"{name}.pem", folder / f"{name}.key"

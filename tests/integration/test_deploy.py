@@ -199,6 +199,25 @@ def test_its_configuration_is_one(overlay: str, tmp_path: Path) -> None:
 
 
 @needs_kubectl
+def test_every_node_of_the_ray_cluster_is_reached_where_its_gateway_listens() -> None:
+    documents = rendered("kuberay")
+    config = yaml.safe_load(one(documents, "ConfigMap")["data"]["servekit.yaml"])
+    assert config["ray"]["gateways"] == "every_node"
+    cluster = one(documents, "RayCluster")["metadata"]["name"]
+    [nodes] = [
+        document["spec"]
+        for document in documents
+        if document["kind"] == "Service" and "ray.io/cluster" in document["spec"]["selector"]
+    ]
+    assert nodes["selector"]["ray.io/cluster"] == cluster
+    assert [port["targetPort"] for port in nodes["ports"]] == [config["server"]["port"]]
+    ingress = one(documents, "NetworkPolicy")["spec"]["ingress"]
+    assert config["server"]["port"] in [
+        p["port"] for rule in ingress for p in rule.get("ports", ())
+    ]
+
+
+@needs_kubectl
 def test_probes_ask_what_their_names_say() -> None:
     [container] = one(rendered("overlays/cpu"), "Deployment")["spec"]["template"]["spec"][
         "containers"

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from servekit.wire.adapters import AdapterSpec, AddAdapter
 from servekit.wire.messages import GetWhy, Reload, ReplicaStatus, Why
 from tests.integration import ray_growing
 from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.ray_cluster import raylet_of, running
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
 from tests.integration.test_adapters import folder
 
@@ -41,31 +41,9 @@ ROOT = Path(__file__).parents[2]
 GRACE_S = 12.0
 
 
-@contextlib.contextmanager
-def cluster(*, grows: bool = False) -> Iterator[Nodes]:
-    home = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
-    (home / "ray").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        # what Ray notes of the newest cluster of the machine is not to be shared with others
-        patch.setenv("RAY_TMPDIR", str(home))
-        for name, value in (ray_growing.ENVIRON if grows else {}).items():
-            patch.setenv(name, value)
-        try:
-            made = Nodes(str(home), **(ray_growing.head(home) if grows else {}))
-        except ConnectionError:
-            shutil.rmtree(home, ignore_errors=True)
-            pytest.skip("Ray's own head does not start on this machine, tried three times")
-        try:
-            yield made
-        finally:
-            made.end()
-            ray_growing.end(home)
-            shutil.rmtree(home, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with cluster() as made:
+    with running() as made:
         for _ in range(2):
             made.add()
         yield made
@@ -123,16 +101,6 @@ def say(url: str, text: str, model: str = "a") -> str:
     assert answer.status_code == 200, answer.text
     said: str = answer.json()["choices"][0]["text"]
     return said
-
-
-def raylet_of(pid: int) -> int:
-    """The process of Ray's node that a worker descends from."""
-    # whole: what is cut has lost its folders, and Ray says all of its settings on that line
-    while "raylet/raylet" not in procfs.command(pid, 2**20):
-        found = procfs.read(pid)
-        assert found is not None and found.parent > 0, "no node of Ray above it"
-        pid = found.parent
-    return pid
 
 
 def test_workers_on_two_nodes_answer_through_one_gateway(service: Service) -> None:
@@ -330,7 +298,7 @@ def test_a_namespace_is_one_instance_s_as_long_as_that_lives(nodes: Nodes, tmp_p
 
 @pytest.mark.lane
 def test_a_cluster_that_grows_is_waited_for(tmp_path: Path) -> None:
-    with cluster(grows=True) as growing:
+    with running(grows=True) as growing:
         sections = section(growing, cpus=ray_growing.CPUS, autoscaled=True)
         with Instance.up(tmp_path, [echo("a")], sections=sections) as up:
             up.until("it says what it waits for", lambda: waits_for_a_node(up), PATIENCE_S)
@@ -362,7 +330,7 @@ def waits_for_a_node(up: Instance) -> bool:
 
 @pytest.mark.lane
 def test_when_the_head_is_lost_workers_serve_for_the_grace_time_and_end(tmp_path: Path) -> None:
-    with cluster() as beheaded:
+    with running() as beheaded:
         beheaded.add()
         sections = section(beheaded, cpus=1, grace_s=GRACE_S)
         with Instance.up(tmp_path, [echo("a", step_s=0.02)], sections=sections) as up:

@@ -85,6 +85,14 @@ def test_a_start_is_over_when_all_serve_or_have_failed(
     assert settled(status(*replicas, gateway=gateway)) is expected
 
 
+def test_a_start_is_over_where_a_gateway_of_another_node_has_found_no_port() -> None:
+    ours = status(replica("m/0", "ready"))
+    other = GatewayStatus("gateway/n", 0, "starting", node="n")
+    assert not settled(replace(ours, gateways=(*ours.gateways, other)))
+    other = GatewayStatus("gateway/n", 0, "backoff", node="n", reason="the port is taken")
+    assert settled(replace(ours, gateways=(*ours.gateways, other)))
+
+
 def test_the_banner_comes_once(display: Display) -> None:
     display.changed(status(replica("m/0", "loading")))
     assert printed(display) == ""
@@ -184,6 +192,17 @@ def test_tables_hold_every_process() -> None:
     one = status(replica("m/0", "ready", reason="killed by SIGKILL"))
     text = "".join(shown(table) for table in status_tables(one))
     assert "m/0" in text and "gateway/0" in text and "last: killed by SIGKILL" in text
+
+
+def test_why_a_gateway_is_not_there_is_shown() -> None:
+    one = status(replica("m/0", "ready"))
+    refused = GatewayStatus("gateway/n", 0, "backoff", node="n", reason="the port is taken")
+    back = GatewayStatus("gateway/o", 7, "ready", node="o", reason="killed by SIGKILL")
+    whole = replace(one, gateways=(*one.gateways, refused, back))
+    lines = "".join(shown(table) for table in status_tables(whole)).splitlines()
+    found = {line.split()[0]: " ".join(line.split()) for line in lines if line}
+    assert found["gateway/n"].endswith("the port is taken")
+    assert found["gateway/o"].endswith("last: killed by SIGKILL")
 
 
 def test_adapters_and_stray_memory_are_shown() -> None:

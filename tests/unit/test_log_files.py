@@ -17,6 +17,7 @@ def test_names_of_files_are_those_of_processes(tmp_path: Path) -> None:
         (tmp_path / "logs" / name).touch()
     assert set(files(tmp_path)) == {"a/0", "org/a/0", "a/standby-0", "gateway/0"}
     assert process_of(Path("gateway-0.log")) == "gateway/0"
+    assert process_of(Path("gateway-ip-10-0-0-2.log")) == "gateway/ip-10-0-0-2"
     assert files(tmp_path / "none") == {}
 
 

@@ -90,8 +90,12 @@ def _worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
     return row + (_reason(said, len(names)) if said else "")
 
 
+def _short(reason: str) -> str:
+    return plain(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
+
+
 def _reason(reason: str, width: int) -> str:
-    short = plain(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
+    short = _short(reason)
     return f'<tr class="sk-why"><td colspan="{width}">{escape(short)}</td></tr>'
 
 
@@ -107,7 +111,8 @@ def gateways(found: Sequence[GatewayStatus], say: Say) -> str:
         f'<li><span class="sk-dot sk-{MARK.get(one.state, "busy")}"></span> <b>{escape(one.name)}'
         f"</b> {escape(say(f'state.{one.state}'))} · "
         f"{escape(say('gateways.counts', requests=f'{one.requests:,}', open=one.in_flight))} · "
-        f"{gigabytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}</li>"
+        f"{gigabytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
+        f"{' · ' if one.reason else ''}{escape(_short(one.reason))}</li>"
         for one in found
     )
     return f'<ul class="sk-gateways">{rows}</ul>'

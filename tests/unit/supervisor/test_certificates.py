@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from servekit.supervisor.certificates import Certificates, is_fresh
 from servekit.wire.authority import LIFE_S, SKEW_S, Authority
@@ -42,6 +44,18 @@ def test_each_is_renewed_by_itself() -> None:
     assert certificates.due("worker", "m/1") is None
     certificates.forget("worker", "m/1")
     assert certificates.due("worker", "m/1") is not None
+
+
+def test_what_is_dialled_stays_so() -> None:
+    certificates = Certificates(OURS, life_s=0.0)
+    server = ExtendedKeyUsageOID.SERVER_AUTH
+    for is_dialled in (True, False):
+        certificates.issue("gateway", "gateway/n", is_dialled=is_dialled)
+        found = certificates.due("gateway", "gateway/n", is_dialled=is_dialled)
+        assert found is not None
+        shown = x509.load_pem_x509_certificate(found.certificate)
+        usage = shown.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert (server in usage) is is_dialled
 
 
 def test_our_own_is_renewed_where_it_is_used() -> None:

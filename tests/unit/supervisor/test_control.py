@@ -24,8 +24,10 @@ from servekit.wire.messages import (
     Reload,
     Shutdown,
     Status,
+    ToSupervisor,
     Why,
 )
+from servekit.wire.remote_gateway import Answered, Asked
 from servekit.wire.residency import Reside
 
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
@@ -104,6 +106,33 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such model"):
         await ask(path, GetWhy("n"))
     operators.close()
+
+
+async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> None:
+    desk, told = Desk(), asyncio.Queue[Answered]()
+    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    questions: list[ToSupervisor] = [GetStatus(), GetWhy("m"), Reload(), Shutdown(True)]
+    for id, question in enumerate(questions):
+        operators.hear(Asked(id, question), told.put_nowait)
+    answers = {}
+    for _ in range(4):
+        answered = await asyncio.wait_for(told.get(), 60)
+        answers[answered.id] = answered.answer
+    assert answers == {
+        0: STATUS,
+        1: Why("m", "closed", ()),
+        2: Accepted("a added"),
+        3: Refused("that is not for a gateway to ask"),
+    }
+    assert not desk.heard
+
+
+async def test_a_gateway_is_told_that_there_is_no_answer() -> None:
+    told = asyncio.Queue[Answered]()
+    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators.hear(Asked(1, GetStatus()), told.put_nowait)
+    answered = await asyncio.wait_for(told.get(), 60)
+    assert isinstance(answered.answer, Refused)
 
 
 async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:

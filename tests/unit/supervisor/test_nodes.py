@@ -8,7 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.nodes import Need, Versions, gpus_for, in_words, refusal
+from servekit.supervisor.nodes import (
+    Need,
+    Versions,
+    fault,
+    gpus_for,
+    in_words,
+    refusal,
+    sites_of,
+)
 from servekit.supervisor.placement import placed_elsewhere
 from servekit.supervisor.specs import worker_spec
 from servekit.wire.cluster import Node
@@ -42,6 +50,27 @@ def test_what_fits_nowhere_may_wait_where_the_cluster_grows() -> None:
     assert refusal([], OWN, [ONE], grows=True) == ""
     older = replace(SMALL, servekit="0.0.9")
     assert "has servekit 0.0.9" in refusal([older], OWN, [EIGHT, ONE], grows=True)
+
+
+def test_what_keeps_all_of_ours_from_a_node_is_told_whatever_room_it_has() -> None:
+    assert fault(HEAD, OWN) == ""
+    assert fault(replace(HEAD, problem="servekit is not installed there"), OWN) == (
+        "servekit is not installed there"
+    )
+    assert "has Python 3.12, and this one has 3.11" in fault(replace(HEAD, python="3.12.1"), OWN)
+
+
+def test_there_is_one_on_each_machine_but_ours() -> None:
+    assert sites_of([HEAD, SMALL, LARGE], HEAD.node, {}) == {SMALL.host: SMALL, LARGE.host: LARGE}
+    beside = Node("beside", HEAD.host)
+    assert sites_of([HEAD, beside, SMALL], HEAD.node, {}) == {SMALL.host: SMALL}
+
+
+def test_of_several_nodes_at_one_address_that_which_has_one_keeps_it() -> None:
+    first, second = Node("a", "10.0.0.2"), Node("b", "10.0.0.2")
+    assert sites_of([second, first], "", {}) == {"10.0.0.2": first}
+    assert sites_of([first, second], "", {"10.0.0.2": "b"}) == {"10.0.0.2": second}
+    assert sites_of([first], "", {"10.0.0.2": "b"}) == {"10.0.0.2": first}
 
 
 def test_versions_that_differ_are_told_where_a_worker_could_be() -> None:

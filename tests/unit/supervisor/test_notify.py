@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from servekit.supervisor.notify import Notifier, address, summary, watchdog_s
+from servekit.errors import ServekitError
+from servekit.supervisor.notify import Notifier, address, refuse_unready, summary, watchdog_s
 from servekit.wire.messages import GatewayStatus, ModelStatus, Progress, ReplicaStatus, Status
 from servekit.wire.values import WorkerState
 
@@ -66,6 +68,14 @@ A = model("a", replica("a/0", "failed"), replica("a/1", "ready"))
 )  # fmt: skip
 def test_the_status_line(of: Status, said: str) -> None:
     assert summary(of) == said
+
+
+def test_a_gateway_of_another_node_is_no_reason_to_restart_all() -> None:
+    ours = status(A)
+    elsewhere = GatewayStatus("gateway/10.0.0.2", 0, "backoff", node="10.0.0.2", reason="port")
+    refuse_unready(replace(ours, gateways=(*ours.gateways, elsewhere)))
+    with pytest.raises(ServekitError, match="gateway/0 backoff"):
+        refuse_unready(replace(status(A, gateway="backoff"), models=()))
 
 
 # ---------------------------------------------------------------- what is sent

@@ -23,6 +23,7 @@ from servekit.wire.messages import (
     FromWorker,
     GatewayToWorker,
     Generate,
+    GetWhy,
     Hello,
     Load,
     OneEach,
@@ -34,10 +35,11 @@ from servekit.wire.messages import (
     WorkerToGateway,
 )
 from servekit.wire.remote import Attach
+from servekit.wire.remote_gateway import Asked, Certified, FromRemoteGateway, ToRemoteGateway
 from tests.unit.wire.test_messages import INFO, SPEC
 
 KINDS: list[Any] = [GatewayToWorker, WorkerToGateway, ToWorker, FromWorker, ToGateway]
-KINDS += [FromGateway, ToSupervisor, Hello, Attach]
+KINDS += [FromGateway, ToSupervisor, Hello, Attach, FromRemoteGateway, ToRemoteGateway]
 SEEDS = [
     Generate(1, SamplingParams(stop=("x",)), prompt="hé", tools=[{"a": [1, {"b": None}]}]),
     Load(SPEC),
@@ -45,6 +47,8 @@ SEEDS = [
     OneEach([1, 7], ["hé", ""], [5, 6]),
     Hello(3, "worker", "w", INFO),
     Attach("s", 3),
+    Asked(1, GetWhy("gateway/0")),
+    Certified("s", b"-----BEGIN", b"-----BEGIN"),
 ]
 FRAMES = [msgspec.msgpack.encode(seed) for seed in SEEDS]
 #: Heads of msgpack that promise four billion of something.

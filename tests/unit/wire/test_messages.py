@@ -14,16 +14,25 @@ from servekit.wire.messages import (
     FromSupervisor,
     FromWorker,
     GatewayToWorker,
+    GetWhy,
     Load,
     ModelInfo,
     OneEach,
     Ready,
+    Refused,
     ToGateway,
     Tokens,
     ToSupervisor,
     ToWorker,
     WorkerSpec,
     WorkerToGateway,
+)
+from servekit.wire.remote_gateway import (
+    Answered,
+    Asked,
+    Certified,
+    FromRemoteGateway,
+    ToRemoteGateway,
 )
 
 UNIONS: list[Any] = [
@@ -36,6 +45,8 @@ UNIONS: list[Any] = [
     ToSupervisor,
     FromSupervisor,
 ]
+#: With what is said of a gateway on another machine.
+REMOTE: list[Any] = [ToRemoteGateway, FromRemoteGateway]
 SPEC = WorkerSpec(
     "m/0", "m", "echo", "p", None, "cpu", "auto", None, False, {"top_p": 0.5}, {"a": [1]}, "/s"
 )
@@ -48,6 +59,9 @@ INFO = ModelInfo(10, 1, True, "a", "float32", "cpu")
         (ToWorker, Load(SPEC)),
         (FromWorker, Ready(INFO, {"load": 1.5})),
         (WorkerToGateway, OneEach([1, 7], ["hé", ""], [5, 6])),
+        (FromRemoteGateway, Asked(1, GetWhy("m/0"))),
+        (ToRemoteGateway, Answered(1, Refused("no", True))),
+        (ToRemoteGateway, Certified("s", b"c", b"k")),
         (WorkerToGateway, Tokens([Delta(1, "hé", [5, 6], "stop", 2, 3), Delta(2, "")])),
     ],
 )
@@ -57,7 +71,7 @@ def test_round_trip(union: Any, message: Any) -> None:
 
 
 def test_every_union_decodes_every_member_and_nothing_else() -> None:
-    for union in UNIONS:
+    for union in UNIONS + REMOTE:
         decoder = msgspec.msgpack.Decoder(union)
         for member in get_args(union):
             tag = member.__struct_config__.tag

@@ -141,6 +141,18 @@ async def test_only_a_worker_is_a_server(role: Role) -> None:
             await dial(listener.address, lambda: End().connection, GATEWAY)
 
 
+async def test_a_gateway_is_a_server_where_its_certificate_says_so_and_never_a_worker() -> None:
+    supervisor = OURS.issue("supervisor", "supervisor")
+    async with listening(OURS.issue("gateway", "gateway/1", is_dialled=True)) as listener:
+        connection = await dial(
+            listener.address, lambda: End().connection, supervisor, role="gateway"
+        )
+        assert connection.peer == Member(OURS.cluster, "gateway", "gateway/1")
+        connection.close()
+        with pytest.raises(NotTrusted, match="is not a worker of this cluster"):
+            await dial(listener.address, lambda: End().connection, supervisor)
+
+
 async def test_without_a_certificate_nobody_comes_in() -> None:
     async with listening() as listener:
         open_context = ssl.create_default_context()

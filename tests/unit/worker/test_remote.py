@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
+from servekit.wire import port as module
 from servekit.wire.adapters import (
     AdapterInfo,
     AdapterLoaded,
@@ -37,11 +38,11 @@ from servekit.wire.messages import (
     ToWorker,
     WorkerSpec,
 )
+from servekit.wire.port import Post
 from servekit.wire.remote import Attach, Attached, Superseded
 from servekit.wire.starts import Phase, Phased
 from servekit.wire.tls import Authority
-from servekit.worker import remote as module
-from servekit.worker.remote import Post, Remote
+from servekit.worker.remote import Remote
 from servekit.worker.summary import Summary
 from tests.unit.gateway.conftest import until
 
@@ -228,6 +229,24 @@ async def test_without_a_supervisor_it_ends_after_its_grace() -> None:
         caller.connection.close()
         error = await asyncio.wait_for(line.ended, DEADLINE_S)
         assert "no supervisor for 0.5 s" in str(error)
+
+
+async def test_without_any_grace_it_waits_for_the_first_supervisor() -> None:
+    async with listening(grace_s=0.0) as line:
+        caller, _ = await attached(line, "one")
+        assert not line.ended.done()
+        caller.connection.close()
+        error = await asyncio.wait_for(line.ended, DEADLINE_S)
+        assert "no supervisor for 0 s" in str(error)
+
+
+async def test_the_first_supervisor_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "FIRST_S", 0.05)
+    async with listening(grace_s=0.0) as line:
+        error = await asyncio.wait_for(line.ended, DEADLINE_S)
+        assert "no supervisor for 0.05 s" in str(error)
 
 
 async def test_the_last_words_are_heard() -> None:

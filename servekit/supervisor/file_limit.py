@@ -1,0 +1,15 @@
+"""How many files a process may have open."""
+
+from __future__ import annotations
+
+import resource
+
+_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """Every connection is a file; the usual soft limit of 1024 is for programs that select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
