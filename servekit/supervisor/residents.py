@@ -52,7 +52,8 @@ class Residents:
     def halt(self) -> None:
         """All of it is going to end: begin nothing any more."""
         self._halted, self._halted_at = True, time.monotonic()
-        self._unasked = [one for one in self._fleets.replicas() if one.state in _COMING]
+        workers = (one for fleet in self._fleets.everyone() for one in fleet.replicas)
+        self._unasked = [one for one in workers if one.state in _COMING]
         for row in self._rows.values():
             row.halt()
 
@@ -258,7 +259,7 @@ class Residents:
         if row is None or not row.comes_and_goes:
             return None
         waits = self._waits.get(fleet.model.name, "")
-        shown = row.residence(waits, halted=self._halted)
+        shown = row.residence(waits, halted=self._halted, for_operators=for_operators)
         if not for_operators:
             return shown
         claim = rooms.claims(fleet.model, fleet.planned, self._fleets.plan.config.gpus.reserve)
