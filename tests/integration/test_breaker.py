@@ -58,6 +58,7 @@ def until_open(instance: Instance) -> str:
     url = instance.url
     told = why(instance)
     assert "0 of 2 ready" in told
+    assert cli(instance, "why", "a/0").stdout.startswith("a/0: failed; last death ")
     assert lives_in_a_row(told) >= LIMITS.lives
     assert "last attempt at" in told
     assert "next attempt at" in told
