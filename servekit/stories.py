@@ -86,7 +86,11 @@ def _advice(why: Why, last: ExitRecord) -> str:
             "." if last.stacks else ", if it could still write them."
         )
     failed = [replica for replica in why.replicas if replica.state == "failed"]
-    if failed and all(replica.next_attempt_s is None for replica in failed):
+    if (
+        failed
+        and why.breaker == "closed"
+        and all(replica.next_attempt_s is None for replica in failed)
+    ):
         return "It is not tried again: put right what it names, then run `servekit reload`."
     if failed or why.breaker != "closed":
         again = "`servekit reload` tries again at once."
