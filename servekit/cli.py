@@ -107,7 +107,7 @@ def ps(
     ] = False,
     ready: Annotated[
         bool,
-        typer.Option("--ready", help="Only exit with 1, and say so, if a model cannot answer."),
+        typer.Option("--ready", help="Only exit with 1, and say why, where /readyz is 503."),
     ] = False,
 ) -> None:
     """Show the processes of a running instance."""

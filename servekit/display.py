@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from servekit.config.engines import KINDS
 from servekit.plain import plain
 from servekit.tables import note, progress_text, state
 from servekit.wire.messages import ModelStatus, Progress, ReplicaStatus, Status
@@ -166,11 +167,19 @@ def _log_to_stderr() -> None:
 def settled(status: Status) -> bool:
     """Whether the start is over: gateways serve, and every replica serves or has given up.
 
-    A gateway on another node may have found its port taken: the others serve without it.
+    A gateway on another node may have found its port taken: the others serve without it. A model
+    whose remote endpoint is down may be waiting for it for days.
     """
     return all(g.state == "ready" or (g.node and g.reason) for g in status.gateways) and all(
-        replica.state in ("ready", "asleep", "failed") for replica in _replicas(status)
+        replica.state in ("ready", "asleep", "failed") or _waits(model, replica)
+        for model in status.models
+        for replica in model.replicas
     )
+
+
+def _waits(model: ModelStatus, replica: ReplicaStatus) -> bool:
+    """Its endpoint did not answer, and is asked again: also while that is being done."""
+    return bool(replica.reason) and KINDS[model.engine].is_remote
 
 
 def picture(status: Status) -> RenderableType:
@@ -234,6 +243,8 @@ def _served(model: ModelStatus) -> Text:
     for replica in model.replicas:
         if replica.state == "failed":
             line.append(f"{'' if ready else '  '}failed: {replica.reason}\n", style="red")
+        elif replica.state != "ready" and _waits(model, replica):
+            line.append(f"{'' if ready else '  '}tried again: {replica.reason}\n", style="red")
     for adapter in model.adapters:
         line.append(f"{'':<8}{adapter.name}")
         if adapter.state == "failed":

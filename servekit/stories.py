@@ -44,7 +44,9 @@ def diagnosis(why: Why) -> str:
     last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
     serving = sum(replica.state == "ready" for replica in why.replicas)
     total = len(why.replicas)
-    head = f"{why.model}: {_standing(why.residence) or f'{serving} of {total} ready'}"
+    alone = [replica.state for replica in why.replicas if replica.name == why.model]
+    stands = alone[0] if alone else f"{serving} of {total} ready"
+    head = f"{why.model}: {_standing(why.residence) or stands}"
     if last is None:
         return f"{head}; nothing of it has died since it was started."
     return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"
@@ -84,12 +86,19 @@ def _advice(why: Why, last: ExitRecord) -> str:
             "." if last.stacks else ", if it could still write them."
         )
     failed = [replica for replica in why.replicas if replica.state == "failed"]
-    if failed and all(replica.next_attempt_s is None for replica in failed):
+    if (
+        failed
+        and why.breaker == "closed"
+        and all(replica.next_attempt_s is None for replica in failed)
+    ):
         return "It is not tried again: put right what it names, then run `servekit reload`."
     if failed or why.breaker != "closed":
-        return "Look at its last lines below; `servekit reload` tries again at once."
+        again = "`servekit reload` tries again at once."
+        return f"Look at its last lines below; {again}" if last.tail else again
     if last.signal is not None and why.replicas and not last.tail:
         return "It left no word: somebody, or the kernel, has killed it."
+    if any(replica.state == "backoff" for replica in why.replicas):
+        return "It is tried again by itself; `servekit reload` does so at once."
     return "It was started again by itself." if not failed else ""
 
 

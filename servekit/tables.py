@@ -14,7 +14,8 @@ from servekit.config import installed
 from servekit.config.cluster import RayConfig
 from servekit.narrow import Fitted
 from servekit.plain import plain
-from servekit.supervisor import nodes
+from servekit.supervisor import nodes, procfs
+from servekit.supervisor.claims import host_claim_bytes
 from servekit.supervisor.planning import Plan
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import GatewayStatus, ModelStatus, Progress, ReplicaStatus, Status
@@ -103,9 +104,11 @@ def _needs(plan: Plan) -> Table:
         "MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", "LEAST PER GPU", "CLAIM PER GPU"
     )
     table.add_column("NOTE")
+    models = {model.name: model for model in plan.config.models}
     for name, found in plan.estimates.items():
         place = next(place for place in plan.places if place.model == name)
-        claim = min(place.claims, default=0)
+        here = host_claim_bytes(models[name], procfs.memory_bytes())
+        claim = min(place.claims, default=here)
         table.add_row(
             Text(name),
             size(found.weights_bytes),

@@ -230,6 +230,11 @@ class EngineKind:
     adapters_spread: bool = False
 
     @property
+    def is_remote(self) -> bool:
+        """It holds nothing: whether it can be loaded is its endpoint's business."""
+        return "remote" in self.formats
+
+    @property
     def reads_files(self) -> bool:
         """Its `path` may be a folder, a file, or where they can be fetched."""
         return bool(self.formats & {"folder", "gguf"})

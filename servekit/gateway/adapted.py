@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from servekit.errors import ModelUnavailable
 from servekit.gateway.call import Call
 from servekit.gateway.route import Route
+from servekit.wire import health
 from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import ModelStatus
 
@@ -49,9 +50,7 @@ class AdapterRoute(Route):
     @property
     def _is_loaded(self) -> bool:
         """Or will be with its base, which is not there now."""
-        residence = self.base.status.residence
-        away = residence is not None and residence.tier != "resident"
-        return self.adapter.state == "serving" or (away and self.adapter.state == "loading")
+        return health.adapter_able(self.base.status, self.adapter)
 
     def check_loaded(self) -> None:
         """Raise ModelUnavailable unless the adapter serves wherever its base does."""

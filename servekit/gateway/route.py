@@ -27,6 +27,7 @@ from servekit.gateway.call import Call
 from servekit.gateway.pace import Pace
 from servekit.gateway.pool import Replica
 from servekit.gateway.queue import FairQueue
+from servekit.wire import health
 from servekit.wire.messages import ModelStatus, ReplicaStatus
 
 #: States of a worker that will, in all likelihood, serve soon, itself or its successor.
@@ -86,8 +87,7 @@ class Route:
     @property
     def in_trouble(self) -> bool:
         """All that are ready say that they cannot serve now; they are asked all the same."""
-        ready = [replica for replica in self.status.replicas if replica.state == "ready"]
-        return bool(ready) and all(replica.trouble for replica in ready)
+        return health.in_trouble(self.status)
 
     @property
     def running(self) -> int:
@@ -117,11 +117,7 @@ class Route:
 
         One that only an operator loads is not expected to until he has.
         """
-        residence = self.status.residence
-        if self.ready or residence is None:
-            return self.ready and not self.in_trouble
-        at_start = residence.load == "on_start" and residence.tier == "coming"
-        return residence.tier in ("stopped", "asleep", "leaving", "coming") and not at_start
+        return health.able(self.status, reached=self.ready)
 
     @property
     def _states(self) -> set[str]:

@@ -28,7 +28,7 @@ BreakerState = Literal["closed", "open", "half-open"]
 class BreakerLimits:
     """Times in seconds."""
 
-    lives: int = 5
+    lives: float = 5  # infinity: it never opens
     first_s: float = 10.0
     longest_s: float = 300.0
 

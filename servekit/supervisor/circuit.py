@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
+from servekit.config.engines import KINDS
+from servekit.config.schema import ModelConfig
 from servekit.supervisor.breaker import Breaker, BreakerLimits, BreakerState
 from servekit.supervisor.journal import journal
+from servekit.supervisor.restart import Limits, RestartPolicy
 
 log: Any = structlog.get_logger("servekit.supervisor")
+
+#: The longest pause before a remote endpoint that is down is asked again.
+ENDPOINT_S = 10.0
 
 
 class Circuit:
@@ -22,6 +30,7 @@ class Circuit:
         self._breaker = Breaker(limits)
         self._wake: dict[str, Callable[[], None]] = {}
         self._last_reason = ""
+        self._tried_at = 0.0  # when a replica was started last
 
     @property
     def state(self) -> BreakerState:
@@ -54,7 +63,7 @@ class Circuit:
         return None if hold.until is None else hold.until - now
 
     def started(self, replica: str) -> None:
-        was = self._breaker.state
+        was, self._tried_at = self._breaker.state, time.monotonic()
         self._breaker.started(replica)
         if self._breaker.state != was:
             log.warning("breaker half-open", model=self._model, probe=replica)
@@ -93,16 +102,28 @@ class Circuit:
             return "closed"
         text = (
             f"crash loop: {breaker.fruitless} lives in a row ended before they had completed a "
-            f"request (the last: {self._last_reason}); nothing is started since "
-            f"{_clock(breaker.since)}"
+            f"request (the last: {self._last_reason})"
         )
+        tried = _clock(self._tried_at)
         if breaker.state == "half-open":
-            return f"{text}, but for {breaker.probe}, which is being tried"
-        return f"{text}, next attempt at {_clock(breaker.until)}"
+            return f"{text}; {breaker.probe} is tried alone since {tried}"
+        return f"{text}; last attempt at {tried}, next attempt at {_clock(breaker.until)}"
 
     def _wake_all(self) -> None:
         for wake in list(self._wake.values()):
             wake()
+
+
+def circuit_of(model: ModelConfig) -> Circuit:
+    """One that never opens where it cannot load only because its endpoint is down."""
+    limits = BreakerLimits(lives=math.inf) if KINDS[model.engine].is_remote else BreakerLimits()
+    return Circuit(model.name, limits)
+
+
+def policy_of(model: ModelConfig) -> RestartPolicy:
+    """Of one replica: an endpoint that is back is not kept waiting for long."""
+    remote = KINDS[model.engine].is_remote
+    return RestartPolicy(random.random, Limits(longest_s=ENDPOINT_S) if remote else Limits())
 
 
 def _clock(at: float) -> str:

@@ -20,6 +20,9 @@ class Misplaced(ConfigError):
 
 
 def gib(size_bytes: int) -> str:
+    """For people; what would be 0.0 GiB in smaller units."""
+    if 0 < size_bytes < 2**30 / 20:
+        return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
@@ -43,6 +46,14 @@ def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
 def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> tuple[int, ...]:
     """The same of each GPU of a slot."""
     return tuple(claim_bytes(model, gpu, reserve) for gpu in slot)
+
+
+def host_claim_bytes(model: ModelConfig, total_bytes: int) -> int:
+    """What one worker of `model` on the CPU claims of the host's memory; 0: the file does not say.
+
+    `total_bytes` is how much the host has, 0 where that is not known.
+    """
+    return 0 if model.memory is None else memory.of(model.memory, total_bytes)
 
 
 def least(model: ModelConfig) -> int:

@@ -21,8 +21,8 @@ from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.headers import attention, gguf, safetensors
 from servekit.headers.attention import Attention
-from servekit.supervisor import whereabouts
-from servekit.supervisor.claims import Misplaced, gib, reserve_bytes
+from servekit.supervisor import procfs, whereabouts
+from servekit.supervisor.claims import Misplaced, gib, host_claim_bytes, reserve_bytes
 from servekit.supervisor.placement import Assignment
 
 #: Seen on an H200: 612 MiB for a context with the kernels that torch's linear algebra loads.
@@ -99,6 +99,13 @@ def refuse(
     if found.unknown or found.partly:
         return
     weights = found.on_each_weights_bytes
+    claim = 0 if place.gpus else host_claim_bytes(model, procfs.memory_bytes())
+    if claim and weights > claim:
+        raise Misplaced(
+            f"model {model.name!r} does not fit: its weights alone take {gib(weights)} of this "
+            f"machine's memory, and it claims {gib(claim)}: {gib(weights - claim)} too few",
+            *("models", index, "memory"),
+        )
     for gpu, claim in zip(place.gpus, place.claims, strict=True):
         if weights <= claim:
             continue

@@ -17,7 +17,7 @@ import structlog
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.adapting import Adapters, Worker
-from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.circuit import circuit_of
 from servekit.supervisor.claims import least
 from servekit.supervisor.gpus import Slot
 from servekit.supervisor.nursery import Nursery
@@ -44,7 +44,7 @@ class Fleet:
         self.wanted = False  # it is to have replicas; else it is stopped
         self._returns = False  # it is stopped for another's sake, and will be wanted again
         self.occasion = Occasion.now("operator")  # what those that are added are started for
-        self.circuit = Circuit(model.name)
+        self.circuit = circuit_of(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
         self.nursery = Nursery(yard.host, yard.start)
@@ -71,7 +71,7 @@ class Fleet:
         if same_worker(self.model, model):
             self.adapters.follow(adapters_of(model), claimed)
         else:
-            self.circuit = Circuit(model.name)
+            self.circuit = circuit_of(model)
             self.adapters = self.adapters.successor(adapters_of(model), claimed)
             self._known = None
         self.model, self._threads, self.failed = model, threads, ()
@@ -267,7 +267,7 @@ class Fleet:
         backs = [victim.place.gpus for victim in here] or [slot]
         self._take_back([replica], old, backs)
         self.model, self.adapters = victims[0].model, victims[0].adapters
-        self.circuit = Circuit(self.model.name)
+        self.circuit = circuit_of(self.model)
         for back in backs:
             await self._until(functools.partial(self._yard.has_room, self.model, back))
             self._add(self.model, back).reason = replica.reason

@@ -232,6 +232,11 @@ class Gateway(Life[FromGateway]):
     def load(self) -> tuple[int, int]:
         return self.traffic.requests, self.traffic.in_flight
 
+    def awaited(self) -> set[str]:
+        """The models that requests wait for there, by what it told last."""
+        queued = {name for name, count in self.traffic.queued.items() if count}
+        return queued | {name for name, (wanted, _) in self.uses.items() if wanted.waiting}
+
     def tokens(self, model: str) -> int:
         """That it has given out, in all its lives."""
         return self._past_tokens[model] + self.traffic.tokens.get(model, 0)

@@ -7,30 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from servekit.config import memory
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.claims import Misplaced, gib
+from servekit.supervisor.claims import Misplaced, gib, host_claim_bytes
 from servekit.supervisor.placement import Assignment
 
 
 def check(models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int) -> None:
-    """Raise Misplaced, with the arithmetic, where they do not. `total_bytes` 0: it is not known."""
-    claims = {m.name: _claim(m, places, total_bytes) for m in models if m.memory is not None}
-    staying = [(m.name, claims[m.name]) for m in models if m.name in claims and _stays(m)]
-    for index, model in enumerate(models if total_bytes else ()):
-        claim = claims.get(model.name, 0)
-        others = [(name, size) for name, size in staying if name != model.name]
-        short = claim + sum(size for _, size in others) - total_bytes
-        if claim and short > 0:
-            less = "".join(f", less {gib(size)} of {name}" for name, size in others if size)
-            message = f"model {model.name!r} claims {gib(claim)} of this machine's memory, which "
-            message += f"has {gib(total_bytes)}{less}: {gib(short)} too much"
-            raise Misplaced(message, "models", index, "memory")
+    """Raise Misplaced, with the arithmetic, at the first in the file that has no room any more.
+
+    `total_bytes` 0: it is not known.
+    """
+    if not total_bytes:
+        return
+    rows = [(index, m, _claim(m, places, total_bytes)) for index, m in enumerate(models)]
+    beside: list[tuple[str, int]] = []
+    for index, model, claim in sorted(rows, key=lambda row: not _stays(row[1])):
+        _fit(index, model, claim, beside, total_bytes)
+        if _stays(model) and claim:
+            beside.append((model.name, claim))
+
+
+def _fit(
+    index: int, model: ModelConfig, claim: int, beside: Sequence[tuple[str, int]], total_bytes: int
+) -> None:
+    """Raise Misplaced unless it fits beside those."""
+    short = claim + sum(size for _, size in beside) - total_bytes
+    if claim and short > 0:
+        less = "".join(f", less {gib(size)} of {name}" for name, size in beside)
+        message = f"model {model.name!r} claims {gib(claim)} of this machine's memory, which "
+        message += f"has {gib(total_bytes)}{less}: {gib(short)} too much"
+        raise Misplaced(message, "models", index, "memory")
 
 
 def _claim(model: ModelConfig, places: Sequence[Assignment], total_bytes: int) -> int:
+    """Of all its replicas on the CPU; 0 where the file does not say."""
     replicas = sum(place.model == model.name and not place.gpus for place in places)
-    return replicas * memory.of(model.memory or "", total_bytes) if replicas else 0
+    return replicas * host_claim_bytes(model, total_bytes)
 
 
 def _stays(model: ModelConfig) -> bool:

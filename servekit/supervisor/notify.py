@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from servekit.errors import ServekitError
+from servekit.wire import health
 from servekit.wire.messages import ModelStatus, ReplicaStatus, Status
 
 #: What speaks for the supervisor alone: no child gets it.
@@ -114,13 +115,19 @@ def summary(status: Status) -> str:
         left = sum(gateway.in_flight for gateway in status.gateways)
         return f"stopping, {left} requests in flight"
     rest = unready(status)
-    ready = len(status.models) - len(rest)
-    return "; ".join([f"{ready} of {len(status.models)} models ready", *rest])
+    count = len(_served(status))
+    return "; ".join([f"{count - len(rest)} of {count} models ready", *rest])
 
 
 def unready(status: Status) -> list[str]:
     """What each model lacks that cannot answer."""
-    return [said for model in status.models if (said := _unready(model))]
+    return [said for model in _served(status) if (said := _unready(model))]
+
+
+def _served(status: Status) -> list[ModelStatus]:
+    """Without those that a reload has taken away, which drain yet: they come last there."""
+    names = [one.model for one in status.traffic]
+    return list(status.models[: len(names) or None])
 
 
 def refuse_unready(status: Status) -> None:
@@ -135,18 +142,29 @@ def refuse_unready(status: Status) -> None:
 
 
 def _unready(model: ModelStatus) -> str:
-    """What a model lacks; "" if it serves, or would when asked."""
-    states = [replica.state for replica in model.replicas]
-    if not states or "ready" in states or "asleep" in states:
-        return ""
+    """What a model lacks; "" if it serves, or would when asked: in this /readyz agrees."""
+    if health.able(model):
+        lacking = (one for one in model.adapters if not health.adapter_able(model, one))
+        return next((_said(one.name, one.state, one.reason) for one in lacking), "")
+    if health.in_trouble(model):
+        first = next(one for one in model.replicas if one.state == "ready")
+        return _said(first.name, "cannot serve", first.trouble)
+    if not model.replicas:
+        residence = model.residence
+        tier, reason = ("stopped", "") if residence is None else (residence.tier, residence.reason)
+        return _said(model.name, tier, reason)
     return _of_replica(model.replicas[0])
+
+
+def _said(name: str, how: str, why: str) -> str:
+    """Of a reason only the first line: more is `servekit why`."""
+    reason = why.partition("\n")[0]
+    return f"{name} {how}" + (f": {reason}" if reason else "")
 
 
 def _of_replica(replica: ReplicaStatus) -> str:
     progress = replica.progress
     if replica.state == "failed" or progress is None:
-        # Of its reason only the first line: more is `servekit why`.
-        reason = replica.reason.partition("\n")[0]
-        return f"{replica.name} {replica.state}" + (f": {reason}" if reason else "")
+        return _said(replica.name, replica.state, replica.reason)
     share = f" {100 * progress.done // progress.total} %" if progress.total else ""
     return f"{replica.name} {progress.phase}{share}"

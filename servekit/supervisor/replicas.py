@@ -17,7 +17,7 @@ from servekit.supervisor import environment
 from servekit.supervisor.adapters import Outcome, Refusal
 from servekit.supervisor.adapting import Adapters
 from servekit.supervisor.child import Command
-from servekit.supervisor.circuit import Circuit
+from servekit.supervisor.circuit import Circuit, policy_of
 from servekit.supervisor.elsewhere import Elsewhere
 from servekit.supervisor.errands import Errands, Order
 from servekit.supervisor.gpus import Gpu, Holdings
@@ -80,6 +80,7 @@ class Replica(Life[FromWorker]):
         entry: Entry | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
+        self.policy = policy_of(model)
         self.adapters = adapters
         self.model = model  # a reload may change what does not concern the worker
         self.place = place

@@ -238,14 +238,22 @@ class Resident:
             wish=self.wish if self.wish in ("unload", "sleep") else "",
         )
 
-    def residence(self, waits: str, *, halted: bool) -> Residence:
-        """As gateways get it. At the end nothing is loaded any more: nobody is to wait for it."""
+    def residence(self, waits: str, *, halted: bool, for_operators: bool = False) -> Residence:
+        """As gateways get it. At the end nothing is loaded any more: nobody is to wait for it.
+
+        Operators are told when the file has it loaded, and of the end that it has stopped.
+        """
         model = self.fleet.model
+        mode = model.load if for_operators else self._mode
         limits = [limit for limit in (model.idle_sleep_s, model.idle_unload_s) if limit is not None]
         stays_s = min(limits, default=None) if self._stay_s is None else self._stay_s
         if halted and not self._will_serve():
-            return Residence(self._mode, "failed", "servekit is shutting down", stays_s)
-        return Residence(self._mode, self.tier, waits or self.reason, stays_s)
+            ended = {replica.state for replica in self.fleet.replicas} <= {"stopped", "failed"}
+            tier: Residency = "stopped" if ended else "leaving"
+            return Residence(
+                mode, tier if for_operators else "failed", "servekit is shutting down", stays_s
+            )
+        return Residence(mode, self.tier, waits or self.reason, stays_s)
 
     def _will_serve(self) -> bool:
         """Although nothing is begun any more, and nobody makes room."""

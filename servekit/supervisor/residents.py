@@ -22,6 +22,7 @@ from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
 from servekit.supervisor.gateways import Gateway, until_told
 from servekit.supervisor.journal import journal
+from servekit.supervisor.replicas import Replica
 from servekit.supervisor.resident import HAS, Resident
 from servekit.wire.messages import Accepted, Refused
 from servekit.wire.residency import KeepAlive, Reside, Residence
@@ -29,6 +30,9 @@ from servekit.wire.residency import KeepAlive, Reside, Residence
 log: Any = structlog.get_logger("servekit.supervisor")
 
 _LOOK_EVERY_S = 0.05
+#: Gateways tell once a second what waits for each model.
+_TOLD_S = 2.0
+_COMING = ("starting", "loading", "backoff")
 
 
 class Residents:
@@ -40,20 +44,40 @@ class Residents:
         self._rows: dict[Fleet, Resident] = {}
         self._waits: Mapping[str, str] = {}
         self._halted = False
+        self._halted_at = 0.0
+        self._unasked: list[Replica] = []  # came up when the end began: are they waited for?
         for gateway in gateways:
             gateway.on_use = self._heard
 
     def halt(self) -> None:
         """All of it is going to end: begin nothing any more."""
-        self._halted = True
+        self._halted, self._halted_at = True, time.monotonic()
+        workers = (one for fleet in self._fleets.everyone() for one in fleet.replicas)
+        self._unasked = [one for one in workers if one.state in _COMING]
         for row in self._rows.values():
             row.halt()
+
+    def _spare(self) -> None:
+        """End what was coming up when the end began, unless requests wait for it in a queue.
+
+        None are taken any more, and those that wait have been told of after `_TOLD_S`.
+        """
+        open_ = [gateway for gateway in self._gateways if gateway.state != "stopped"]
+        if open_ and time.monotonic() - self._halted_at < _TOLD_S:
+            return
+        awaited = {name for gateway in open_ for name in gateway.awaited()}
+        for replica in self._unasked:
+            if replica.state in _COMING and replica.model.name not in awaited:
+                log.info("nobody waits for it, ended", child=replica.name)
+                replica.end_now()
+        self._unasked = [one for one in self._unasked if not one.ending]
 
     # ---- facts, decisions, deeds
 
     def look(self) -> None:
-        """Begin what is to be done now."""
+        """Begin what is to be done now; at the end, spare what nobody waits for."""
         if self._halted:
+            self._spare()
             return
         now = time.monotonic()
         served = self._fleets.served
@@ -236,7 +260,7 @@ class Residents:
         if row is None or not row.comes_and_goes:
             return None
         waits = self._waits.get(fleet.model.name, "")
-        shown = row.residence(waits, halted=self._halted)
+        shown = row.residence(waits, halted=self._halted, for_operators=for_operators)
         if not for_operators:
             return shown
         claim = rooms.claims(fleet.model, fleet.planned, self._fleets.plan.config.gpus.reserve)

@@ -73,7 +73,7 @@ def why(
                 model.name, explained, stories, adapters, residence(fleet, True), fleet.scale
             )
         if own := tuple(story for story in stories if story.name == name):
-            return Why(model.name, explained, own)
+            return Why(name, explained, own)
     for life in others:
         if life.name == name:
             return Why(name, "closed", (life.story(),))

@@ -11,6 +11,7 @@ the supervisor's that is when none has come back for a while: see `worker.remote
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -69,11 +70,16 @@ def run(name: str, line: Line, began_s: float) -> int:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_live(name, line, began_s))
+        code, loads = runner.run(_live(name, line, began_s))
+        if loads:
+            os._exit(code)  # nobody waits for what its thread loads, and no thread can be ended
+        return code
 
 
-async def _live(name: str, line: Line, began_s: float) -> int:
-    return await Worker(name, line, began_s).live()
+async def _live(name: str, line: Line, began_s: float) -> tuple[int, bool]:
+    """The exit code, and whether it still loads."""
+    worker = Worker(name, line, began_s)
+    return await worker.live(), worker.loads
 
 
 class Worker:
@@ -111,6 +117,11 @@ class Worker:
             self._engine.close()
         await self._line.close()
         return code
+
+    @property
+    def loads(self) -> bool:
+        """A thread of its own is at it, which goes on when the event loop has ended."""
+        return self._boot_task is not None and self._runner is None and not self._boot_task.done()
 
     def _end(self, code: int) -> None:
         if not self._exit.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from servekit.supervisor.child import GOODBYE_S
 from tests.integration.instance import Instance, echo, write_config
-from tests.integration.test_faults_supervisor import cli
+from tests.integration.test_faults_supervisor import cli, complete
 
 LENGTH = 300  # 6 s
 
@@ -100,3 +102,34 @@ def test_what_does_not_finish_in_time_is_told_so_in_its_own_envelope(tmp_path: P
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_unavailable"
         assert "error" in json.loads(lines[1].strip().split("\n")[-1])
         assert "Traceback" not in instance.log
+
+
+def test_nobody_waits_for_a_model_that_loads_when_it_is_told_to_end(tmp_path: Path) -> None:
+    with Instance.up(tmp_path, [echo("loads", load_s=600)]) as instance:
+        instance.until("it loads", lambda: instance.replica("loads/0").state == "loading")
+        instance.until("a gateway serves", lambda: instance.gateway().state == "ready")
+        began = time.monotonic()
+        instance.signal(signal.SIGTERM)
+        assert instance.wait(60) == 0
+        assert time.monotonic() - began < GOODBYE_S, "it was waited for"
+        assert instance.survivors() == []
+
+
+def test_only_a_model_that_requests_wait_for_is_loaded_to_the_end(tmp_path: Path) -> None:
+    asked = echo("asked", load_s=8) | {"load": "on_demand"}
+    models = [echo("slow", step_s=0.05), echo("loads", load_s=600), asked]
+    with ThreadPoolExecutor(2) as pool, Instance.up(tmp_path, models) as instance:
+        begun = threading.Event()
+        instance.until("slow is ready", lambda: instance.replica("slow/0").state == "ready")
+        url = instance.url
+        under_way = pool.submit(stream, url, begun)  # for 15 s
+        assert begun.wait(60)
+        waits = pool.submit(complete, url, "asked")
+        instance.until("it is loaded for it", lambda: instance.model("asked").replicas)
+        instance.signal(signal.SIGTERM)
+        ended = lambda: instance.replica("loads/0").state == "stopped"  # noqa: E731
+        instance.until("what nobody waits for is ended", ended)
+        assert not under_way.done(), "it is not ended with the rest"
+        assert waits.result(60).status_code == 200
+        assert under_way.result(60)[1] == LENGTH
+        assert instance.wait(60) == 0

@@ -18,6 +18,7 @@ import pytest
 
 from servekit.supervisor import procfs
 from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.test_faults_supervisor import cli
 from tests.unit.engines.conftest import SMOLLM2
 
 KEY = "sk-far-0123456789abcdef"
@@ -224,6 +225,8 @@ def test_an_endpoint_that_comes_late_goes_and_comes_back(tmp_path: Path) -> None
             return instance.replica("far/0")
 
         instance.until("it says why", lambda: "does not answer" in replica().reason)
+        instance.until("the banner does not wait for it", lambda: "is up" in instance.log)
+        assert replica().state != "failed"
         ask = {"model": "far", "messages": user("hello"), "max_tokens": 5}
         url = f"{instance.url}/v1/chat/completions"
         assert httpx.post(url, json={**ask, "model": "near"}).status_code == 200
@@ -239,6 +242,7 @@ def test_an_endpoint_that_comes_late_goes_and_comes_back(tmp_path: Path) -> None
         readyz = poll("readyz", lambda: _not_ready(instance), within_s=30)
         assert readyz["models"]["near"]["ready"]
         assert "does not answer" in readyz["models"]["far"]["replicas"][0]["reason"]
+        assert _ps_ready(instance) == (1, "does not answer")
         why = _said(instance, "why", "far")
         assert "does not answer" in why
         again = tmp_path / "again"
@@ -248,6 +252,7 @@ def test_an_endpoint_that_comes_late_goes_and_comes_back(tmp_path: Path) -> None
             assert httpx.post(url, json=ask).status_code == 200
             instance.until("it is well again", lambda: not replica().trouble)
             assert poll("readyz", lambda: _ready(instance), within_s=30)
+            assert _ps_ready(instance) == (0, "")
             assert replica().pid == pid, "its worker was not restarted for it"
 
 
@@ -262,6 +267,12 @@ def _not_ready(instance: Instance) -> Any:
 
 def _ready(instance: Instance) -> bool:
     return _readyz(instance).status_code == 200
+
+
+def _ps_ready(instance: Instance) -> tuple[int, str]:
+    """The health check of a container: its exit code, and what it says of the endpoint."""
+    done = cli(instance, "ps", "--ready")
+    return done.returncode, "does not answer" if "does not answer" in done.stderr else done.stderr
 
 
 def _said(instance: Instance, *command: str) -> str:

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import structlog
 from msgspec.structs import replace
@@ -91,6 +92,16 @@ def test_a_start_is_over_where_a_gateway_of_another_node_has_found_no_port() -> 
     assert not settled(replace(ours, gateways=(*ours.gateways, other)))
     other = GatewayStatus("gateway/n", 0, "backoff", node="n", reason="the port is taken")
     assert settled(replace(ours, gateways=(*ours.gateways, other)))
+
+
+def test_an_endpoint_that_is_down_does_not_hold_the_banner_back(display: Display) -> None:
+    down = status(replica("m/0", "backoff", reason="it does not answer"))
+    assert not settled(down)
+    [model] = down.models
+    down = msgspec.structs.replace(down, models=(msgspec.structs.replace(model, engine="openai"),))
+    display.changed(down)
+    assert "is up" in printed(display)
+    assert "tried again: it does not answer" in printed(display)
 
 
 def test_the_banner_comes_once(display: Display) -> None:

@@ -42,7 +42,14 @@ def shown(why: Why) -> str:
         (of(replace(EXIT, out_of_memory="gpu")), "lower max_context"),
         (of(replace(EXIT, what="stalled: no progress", stacks=("x",))), "say where it hung"),
         (of(EXIT, state="failed"), "put right what it names, then run `servekit reload`"),
-        (of(EXIT, state="failed", next_s=3.0), "`servekit reload` tries again at once"),
+        (of(EXIT, state="failed", next_s=3.0), "last lines below; `servekit reload` tries again"),
+        (
+            of(replace(EXIT, tail=()), state="failed", next_s=3.0),
+            "SIGKILL. `servekit reload` tries",
+        ),
+        (of(EXIT, state="backoff", next_s=3.0), "It is tried again by itself"),
+        (of(), "m: 1 of 1 ready; nothing"),
+        (replace(of(), model="m/0"), "m/0: ready; nothing"),
     ],
 )
 def test_the_diagnosis_is_a_sentence_with_the_next_step(why: Why, words: str) -> None:

@@ -170,6 +170,16 @@ def test_weights_that_do_not_fit_are_refused_by_file_and_line(
     assert at in caught.value.message
 
 
+def test_so_they_are_on_the_cpu(tmp_path: Path) -> None:
+    model = {"name": "a", "path": str(folder(tmp_path / "m")), "device": "cpu", "memory": "50MiB"}
+    source = Source(write_config(tmp_path, [model]), environ={"HOME": str(tmp_path)})
+    with pytest.raises(ConfigError) as caught:
+        source.plan(())
+    said = "model 'a' does not fit: its weights alone take 29.9 GiB of this machine's memory, and "
+    assert f"{said}it claims 50 MiB: 29.9 GiB too few" in caught.value.message
+    assert "models[0].memory" in caught.value.message
+
+
 def test_one_that_fits_is_told_with_the_plan(tmp_path: Path) -> None:
     model = {"name": "a", "path": str(folder(tmp_path / "m")), "memory": "20GiB"}
     file = write_config(tmp_path, [model])

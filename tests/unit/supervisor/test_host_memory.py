@@ -36,6 +36,19 @@ def test_each_that_comes_and_goes_has_to_fit_beside_those_that_stay() -> None:
     assert refused.value.loc == ("models", 1, "memory")
 
 
+def test_the_complaint_is_at_the_one_that_tips_it_and_shows_what_is_small() -> None:
+    small, more = {"memory": "50MiB"}, {"memory": "6GiB"}
+    models = [model("z", load="on_demand", **small), model("a", **small)]
+    models += [model("b", **more), model("c", **more)]
+    with pytest.raises(Misplaced) as refused:
+        check(models, places("z", "a", "b", "c"), 10 * GIB)
+    assert refused.value.message == (
+        "model 'c' claims 6.0 GiB of this machine's memory, which has 10.0 GiB, less 50 MiB of a,"
+        " less 6.0 GiB of b: 2.0 GiB too much"
+    )
+    assert refused.value.loc == ("models", 3, "memory")
+
+
 def test_every_replica_counts() -> None:
     with pytest.raises(Misplaced, match=r"claims 12\.0 GiB"):
         check([model("a", memory="6GiB", replicas=2)], places("a", "a"), 10 * GIB)

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from servekit.errors import ServekitError
 from servekit.supervisor.notify import Notifier, address, refuse_unready, summary, watchdog_s
+from servekit.wire.adapters import AdapterStatus
 from servekit.wire.messages import GatewayStatus, ModelStatus, Progress, ReplicaStatus, Status
+from servekit.wire.residency import LoadMode, Residence, Residency
 from servekit.wire.values import WorkerState
 
 
@@ -38,8 +40,12 @@ def replica(name: str, state: WorkerState, **more: object) -> ReplicaStatus:
     return ReplicaStatus(name=name, state=state, socket="", pid=1, device="cpu", **more)  # type: ignore[arg-type]
 
 
-def model(name: str, *replicas: ReplicaStatus) -> ModelStatus:
-    return ModelStatus(name=name, engine="echo", path="p", created=0, replicas=replicas)
+def model(name: str, *replicas: ReplicaStatus, **more: object) -> ModelStatus:
+    return ModelStatus(name=name, engine="echo", path="p", created=0, replicas=replicas, **more)  # type: ignore[arg-type]
+
+
+def comes(load: LoadMode, tier: Residency, reason: str = "") -> dict[str, object]:
+    return {"residence": Residence(load, tier, reason)}
 
 
 def status(
@@ -56,7 +62,21 @@ A = model("a", replica("a/0", "failed"), replica("a/1", "ready"))
     ("of", "said"),
     [
         (status(A), "1 of 1 models ready"),
-        (status(A, model("later")), "2 of 2 models ready"),
+        (status(A, model("later", **comes("on_demand", "stopped"))), "2 of 2 models ready"),
+        (status(model("later", **comes("on_demand", "coming")), A), "2 of 2 models ready"),
+        (status(model("m", replica("m/0", "draining"), **comes("manual", "leaving"))),
+         "1 of 1 models ready"),
+        (status(model("m", **comes("manual", "stopped", "by an operator"))), "1 of 1 models ready"),
+        (status(A, model("later", **comes("on_demand", "failed", "no room\nat all"))),
+         "1 of 2 models ready; later failed: no room"),
+        (status(model("at once")), "0 of 1 models ready; at once stopped"),
+        (status(model("b", replica("b/0", "ready", trouble="it is down"))),
+         "0 of 1 models ready; b/0 cannot serve: it is down"),
+        (status(model("b", replica("b/0", "ready", trouble="x"), replica("b/1", "ready"))),
+         "1 of 1 models ready"),
+        (status(model("b", replica("b/0", "ready"),
+                      adapters=(AdapterStatus("ad", "p", "failed", "not there"),))),
+         "0 of 1 models ready; ad failed: not there"),
         (status(A, draining=True, in_flight=3), "stopping, 3 requests in flight"),
         (status(model("b", replica("b/0", "loading", progress=Progress("load", 30, 120)))),
          "0 of 1 models ready; b/0 load 25 %"),

@@ -155,6 +155,8 @@ def test_requests_load_nothing_that_an_operator_has_stopped_or_keeps_for_himself
         one.observe([(1, 0, 2.0)], 2.0)
         assert one.facts({}, {}).waiting_since is None
         assert one.residence("", halted=False).load == "manual"
+        told = one.residence("", halted=False, for_operators=True)
+        assert told.load == one.fleet.model.load, "as the file says"
         assert one.comes_and_goes
         one.ask("load", 3.0)
         assert one.facts({}, {}).waiting_since is not None
@@ -193,6 +195,8 @@ def test_at_the_end_only_what_will_serve_is_waited_for() -> None:
         fleet.have(*states)
         one.observe((), 1.0)
         assert one.residence("", halted=True) == ended
+        told = one.residence("", halted=True, for_operators=True).tier
+        assert told == ("leaving" if "asleep" in states else "stopped")
     fleet.wanted, fleet.replicas = True, []
     one.observe((), 1.0)
     assert one.residence("", halted=True) == ended, "its load was given up before it had begun"

@@ -25,7 +25,9 @@ class Stage:
     def __init__(self, *fleets: MadeUp) -> None:
         self.fleets = fleets
         self.uses: dict[str, tuple[Wanted, float]] = {}
-        self.gateway = SimpleNamespace(uses=self.uses, on_use=None)
+        self.gateway = SimpleNamespace(
+            uses=self.uses, on_use=None, state="ready", awaited=lambda: {*self.uses}
+        )
         plan = SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None)))
         made: Any = SimpleNamespace(
             plan=plan,
