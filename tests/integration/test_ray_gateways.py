@@ -268,6 +268,7 @@ def piece(line: str) -> str:
     return text
 
 
+@pytest.mark.lane
 def test_the_process_that_speaks_to_ray_may_die(service: Service) -> None:
     before = service.pids()
     [ray] = [one for one in read_children(service.up.run_dir) if one.name == "ray"]
@@ -286,6 +287,7 @@ def has_another(service: Service) -> bool:
     return False
 
 
+@pytest.mark.lane
 def test_a_node_that_joins_gets_one_as_soon_as_its_port_is_free(
     service: Service, nodes: Nodes
 ) -> None:
@@ -299,6 +301,7 @@ def test_a_node_that_joins_gets_one_as_soon_as_its_port_is_free(
     assert service.say(LATE, "new here") == "new here"
 
 
+@pytest.mark.lane
 def test_a_node_that_is_lost_loses_its_own_and_no_more(service: Service, nodes: Nodes) -> None:
     before = {node: one.pid for node, one in service.gateways().items()}
     nodes.kill(nodes.nodes.pop())
@@ -358,6 +361,7 @@ def test_they_outlive_their_certificates(nodes: Nodes, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bad input
 
 
+@pytest.mark.lane
 def test_an_address_that_nobody_elsewhere_reaches_is_refused(nodes: Nodes, tmp_path: Path) -> None:
     ray = {"address": nodes.address, "gateways": "every_node", "connect_s": PATIENCE_S}
     sections = {"launcher": "ray", "ray": ray}
