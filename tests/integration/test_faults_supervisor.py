@@ -112,10 +112,15 @@ def test_why_tells_of_a_crash_loop_and_of_names_it_does_not_know(tmp_path: Path)
     bad = {**echo("bad", exit_on_load=7), "aliases": ["worse"]}
     with Instance.up(tmp_path, [bad, echo("good")]) as instance:
         instance.until_settled()
-        for name in ("bad", "worse", "bad/0"):
+        of_all = "bad: 0 of 1 ready; last death"
+        for name, begins in (
+            ("bad", of_all),
+            ("worse", of_all),
+            ("bad/0", "bad/0: failed; last death"),
+        ):
             # while the next attempt is under way there is none to come
             said = instance.until("it waits", lambda: lamenting(instance, name), 60)  # noqa: B023
-            assert said.startswith("bad: 0 of 1 ready; last death")
+            assert said.startswith(begins)
             assert re.search(r"crash loop: [5-9] lives in a row", said)
             assert said.count("exit code 7 before it was ready") >= 5
         good = cli(instance, "why", "good").stdout
