@@ -327,13 +327,16 @@ def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes
 @pytest.mark.lane
 def test_all_of_them_end_when_no_supervisor_comes(nodes: Nodes, tmp_path: Path) -> None:
     other = Service(tmp_path, nodes, grace_s=1)
-    other.until_it_serves(FIRST, SECOND)
-    pids = other.pids()
-    other.up.process.kill()
-    other.up.process.wait()
-    poll("the gateways end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
-    poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
-    poll("ours have ended, too", lambda: not other.up.survivors(), PATIENCE_S)
+    try:
+        other.until_it_serves(FIRST, SECOND)
+        pids = other.pids()
+        other.up.process.kill()
+        other.up.process.wait()
+        poll("the gateways end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+        poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
+        poll("ours have ended, too", lambda: not other.up.survivors(), PATIENCE_S)
+    finally:
+        other.up.end()
 
 
 @pytest.mark.lane
