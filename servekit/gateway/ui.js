@@ -25,9 +25,11 @@
 
   // ---- who has signed in; a session that is over leads to the form, and then back here
   const ask = window.fetch.bind(window);
+  let leaving = false; // once: each further answer would abort the way there, and begin it again
   window.fetch = async (...asked) => {
     const answer = await ask(...asked);
-    if (answer.status === 401 && new URL(answer.url).origin === location.origin) {
+    if (!leaving && answer.status === 401 && new URL(answer.url).origin === location.origin) {
+      leaving = true;
       location = `/ui/login?to=${location.pathname.replace(/^\/ui(\/zh)?\/?/, "")}`;
     }
     return answer;
