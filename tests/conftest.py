@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What starts real processes comes first: the longest files do not end up last."""
     items.sort(key=lambda item: INTEGRATION not in item.path.parents)
     for item in items:
-        # Thousands of real starts, kills and deadlines on whatever machine this is: one that fails
+        # Hundreds of real starts, kills and deadlines on whatever machine this is: one that fails
         # is tried once more, and the summary names it as RERUN. What is wrong fails twice.
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.flaky(reruns=1))
