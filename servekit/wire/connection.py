@@ -37,6 +37,9 @@ LOST_S = 5.0
 MAX_UNSENT_BYTES = 128 * 2**20
 #: Longer messages leave at once, so that what has not left yet is known.
 LARGE_BYTES = 64 * 2**10
+#: Messages that share a write. A peer that is sent all of a turn at once has nothing to do during
+#: that turn, and this process nothing during the peer's: under load they would work in lockstep.
+TOGETHER = 8
 #: Who has a choice sends no more while so much waits; see `crowded`.
 CROWDED_BYTES = 16 * 2**20
 _READ_BYTES = 256 * 2**10
@@ -91,7 +94,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             raise WireError(f"a frame of {len(body)} bytes is over the limit")
         self._unsent.append(len(body).to_bytes(4, "big"))
         self._unsent.append(body)
-        if len(body) > LARGE_BYTES:
+        if len(body) > LARGE_BYTES or len(self._unsent) >= 2 * TOGETHER:
             self._flush()
 
     def _flush(self) -> None:
