@@ -62,6 +62,8 @@ class Answer:
     """The encoded parts of one request's answer."""
 
     __slots__ = (
+        "_around_bytes",
+        "_chunk_tail",
         "_event_head",
         "_event_tail",
         "_shape",
@@ -88,6 +90,8 @@ class Answer:
         self._event_tail = b',"usage":null}\n\n' if usage else b"}\n\n"
         self._text_head = self._event_head + shape.text_head
         self._text_tail = shape.text_tail + self._event_tail
+        self._chunk_tail = self._text_tail + b"\r\n"
+        self._around_bytes = len(self._text_head) + len(self._text_tail)
 
     def whole(self, text: str, last: Delta) -> bytes:
         """The body of an answer that is not streamed."""
@@ -107,6 +111,12 @@ class Answer:
         opening = () if self._started else self._opening()
         closing = () if last is None else self._closing(last)
         return b"".join((*opening, event, *closing))
+
+    def chunk(self, text: str) -> bytes:
+        """As `events` of nothing but text, once the stream has begun, as a chunk of HTTP."""
+        said = _encode(text)
+        size_bytes = self._around_bytes + len(said)
+        return b"%x\r\n%b%b%b" % (size_bytes, self._text_head, said, self._chunk_tail)
 
     def _opening(self) -> list[bytes]:
         self._started = True

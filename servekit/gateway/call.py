@@ -41,7 +41,6 @@ class Call:
         "_last",
         "_resumed_at",
         "_said",
-        "_texts",
         "_waiter",
         "_waiting",
         "alone_until",
@@ -71,6 +70,7 @@ class Call:
         "session",
         "sink",
         "stream",
+        "texts",
         "wire_id",
     )
 
@@ -117,7 +117,7 @@ class Call:
         self._resumed_at = 0  # tokens there were when this attempt began
         self._handed_over = False  # the consumer has seen something of it
         self._waiting: Deltas = []
-        self._texts: list[str] | None = None  # what waits, for a consumer of text alone
+        self.texts: list[str] | None = None  # what waits, for a consumer of text alone
         self._last: Delta | None = None  # for the same, with `finish`
         self._said = 0, 0  # tokens of the prompt, and those of them from a cache
         self._error: RequestError | None = None
@@ -146,15 +146,15 @@ class Call:
 
     def read_text(self) -> None:
         """The consumer wants text, and the last delta: it calls `collect_text` from the start."""
-        self._texts = []
+        self.texts = []
 
     def collect_text(self) -> tuple[str, Delta | None] | None:
         """As `collect`: all text that waits, and the last delta of all once it is there."""
-        texts = self._texts
+        texts = self.texts
         if (texts or self._last is not None) and (self.stream or self.done):
             assert texts is not None
             self._handed_over = True
-            last, self._last, self._texts = self._last, None, []
+            last, self._last, self.texts = self._last, None, []
             return texts[0] if len(texts) == 1 else "".join(texts), last
         self._raise()
         return None
@@ -237,16 +237,18 @@ class Call:
         self._wake()
 
     def take_one(self, text: str, token_id: int) -> None:
-        """As `take`, of one more token."""
+        """As `take`, of one more token that has been measured."""
         self.emitted.append(token_id)
         self.chars += len(text)
-        if self._texts is not None:
-            self._texts.append(text)
-        else:
+        if self.texts is None:
             self._waiting.append(self._one(text, token_id))
+        else:
+            self.texts.append(text)
         if self.stream:
-            self.last_s = self.meter.next(self.last_s)
-            self._wake()
+            if self.sink is None:
+                self._wake()
+            else:
+                self.sink()
 
     def _one(self, text: str, token_id: int) -> Delta:
         prompt, cached = self._said
@@ -258,17 +260,19 @@ class Call:
             if not self.first_s:
                 self.first_s = self.last_s = self.meter.first(self)
             elif self.stream:  # of what is not, only the first and the last matter
-                self.last_s = self.meter.next(self.last_s)
+                now_s = time.monotonic()
+                self.meter.next(now_s - self.last_s, 1)
+                self.last_s = now_s
             self.emitted += delta.token_ids
         self.chars += len(delta.text)
         self._said = delta.prompt_tokens, delta.cached_tokens
-        if self._texts is None:
+        if self.texts is None:
             self._waiting.append(delta)
         elif delta.text:
-            self._texts.append(delta.text)
+            self.texts.append(delta.text)
         if delta.finish is not None:
             self.done = True
-            self._last = None if self._texts is None else delta
+            self._last = None if self.texts is None else delta
             if delta.times_ns:
                 self.meter.worked(delta.times_ns)
             self.meter.ended(self, delta.finish, *self._said, delta.completion_tokens)
@@ -296,8 +300,8 @@ class Call:
 
     def _forget(self) -> None:
         self._waiting = []
-        if self._texts is not None:
-            self._texts = []
+        if self.texts is not None:
+            self.texts = []
 
     def same_as(self, other: Call) -> bool:
         """The same request, by whomever."""

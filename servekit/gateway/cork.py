@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
+
+
+class Runs(Protocol):
+    def run(self) -> None:
+        """Must not raise: others wait behind it."""
 
 
 class Cork:
@@ -16,15 +21,16 @@ class Cork:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due: list[Callable[[], None]] = []
+        self._due: dict[Runs, None] = {}
 
-    def add(self, run: Callable[[], None]) -> None:
-        """Have `run` called at the end of the turn. It must not raise: others wait behind it."""
-        if not self._due:
+    def add(self, one: Runs) -> None:
+        """Have `one` run at the end of the turn."""
+        due = self._due
+        if not due:
             self._loop.call_soon(self._pop)
-        self._due.append(run)
+        due[one] = None
 
     def _pop(self) -> None:
-        due, self._due = self._due, []
-        for run in due:
-            run()
+        due, self._due = self._due, {}
+        for one in due:
+            one.run()

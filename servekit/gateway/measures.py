@@ -111,14 +111,11 @@ class Meter:
         self._first[-1] += took
         return now
 
-    def next(self, last_s: float) -> float:
-        """More of a stream is here, of which the last came at `last_s`; returns when."""
-        now = monotonic()
-        took = now - last_s
+    def next(self, took_s: float, streams: int) -> None:
+        """More of so many streams is here, so long after what came before."""
         gaps = self._gaps
-        gaps[bisect_left(_token, took)] += 1
-        gaps[-1] += took
-        return now
+        gaps[bisect_left(_token, took_s)] += streams
+        gaps[-1] += took_s * streams
 
     def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
         """It is over: how, and the tokens of its prompt, from a cache, and of its answer."""

@@ -110,7 +110,9 @@ class Exchange:
         "disconnected",
         "extra",
         "handler",
+        "flow",
         "headers",
+        "joined",
         "keep_alive",
         "on_gone",
         "on_writable",
@@ -124,6 +126,8 @@ class Exchange:
 
     def __init__(self, protocol: Http, handler: Handler) -> None:
         self.protocol = protocol
+        self.joined = protocol.joined
+        self.flow = protocol.flow
         self.handler = handler
         self.headers = protocol.headers
         self.origin = Origin(protocol.headers)
@@ -176,14 +180,14 @@ class Exchange:
     @property
     def open(self) -> bool:
         """Something can be written now; if not as the client does not read, see `on_writable`."""
-        return not (self.response_complete or self.disconnected or self.protocol.flow.write_paused)
+        return not (self.response_complete or self.disconnected or self.flow.write_paused)
 
     def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
         """A JSON body, in one write."""
         if self.response_complete:
             return
         head = self._head(status, (JSON, *headers))
-        self.protocol.joined.write_now(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self.joined.write_now(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
 
     def fail(self, error: ServekitError) -> None:
@@ -208,7 +212,7 @@ class Exchange:
         if not data:
             return
         if now:
-            self.protocol.joined.write_now(data)
+            self.joined.write_now(data)
         else:
             self.protocol.transport.write(data)
         if last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,18 +24,17 @@ class Pump:
     leaves in one write when the client reads again.
     """
 
-    __slots__ = ("_answer", "_call", "_cork", "_due", "_exchange", "_place", "_places")
+    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams")
 
     def __init__(self, exchange: Exchange, call: Call, answer: Answer, cork: Cork) -> None:
         self._exchange = exchange
         self._call = call
         self._answer = answer
-        self._cork = cork
-        self._due = False
+        self._streams = False  # it has begun to
         self._places = False
         self._place: int | None = None  # the one told last
         call.read_text()
-        call.sink = self._on_news
+        call.sink = partial(cork.add, self)
         exchange.on_writable = self.run
         exchange.on_gone = call.cancel
 
@@ -44,16 +44,16 @@ class Pump:
         self._places = True
         self.run()
 
-    def _on_news(self) -> None:
-        if not self._due:
-            self._due = True
-            self._cork.add(self.run)
-
     def run(self) -> None:
         """Something has come, or the client reads again. Never raises: others wait behind it."""
-        self._due = False
         exchange = self._exchange
         try:
+            if self._streams and not self._call.done:
+                if (texts := self._call.texts) and exchange.open:
+                    self._call.texts = []  # nearly every token of a stream: nothing else to say
+                    text = texts[0] if len(texts) == 1 else "".join(texts)
+                    exchange.joined.write_now(self._answer.chunk(text))
+                return
             if self._places and exchange.open:
                 self._tell_place()
             while exchange.open and (news := self._call.collect_text()) is not None:
@@ -80,6 +80,7 @@ class Pump:
 
     def _pass_on(self, text: str, last: Delta | None) -> None:
         if self._call.stream:
+            self._streams = not self._places
             events = self._answer.events(text, last)
             self._exchange.stream(events, last=last is not None, now=True)
         else:

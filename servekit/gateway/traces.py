@@ -163,8 +163,8 @@ class Traced(Meter):
         self._root.add_event("first token")
         return self._meter.first(call)
 
-    def next(self, last_s: float) -> float:
-        return self._meter.next(last_s)
+    def next(self, took_s: float, streams: int) -> None:
+        self._meter.next(took_s, streams)
 
     def worked(self, times_ns: tuple[int, ...]) -> None:
         """When the engine was given it, brought its first token and its last."""

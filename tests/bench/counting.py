@@ -33,8 +33,8 @@ class Idle(Meter):
     def first(self, call: Call) -> float:
         return 1.0
 
-    def next(self, last_s: float) -> float:
-        return 1.0
+    def next(self, took_s: float, streams: int) -> None:
+        pass
 
     def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
         pass
@@ -63,6 +63,7 @@ def tokens(meter: Callable[[Call], Meter]) -> Callable[[], object]:
     call.take(FIRST)
 
     def token() -> None:
+        call.meter.next(0.01, 1)
         call.take_one("a", 5)
         if len(call.emitted) == BATCH:
             call.emitted.clear()
