@@ -66,27 +66,27 @@ class Answer:
         "_chunk_tail",
         "_event_head",
         "_event_tail",
+        "_head",
         "_shape",
         "_started",
         "_text_head",
         "_text_tail",
         "_usage",
-        "_whole_head",
         "id",
     )
 
-    def __init__(self, shape: Shape, model: str, usage: bool) -> None:
+    def __init__(self, shape: Shape, model: str, usage: bool, stream: bool = True) -> None:
         self.id = f"{shape.prefix}{_random_bits(96):024x}"
-        head = b'{"id":"%b","object":"%%b","created":%d,"model":%b,' % (
-            self.id.encode(),
-            int(time.time()),
-            _encode(model).replace(b"%", b"%%"),
-        )
+        kind = shape.chunk if stream else shape.whole
+        told = self.id.encode(), kind, int(time.time()), _encode(model)
+        head = b'{"id":"%b","object":"%b","created":%d,"model":%b,' % told
         self._shape = shape
+        self._head = head
+        if not stream:
+            return  # the rest is for events alone
         self._usage = usage
         self._started = False
-        self._whole_head = head % shape.whole + shape.whole_head
-        self._event_head = b"data: " + head % shape.chunk
+        self._event_head = b"data: " + head
         self._event_tail = b',"usage":null}\n\n' if usage else b"}\n\n"
         self._text_head = self._event_head + shape.text_head
         self._text_tail = shape.text_tail + self._event_tail
@@ -95,9 +95,9 @@ class Answer:
 
     def whole(self, text: str, last: Delta) -> bytes:
         """The body of an answer that is not streamed."""
-        tail = self._shape.whole_tail
-        end = b'%b}],"usage":%b}' % (_reason(last), _usage(last))
-        return self._whole_head + _encode(text) + tail + end
+        shape = self._shape
+        parts = self._head, shape.whole_head, _encode(text), shape.whole_tail
+        return b'%b%b%b%b%b}],"usage":%b}' % (*parts, _reason(last), _usage(last))
 
     def events(self, text: str, last: Delta | None) -> bytes:
         """Server-sent events for what one wake-up brought: its text as one, and the closing ones.

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec.structs import replace
 
 from servekit.errors import RequestError
-from servekit.gateway import fate
-from servekit.gateway.measures import UNMEASURED, Meter
+from servekit.gateway import fate, measures
 from servekit.gateway.origin import ORIGIN
 from servekit.wire.messages import ChatMessage, Delta, Generate, SamplingParams
 
 if TYPE_CHECKING:
     from servekit.gateway.caller import Caller
+    from servekit.gateway.measures import Meter
     from servekit.gateway.pool import Replica
     from servekit.gateway.route import Route
 
@@ -100,7 +100,7 @@ class Call:
         self.caller: Caller | None = None  # whose key it came with, where keys are needed
         self.created_s = time.monotonic()
         self.first_s = self.last_s = 0.0  # when its first token came, and of a stream the last
-        self.meter: Meter = UNMEASURED
+        self.meter: Meter = measures.UNMEASURED
         self.deaths = 0  # in a row, see `gateway.fate`
         self.deaths_in_all = 0
         self.alone_until: Literal["", "proven", "done"] = ""  # it is a suspect; what clears it

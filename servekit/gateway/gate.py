@@ -18,8 +18,8 @@ from servekit.errors import InvalidKey, RequestError, ServekitError
 from servekit.gateway import login, manual
 from servekit.gateway.access import ACTING, Access, Headers, key_of
 from servekit.gateway.caller import Caller
+from servekit.gateway.exchange import Exchange, Handler, Header
 from servekit.gateway.http import ASGIApp, Receive, Scope, Send, send_error
-from servekit.gateway.protocol import Exchange, Handler, Header
 from servekit.gateway.strangers import Strangers
 
 log: Any = structlog.get_logger("servekit.gateway")

@@ -25,10 +25,11 @@ import uvicorn
 
 from servekit.gateway import traces
 from servekit.gateway.app import Application, Guard
+from servekit.gateway.exchange import Handler
 from servekit.gateway.limits import LIMITS, Limits, Sweep
 from servekit.gateway.line import Line, Remote
 from servekit.gateway.pool import NEARBY, Reach
-from servekit.gateway.protocol import Handler, Http
+from servekit.gateway.protocol import Http
 from servekit.gateway.router import Router
 from servekit.gateway.tls import Tls
 from servekit.wire.adapters import Told, Unused
@@ -281,6 +282,7 @@ async def serving(
     tls: ssl.SSLContext | None = None,
     also: Sequence[socket.socket] = (),
     answers: defaultdict[Any, int] | None = None,
+    keep_alive_s: float = 75.0,
 ) -> AsyncIterator[Callable[[], None]]:
     """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
 
@@ -292,7 +294,7 @@ async def serving(
     http = partial(
         Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers
     )
-    server = _server(app, http, tls)
+    server = _server(app, http, tls, keep_alive_s)
     await server.startup(sockets=[sock, *also])
     sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
@@ -311,7 +313,7 @@ async def serving(
         sweep.end()
 
 
-def _server(app: Any, http: Any, tls: ssl.SSLContext | None) -> uvicorn.Server:
+def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float) -> uvicorn.Server:
     """`http` makes the protocol of a connection."""
     config = uvicorn.Config(
         app,
@@ -322,7 +324,7 @@ def _server(app: Any, http: Any, tls: ssl.SSLContext | None) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # whole seconds, it says
         timeout_graceful_shutdown=1,
         backlog=2048,
     )

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING
 
 from servekit import metrics
 from servekit.errors import REQUEST_ERRORS, ModelNotFound, RequestError
@@ -273,20 +272,3 @@ class Measures:
             route = path if isinstance(path, str) else path.decode("latin-1")
             series.append(Series("servekit_http_requests_total", (route, str(status)), [count]))
         return Counted(tuple(series)) if series else None
-
-
-Opens = TypeVar("Opens", bound=Callable[..., Any])
-
-
-def refusals_counted(opens: Opens) -> Opens:
-    """`Router.open`, with the calls counted that it does not take."""
-
-    @wraps(opens)
-    def counting(router: Router, call: Call, timeout_s: float | None = None) -> Call:
-        try:
-            return cast("Call", opens(router, call, timeout_s))
-        except RequestError as error:
-            router.measures.refused(router, call, error)
-            raise
-
-    return cast(Opens, counting)

@@ -29,6 +29,7 @@ from servekit.gateway.asks import chat_ask, completion_ask
 from servekit.gateway.call import Call, Deltas
 from servekit.gateway.chat import ChatForm, CompletionForm
 from servekit.gateway.cork import Cork
+from servekit.gateway.exchange import Exchange, Handler
 from servekit.gateway.http import (
     EVENT_STREAM,
     SESSION,
@@ -43,7 +44,6 @@ from servekit.gateway.http import (
     send_json,
     session_of,
 )
-from servekit.gateway.protocol import Exchange, Handler
 from servekit.gateway.pump import Pump
 from servekit.gateway.respond import Form, OverExchange, Watch, respond
 from servekit.gateway.router import Router
@@ -193,7 +193,7 @@ class OpenAI:
     def _answer_to(self, shape: Shape, request: Common, call: Call) -> Answer:
         options = request.stream_options
         model = self._router.find(call.model).status.name
-        return Answer(shape, model, bool(options and options.include_usage))
+        return Answer(shape, model, bool(options and options.include_usage), call.stream)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send, parse: Parse) -> None:
         """Answer one request; what goes wrong before its first byte gets the envelope."""

@@ -14,7 +14,7 @@ import structlog
 
 from servekit.errors import REQUEST_ERRORS, RequestError, WireError, WorkerLost
 from servekit.gateway.call import Call
-from servekit.gateway.measures import UNMEASURED
+from servekit.gateway.steps import take_one_each
 from servekit.wire.address import is_tcp
 from servekit.wire.connection import LOST_S, Connection, dial
 from servekit.wire.messages import (
@@ -227,7 +227,7 @@ class Replica:
 
     def _on_message(self, message: WorkerToGateway) -> None:
         if isinstance(message, OneEach):
-            self._on_one_each(message)
+            take_one_each(self.calls, message)
         elif isinstance(message, Tokens):
             self._on_tokens(message)
         elif isinstance(message, Failed):
@@ -253,21 +253,6 @@ class Replica:
             self._asked = 0
         self._renew()
         self.owner.on_free(self)  # for the next suspect, or for all
-
-    def _on_one_each(self, message: OneEach) -> None:
-        calls, now_s = self.calls, time.monotonic()
-        meter, last_s, alike = UNMEASURED, now_s, 0  # nearly all had their last token together
-        for id, text, token_id in zip(message.ids, message.texts, message.token_ids, strict=True):
-            call = calls.get(id)
-            if call is None:
-                continue  # cancelled while this was on its way
-            if call.last_s != last_s or call.meter is not meter:
-                meter.next(now_s - last_s, alike)
-                meter, last_s, alike = call.meter, call.last_s, 0
-            alike += call.stream
-            call.last_s = now_s
-            call.take_one(text, token_id)
-        meter.next(now_s - last_s, alike)
 
     def _on_tokens(self, message: Tokens) -> None:
         freed = False

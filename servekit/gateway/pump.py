@@ -11,7 +11,7 @@ from servekit.errors import ClientClosed, RequestError, ServekitError
 from servekit.gateway.answer import Answer
 from servekit.gateway.call import Call
 from servekit.gateway.cork import Cork
-from servekit.gateway.protocol import Exchange
+from servekit.gateway.exchange import Exchange
 from servekit.wire.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.gateway.exchange import Exchange
 from servekit.gateway.http import (
     EVENT_STREAM,
     Receive,
@@ -15,7 +16,6 @@ from servekit.gateway.http import (
     send_error,
     send_json,
 )
-from servekit.gateway.protocol import Exchange
 from servekit.gateway.turn import Choice, Piece, Turn
 
 #: A client that leaves within this time of its request is noticed only then: most requests on a

@@ -28,7 +28,7 @@ from servekit.gateway.call import Call
 from servekit.gateway.deadlines import Deadlines
 from servekit.gateway.demand import Demand
 from servekit.gateway.fate import NOT_RESUMED, Fate
-from servekit.gateway.measures import Measures, refusals_counted
+from servekit.gateway.measures import Measures
 from servekit.gateway.pool import NEARBY, Replica
 from servekit.gateway.quarantine import Quarantine, refusal
 from servekit.gateway.route import Route, describe, unknown
@@ -38,8 +38,6 @@ from servekit.wire.residency import KeepAlive, Wanted
 __all__ = ["Route", "Router", "describe"]
 
 log: Any = structlog.get_logger("servekit.gateway")
-
-_CUT = "servekit has shut down before this was done; ask again when it is back"
 
 
 class Router:
@@ -104,7 +102,6 @@ class Router:
                 if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
 
-    @refusals_counted
     def open(self, call: Call, timeout_s: float | None = None) -> Call:
         """Queue a call and run it as soon as there is room.
 
@@ -112,18 +109,11 @@ class Router:
         RequestQuarantined at once; later failures reach the call's consumer. `timeout_s` is capped
         by the model's own.
         """
-        route = self.find(call.model)
-        adapted = route if isinstance(route, AdapterRoute) else None
-        if adapted is not None:
-            route = adapted.base
-        if call.params.grammar is not None:
-            check_grammar(call.params.grammar, self.access.rules.limits)
-        if self.access.watchful:
-            adapter = "" if adapted is None else adapted.status.name
-            self.access.admit(call, route.status.name, adapter)
-        if adapted is not None:
-            adapted.adapt(call)
-        self._admit(route, call)
+        try:
+            route = self._take(call)
+        except RequestError as error:
+            self.measures.refused(self, call, error)
+            raise
         self._begin(route, call)
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
@@ -136,6 +126,19 @@ class Router:
             if route.on_wait is not None:
                 route.on_wait(route)
         return call
+
+    def _take(self, call: Call) -> Route:
+        """The model's own route, which takes the call."""
+        route = (asked := self.find(call.model)).base
+        if call.params.grammar is not None:
+            check_grammar(call.params.grammar, self.access.rules.limits)
+        if self.access.watchful:
+            adapter = "" if asked is route else asked.status.name
+            self.access.admit(call, route.status.name, adapter)
+        if isinstance(asked, AdapterRoute):
+            asked.adapt(call)
+        self._admit(route, call)
+        return route
 
     def _admit(self, route: Route, call: Call) -> None:
         if self.draining:
@@ -165,9 +168,10 @@ class Router:
 
     def cut(self) -> None:
         """The time to finish is over: say so to all that is in flight."""
+        said = "servekit has shut down before this was done; ask again when it is back"
         for call in list(self._open):
             self._withdraw(call)
-            call.fail(ModelUnavailable(_CUT, retry_after_s=5.0))
+            call.fail(ModelUnavailable(said, retry_after_s=5.0))
 
     def position(self, call: Call) -> int | None:
         """How many calls are before this one in its queue; None once it runs."""

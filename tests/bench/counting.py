@@ -16,7 +16,8 @@ from typing import Any
 
 from servekit.gateway.call import Call
 from servekit.gateway.measures import Measures, Meter
-from servekit.wire.messages import Delta, SamplingParams
+from servekit.gateway.steps import take_one_each
+from servekit.wire.messages import Delta, OneEach, SamplingParams
 
 BATCH, BATCHES = 100, 3000
 PARAMS = SamplingParams()
@@ -61,10 +62,10 @@ def tokens(meter: Callable[[Call], Meter]) -> Callable[[], object]:
     call.sink = lambda: None
     call.meter = meter(call)
     call.take(FIRST)
+    calls, step = {1: call}, OneEach([1], ["a"], [5])
 
     def token() -> None:
-        call.meter.next(0.01, 1)
-        call.take_one("a", 5)
+        take_one_each(calls, step)
         if len(call.emitted) == BATCH:
             call.emitted.clear()
             call.collect_text()

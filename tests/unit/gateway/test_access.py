@@ -9,8 +9,8 @@ import pytest
 from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway.access import ACTING, Access, key_of
+from servekit.gateway.exchange import Exchange
 from servekit.gateway.gate import Gate
-from servekit.gateway.protocol import Exchange
 from servekit.wire.messages import AccessRules, KeyRule
 
 SALT = b"s" * 32

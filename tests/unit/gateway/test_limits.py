@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from servekit.gateway.exchange import Exchange
 from servekit.gateway.gateway import serving
 from servekit.gateway.http import Receive, Scope, Send, read_body, send_json
 from servekit.gateway.limits import Limits
-from servekit.gateway.protocol import Exchange
 
 WITHIN_S = 5.0
 LIMITS = Limits(header_s=0.2, body_s=0.3, linger_s=0.2, sweep_every_s=0.02)

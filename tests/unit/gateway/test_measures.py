@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 
 from servekit import metrics
 from servekit.errors import ClientClosed, ModelNotFound, QueueFull
-from servekit.gateway import measures
+from servekit.gateway import measures, steps
 from servekit.gateway.call import Call
 from servekit.gateway.measures import MOST_ADAPTERS, OTHER, Measures, status_of
 from servekit.gateway.router import Router
-from servekit.wire.messages import ChatMessage, Delta, SamplingParams
+from servekit.gateway.steps import take_one_each
+from servekit.wire.messages import ChatMessage, Delta, OneEach, SamplingParams
 
 KIND = ("chat", "servekit", "m", "m")
 
@@ -31,7 +33,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(measures, "monotonic", clock)
+    for module in (time, measures, steps):
+        monkeypatch.setattr(module, "monotonic", clock)
     yield clock
 
 
@@ -77,7 +80,7 @@ def test_a_streamed_request_from_its_arrival_to_its_end(clock: Clock) -> None:
     call.take(Delta(1, "a", [1], prompt_tokens=7, cached_tokens=4))
     for gap_s in (0.02, 0.03, 0.7):
         clock.now += gap_s
-        call.take_one("b", 2)
+        take_one_each({1: call}, OneEach([1], ["b"], [2]))
     clock.now += 0.25
     call.take(Delta(1, "", [3], "length", 7, 5, cached_tokens=4))
     found = told(counted)
@@ -108,6 +111,24 @@ def test_a_streamed_request_from_its_arrival_to_its_end(clock: Clock) -> None:
     assert told(counted) == {}, "what was told is told once"
 
 
+def test_a_step_is_counted_for_each_stream_by_when_its_last_token_came(clock: Clock) -> None:
+    counted = Measures()
+    calls = {id: begun(counted, clock) for id in (1, 2, 3)}
+    for id, call in calls.items():
+        call.request(id)
+        clock.now += 0.1
+        call.take(Delta(id, "a", [1]))
+    clock.now += 0.02
+    take_one_each(calls, OneEach([1, 2, 3, 4], list("bcde"), [2, 3, 4, 5]))  # 4 was cancelled
+    clock.now += 0.03
+    take_one_each(calls, OneEach([3, 1], ["g", "f"], [7, 6]))
+    gaps = told(counted)["servekit_inter_token_seconds", ("m", "")]
+    found = observed(gaps, "servekit_inter_token_seconds")
+    assert found == {0.025: 1, 0.05: 2, 0.15: 1, 0.3: 1}
+    assert gaps[-1] == pytest.approx(0.22 + 0.12 + 0.02 + 2 * 0.03)
+    assert [call.emitted for call in calls.values()] == [[1, 2, 6], [1, 3], [1, 4, 7]]
+
+
 def test_what_is_not_streamed_has_no_gaps_but_a_first_token_and_a_pace(clock: Clock) -> None:
     counted = Measures()
     call = begun(counted, clock, stream=False, prompt="x")
@@ -115,7 +136,7 @@ def test_what_is_not_streamed_has_no_gaps_but_a_first_token_and_a_pace(clock: Cl
     clock.now += 0.03
     call.take(Delta(1, "a", [1], prompt_tokens=2))
     clock.now += 0.5
-    call.take_one("b", 2)
+    take_one_each({1: call}, OneEach([1], ["b"], [2]))
     call.take(Delta(1, "c", [3], "stop", 2, 3))
     found = told(counted)
     kind = ("text_completion", "servekit", "m", "m")
@@ -135,7 +156,7 @@ def test_a_stream_goes_on_in_the_same_figures_after_it_was_told_of(clock: Clock)
     call.take(Delta(1, "a", [1]))
     told(counted)
     clock.now += 0.02
-    call.take_one("b", 2)
+    take_one_each({1: call}, OneEach([1], ["b"], [2]))
     found = told(counted)
     assert list(found) == [("servekit_inter_token_seconds", ("m", ""))]
     assert found["servekit_inter_token_seconds", ("m", "")][-1] == pytest.approx(0.02)

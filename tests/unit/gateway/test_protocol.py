@@ -8,9 +8,10 @@ import weakref
 
 import pytest
 
+from servekit.gateway.exchange import Exchange
 from servekit.gateway.gateway import serving
 from servekit.gateway.http import Receive, Scope, Send
-from servekit.gateway.protocol import Exchange, Http
+from servekit.gateway.protocol import Http
 from tests.unit.gateway.conftest import until
 
 

@@ -1,0 +1,33 @@
+"""What an engine step brings to the streams of one worker: the most frequent thing of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from servekit.gateway.measures import UNMEASURED
+
+if TYPE_CHECKING:
+    from servekit.gateway.call import Call
+    from servekit.wire.messages import OneEach
+
+
+def take_one_each(calls: Mapping[int, Call], told: OneEach) -> None:
+    """Pass an engine step on to the calls it is of, by their ids: one more token for each.
+
+    The clock is looked at once, and what was counted once for all whose last token came together.
+    """
+    now_s = monotonic()
+    meter, last_s, alike = UNMEASURED, now_s, 0
+    for id, text, token_id in zip(told.ids, told.texts, told.token_ids, strict=True):
+        call = calls.get(id)
+        if call is None:
+            continue  # cancelled while this was on its way
+        if call.last_s != last_s or call.meter is not meter:
+            meter.next(now_s - last_s, alike)
+            meter, last_s, alike = call.meter, call.last_s, 0
+        alike += call.stream
+        call.last_s = now_s
+        call.take_one(text, token_id)
+    meter.next(now_s - last_s, alike)
