@@ -234,25 +234,13 @@ class Call:
     def tell(self, place: int | None) -> None:
         """Its place in the queue is another one now; None: it does not wait any more."""
         self.place = place
-        self._wake()
+        self.wake()
 
-    def take_one(self, text: str, token_id: int) -> None:
-        """As `take`, of one more token that has been measured."""
-        self.emitted.append(token_id)
-        self.chars += len(text)
-        if self.texts is None:
-            self._waiting.append(self._one(text, token_id))
-        else:
-            self.texts.append(text)
-        if self.stream:
-            if self.sink is None:
-                self._wake()
-            else:
-                self.sink()
-
-    def _one(self, text: str, token_id: int) -> Delta:
+    def add(self, text: str, token_id: int) -> None:
+        """Keep one more token for a consumer of deltas."""
         prompt, cached = self._said
-        return Delta(self.wire_id, text, [token_id], prompt_tokens=prompt, cached_tokens=cached)
+        delta = Delta(self.wire_id, text, [token_id], prompt_tokens=prompt, cached_tokens=cached)
+        self._waiting.append(delta)
 
     def take(self, delta: Delta) -> None:
         """Pass a delta on; the consumer is woken at once if it streams, else at the end."""
@@ -279,7 +267,7 @@ class Call:
             if self.caller is not None:
                 self.caller.settle(self, delta)
         if self.stream or self.done:
-            self._wake()
+            self.wake()
 
     def died(self, ran: bool = True) -> fate.Fate:
         """Its worker died; what is to become of it. `ran`: it wasn't merely held there."""
@@ -317,9 +305,10 @@ class Call:
             self.caller.settle(self, None)
         if not self.stream:
             self._forget()  # half an answer is none
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Something is there for the consumer."""
         sink = self.sink
         if sink is not None:
             if self.done:

@@ -16,18 +16,27 @@ if TYPE_CHECKING:
 def take_one_each(calls: Mapping[int, Call], told: OneEach) -> None:
     """Pass an engine step on to the calls it is of, by their ids: one more token for each.
 
-    The clock is looked at once, and what was counted once for all whose last token came together.
+    As `Call.take`, all in one loop. The clock is looked at once, and what was counted once for all
+    whose last token came together. Who has text that waits has been woken already.
     """
-    now_s = monotonic()
+    now_s, find = monotonic(), calls.get
     meter, last_s, alike = UNMEASURED, now_s, 0
     for id, text, token_id in zip(told.ids, told.texts, told.token_ids, strict=True):
-        call = calls.get(id)
+        call = find(id)
         if call is None:
             continue  # cancelled while this was on its way
-        if call.last_s != last_s or call.meter is not meter:
-            meter.next(now_s - last_s, alike)
-            meter, last_s, alike = call.meter, call.last_s, 0
-        alike += call.stream
-        call.last_s = now_s
-        call.take_one(text, token_id)
+        call.emitted.append(token_id)
+        call.chars += len(text)
+        if (texts := call.texts) is None:
+            call.add(text, token_id)
+        else:
+            texts.append(text)
+        if call.stream:
+            if call.last_s != last_s or call.meter is not meter:
+                meter.next(now_s - last_s, alike)
+                meter, last_s, alike = call.meter, call.last_s, 0
+            alike += 1
+            call.last_s = now_s
+            if texts is None or len(texts) == 1:
+                call.wake()
     meter.next(now_s - last_s, alike)
