@@ -22,7 +22,7 @@ _random_bits = random.Random().getrandbits  # seeded by the system; ids need not
 class Shape:
     """Where the two endpoints' answers differ."""
 
-    prefix: str
+    prefix: bytes
     whole: bytes
     chunk: bytes
     text_head: bytes  # around the text of a chunk
@@ -34,7 +34,7 @@ class Shape:
 
 
 CHAT = Shape(
-    prefix="chatcmpl-",
+    prefix=b"chatcmpl-",
     whole=b"chat.completion",
     chunk=b"chat.completion.chunk",
     text_head=b'"choices":[{"index":0,"delta":{"content":',
@@ -46,7 +46,7 @@ CHAT = Shape(
     last=b'"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":',
 )
 COMPLETION = Shape(
-    prefix="cmpl-",
+    prefix=b"cmpl-",
     whole=b"text_completion",
     chunk=b"text_completion",
     text_head=b'"choices":[{"index":0,"text":',
@@ -72,14 +72,12 @@ class Answer:
         "_text_head",
         "_text_tail",
         "_usage",
-        "id",
     )
 
     def __init__(self, shape: Shape, model: str, usage: bool, stream: bool = True) -> None:
-        self.id = f"{shape.prefix}{_random_bits(96):024x}"
         kind = shape.chunk if stream else shape.whole
-        told = self.id.encode(), kind, int(time.time()), _encode(model)
-        head = b'{"id":"%b","object":"%b","created":%d,"model":%b,' % told
+        told = shape.prefix, _random_bits(96), kind, time.time(), _encode(model)
+        head = b'{"id":"%b%024x","object":"%b","created":%d,"model":%b,' % told
         self._shape = shape
         self._head = head
         if not stream:

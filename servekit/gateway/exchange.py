@@ -26,6 +26,7 @@ CLOSE = (b"connection", b"close")
 JOIN_BYTES = 64 * 1024
 
 _EVENT_STREAM = tuple(EVENT_STREAM)
+_JSON = (JSON,)
 
 
 class Joined:
@@ -185,7 +186,7 @@ class Exchange:
         """A JSON body, in one write."""
         if self.response_complete:
             return
-        head = self._head(status, (JSON, *headers))
+        head = self._head(status, (JSON, *headers) if headers else _JSON)
         self.joined.write_now(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
 
@@ -224,8 +225,9 @@ class Exchange:
         self.protocol.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % head)
 
     def _head(self, status: int, headers: tuple[Header, ...]) -> bytes:
-        self.protocol.answers[self.path, status] += 1
-        head = self.protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
+        protocol = self.protocol
+        protocol.answers[self.path, status] += 1
+        head = protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
         # not among the heads that are kept: these differ from answer to answer
         if self.extra:
             head += b"".join(b"%b: %b\r\n" % pair for pair in self.extra)

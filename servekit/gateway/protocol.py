@@ -84,7 +84,8 @@ class Http(LimitedProtocol):
             self.on_response_complete()
         elif not self.transport.is_closing():
             self.server_state.total_requests += 1
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
             self._idle_since_s = self.loop.time()
 
     def sweep(self, now_s: float) -> None:
