@@ -108,8 +108,8 @@ def _rows(streams: int, outcomes: dict[str, Outcome]) -> Iterator[Figure]:
     yield Figure(
         f"streamed tokens per CPU second, {streams} streams that are paced",
         f"{ratio:.2f}; {spread(paced.each(_us), 1)} µs against {spread(turns.each(_us), 1)} µs",
-        how=f"{paced.median(_rate):,.0f}/s, {_share(paced)}; bare writes each in a turn of its own, "
-        f"{_share(turns)}; {conditions}",
+        how=f"{paced.median(_rate):,.0f}/s, {_share(paced)}; bare writes each in a turn of its "
+        f"own, {_share(turns)}; {conditions}",
     )
     free = outcomes["flat-out"]
     ratio = free.median(_rate) / turns.median(_rate)

@@ -10,7 +10,8 @@ the beginning, a share and a KV cache of the same size each, and only one has wo
 Prompts are random token ids (of a chat: random letters), new ones in each round and the same for
 all.
 
---model   a folder of safetensors; by default a random Llama of 0.35e9 parameters in bfloat16
+--model   a folder of safetensors; by default a random Llama of 0.35e9 parameters in bfloat16;
+          a larger one is made by `tests.gpu.adapters.write_large`, of 7e9 in the shape of an 8B
 --engine echo  try the script itself, without a GPU: servekit alone, and no engine's own rate
 """
 

@@ -34,6 +34,15 @@ SLACK_BYTES = 64 * MIB
 
 def write_middle(folder: Path) -> Path:
     """A random Llama of 0.35e9 parameters in bfloat16, in the shape of a small Qwen, for speed."""
+    return _write_llama(folder, hidden=1024, intermediate=3072, layers=28, heads=16)
+
+
+def write_large(folder: Path) -> Path:
+    """As `write_middle`, of 7e9 parameters: an 8B without most of its vocabulary."""
+    return _write_llama(folder, hidden=4096, intermediate=12288, layers=36, heads=32)
+
+
+def _write_llama(folder: Path, *, hidden: int, intermediate: int, layers: int, heads: int) -> Path:
     from tests.unit.engines.harness import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer()
@@ -41,18 +50,20 @@ def write_middle(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=-(-len(tokenizer) // 8) * 8,  # what ranks can share
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         max_position_embeddings=4096,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        dtype="bfloat16",
     )
-    model: Any = transformers.LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
     return folder
 
 
