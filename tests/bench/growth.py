@@ -8,7 +8,9 @@
               is that of the multiple of what a bare app takes with as many clients
     streams   so many streams, paced so that they bring the same tokens per second all together:
               CPU time of the gateway for each token, and memory for each stream
-    workers   64 clients over so many echo workers: CPU time of the gateway for each answer
+    workers   4 clients over so many echo workers, and 64: CPU time of the gateway for each answer.
+              Requests of 64 clients share reads and writes where they go to one worker, and hardly
+              where they go to 64; those of 4 hardly anywhere, so that theirs is the cost of routing
 
 Each row is told against the least of its kind. Rounds are taken by turns.
 """
@@ -42,6 +44,7 @@ TOKENS_PER_S = 16_000
 WAITING = (64, 500, 2_000, 10_000)
 STREAMS = (1, 32, 128, 512, 2_000)
 WORKERS = (1, 4, 16, 64)
+CLIENTS = (4, 64)
 #: What the bare app answers: about as much as the gateway does.
 ANSWER = json.dumps({"choices": [{"index": 0, "text": "~~~~~", "finish_reason": "length"}] * 3})
 PARTS = ("waiting", "streams", "workers")
@@ -115,17 +118,21 @@ def streams(folder: Path, args: argparse.Namespace) -> Iterator[Figure]:
 
 def workers(folder: Path, args: argparse.Namespace) -> Iterator[Figure]:
     counts = WORKERS[:2] if args.quick else WORKERS
-    costs: dict[int, list[float]] = {}
+    costs: dict[int, dict[int, list[float]]] = {clients: {} for clients in CLIENTS}
     for n in counts:
         inner = folder / str(n)
         inner.mkdir()
         model = echo("m", replicas=n, slots=SLOTS) | {"standby": False}
         with Instance.up(inner, [model]) as instance:
             status = instance.until_settled(within_s=300)
-            order = Order(port(status), PATH, body("m"), 64, (status.gateways[0].pid,))
-            results = by_turns(args, {n: order})
-            costs[n] = [one.cpu_s[0] / one.answers * 1e6 for one in results[n]]
-    yield from rows("workers: an answer", costs)
+            orders = {
+                clients: Order(port(status), PATH, body("m"), clients, (status.gateways[0].pid,))
+                for clients in CLIENTS
+            }
+            for clients, results in by_turns(args, orders).items():
+                costs[clients][n] = [one.cpu_s[0] / one.answers * 1e6 for one in results]
+    for clients, found in costs.items():
+        yield from rows(f"workers, {clients} clients: an answer", found)
 
 
 def still(slots: int = 1) -> dict[str, object]:
