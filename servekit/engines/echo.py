@@ -47,6 +47,8 @@ from servekit.wire.messages import (
 
 #: Tokens handed over per job and step when no step time is set: a stream, but in few messages.
 BURST = 16
+#: Options for which tokens are counted.
+COUNTED = ("crash_after_tokens", "leak_bytes_per_token")
 #: It knows no tools, and what it says is settled: there is nothing to bias, to penalise or to
 #: bind. What picks out of the best tokens and is in every client's defaults (top_p, top_k) it
 #: takes: it has one candidate, which they keep. It never ends by itself, as min_tokens and
@@ -80,6 +82,7 @@ class EchoEngine(Engine):
         self._closed = False
         self._thread: threading.Thread | None = None
         self._tokens = 0
+        self._counts = not spec.options.keys().isdisjoint(COUNTED)
         self._leaked: list[bytes] = []
         self._grandchildren: list[subprocess.Popen[bytes]] = []
         self._segment: mmap.mmap | None = None
@@ -191,7 +194,7 @@ class EchoEngine(Engine):
             run.cached, run.unread_s = self._cache.read(job)
         short = run.limit - run.done <= BURST and not run.unread_s
         if not self._step_s and not self._hung and short:
-            self._emit([self._count(run.take(BURST))])  # a short answer needs no thread
+            self._tell([run.take(BURST)])  # a short answer needs no thread
             return
         with self._changed:
             if not self._runs:
@@ -256,7 +259,7 @@ class EchoEngine(Engine):
                 if output.finish:
                     del self._runs[output.id]
             self._progress_at = time.monotonic()
-        self._emit([self._count(output) for output in outputs])
+        self._tell(outputs)
 
     # ---- misbehaviour
 
@@ -272,14 +275,18 @@ class EchoEngine(Engine):
             if options.get("hang_holding_gil"):
                 ctypes.PyDLL(None).sleep(10_000)  # PyDLL keeps the GIL through the call
 
-    def _count(self, output: StepOutput) -> StepOutput:
-        self._tokens += len(output.token_ids)
+    def _tell(self, outputs: list[StepOutput]) -> None:
+        if self._counts:
+            self._count(sum(len(output.token_ids) for output in outputs))
+        self._emit(outputs)
+
+    def _count(self, tokens: int) -> None:
+        self._tokens += tokens
         if leak := self._options.get("leak_bytes_per_token", 0):
-            self._leaked.append(os.urandom(leak * len(output.token_ids)))
+            self._leaked.append(os.urandom(leak * tokens))
         limit = self._options.get("crash_after_tokens")
         if limit is not None and self._tokens >= limit:
             os.kill(os.getpid(), signal.SIGKILL)
-        return output
 
 
 def _map_segment(size_bytes: int) -> mmap.mmap:

@@ -17,7 +17,8 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 class EchoDecoder:
     def push(self, token_ids: Sequence[int]) -> str:
-        text = "".join(map(chr, token_ids))
+        one = len(token_ids) == 1  # as in most steps
+        text = chr(token_ids[0]) if one else "".join(map(chr, token_ids))
         return text if text.isascii() else _HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
     def flush(self) -> str:
@@ -57,19 +58,23 @@ class Run:
         if transform is not None:
             self.prompt = [transformed(token, transform) for token in job.prompt_ids]
         self.limit = params.max_tokens or len(job.prompt_ids)
-        self.done = len(job.emitted)
+        self.done = min(len(job.emitted), self.limit)
         self.best = params.logprobs
         self.cached, self.unread_s = 0, 0.0  # of its prompt: tokens, and what is yet to be read
         self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
 
     def take(self, count: int) -> StepOutput:
         """The next tokens, at most `count`; the token at a position depends on nothing else."""
-        prompt, size, first = self.prompt, len(self.prompt), self.done + self.seed
-        stop = min(self.done + count, self.limit) + self.seed
-        tokens = [prompt[i % size] for i in range(first, stop)]
-        self.done += len(tokens)
-        output = StepOutput(self.id, tokens, "length" if self.done >= self.limit else None)
-        output.cached_tokens = self.cached
+        left = self.limit - self.done
+        count = count if count < left else left
+        first = (self.done + self.seed) % len(self.prompt)
+        tokens = self.prompt[first : first + count]
+        while len(tokens) < count:  # from its beginning again
+            tokens += self.prompt[: count - len(tokens)]
+        self.done += count
+        output = StepOutput(self.id, tokens, "length" if count == left else None)
+        if self.cached:
+            output.cached_tokens = self.cached
         if self.best is not None:
             output.logprobs = [_certain(token, self.best) for token in tokens]
         return output

@@ -29,8 +29,7 @@ class TextJob:
     request: Generate
 
 
-@dataclass(slots=True)
-class TextOutput(StepOutput):
+class TextOutput(StepOutput, gc=True):  # its error may lead back to it
     """As StepOutput, of text. The counts are known with `finish` at the latest, 0 before.
 
     A failed job has `failure` set, and gets no further output.
