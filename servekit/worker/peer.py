@@ -52,7 +52,7 @@ class Peer:
 
     def add_one(self, id: int, text: str, token_id: int) -> None:
         """As `add`, of one more token, where there is nothing else to say."""
-        if id in self._told:  # deltas follow what is plain
+        if self._told and id in self._told:  # deltas follow what is plain
             self.flush()
         if not self._waits:
             self._wait()

@@ -16,7 +16,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
-from servekit.engines.text import TextEngine, TextJob, TextOutput
+from servekit.engines.text import TextEngine, TextJob
 from servekit.errors import (
     EngineFailed,
     ModelNotFound,
@@ -31,7 +31,7 @@ from servekit.worker.capability import check, check_text
 from servekit.worker.intake import Intake, Prepared, completion_limit
 from servekit.worker.peer import Peer
 from servekit.worker.stopwatch import Stopwatch
-from servekit.worker.task import ScoredTask, Task, TextTask
+from servekit.worker.task import ScoredTask, Task, TextTask, failure
 from servekit.worker.text import CountedText, TextStream
 from servekit.worker.ward import Held, Ward
 
@@ -61,6 +61,8 @@ class Runner:
         self._prune_at = ADAPTED
         self._on_idle = on_idle
         self.on_greeting: Callable[[str], None] = lambda gateway: None  # by each that connects
+        # How many tokens and ends each step has brought, before the gateways hear of them.
+        self.on_step: Callable[[int, int], None] = lambda tokens, ends: None
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
         self._next_job = 0
@@ -290,28 +292,37 @@ class Runner:
             self._deliver(self._steps.popleft())
 
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        tasks, tokens, ends = self._tasks, 0, 0
         for output in outputs:
-            task = self._tasks.get(output.id)
-            if task is None:
-                continue  # cancelled while the step ran
-            if task.plain and _is_plain(output):
-                task.pass_on(output)
+            count = len(output.token_ids)
+            tokens += count
+            task = tasks.get(output.id)
+            if output.finish is not None:
+                ends += 1
+            elif count == 1 and task is not None and task.plain and _is_plain(output):
+                task.pass_on(output.token_ids)
                 continue
-            if (error := _failure(output)) is not None:
-                self._end(output.id, task)
-                task.peer.fail(task.id, error)
-                continue
-            delta = task.delta(output)
-            if self._stopwatch.runs:
-                delta = self._stopwatch.stamp(output.id, delta)
-            if delta.finish is not None:
-                self._end(output.id, task)
-                if output.finish is None:
-                    self._cancel(output.id, task)  # a stop string ended it, not the engine
-            if delta.text or delta.token_ids or delta.finish:
-                task.peer.add(delta)
+            if task is not None:  # or it was cancelled while the step ran
+                self._tell(task, output)
+        self.on_step(tokens, ends)
         if self.ward.closed:
             self.ward.wake()
+
+    def _tell(self, task: Task, output: StepOutput) -> None:
+        """Tell of a step that has brought a request more than one more token, or less."""
+        if (error := failure(output)) is not None:
+            self._end(output.id, task)
+            task.peer.fail(task.id, error)
+            return
+        delta = task.delta(output)
+        if self._stopwatch.runs:
+            delta = self._stopwatch.stamp(output.id, delta)
+        if delta.finish is not None:
+            self._end(output.id, task)
+            if output.finish is None:
+                self._cancel(output.id, task)  # a stop string ended it, not the engine
+        if delta.text or delta.token_ids or delta.finish:
+            task.peer.add(delta)
 
     def _end(self, job_id: int, task: Task) -> None:
         del self._tasks[job_id]
@@ -333,13 +344,5 @@ class Runner:
 
 
 def _is_plain(output: StepOutput) -> bool:
-    """One more token, and nothing else to say."""
-    one = len(output.token_ids) == 1 and output.finish is None and output.error is None
-    return one and output.logprobs is None and not output.cached_tokens
-
-
-def _failure(output: StepOutput) -> RequestError | None:
-    if output.error is not None:
-        message, param = output.error, output.param
-        return EngineFailed(message) if param is None else RequestError(message, param=param)
-    return output.failure if isinstance(output, TextOutput) else None
+    """Tokens, and nothing else to say."""
+    return output.error is None and output.logprobs is None and not output.cached_tokens

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from servekit.engines.base import StepOutput
 from servekit.engines.text import TextOutput
+from servekit.errors import EngineFailed, RequestError
 from servekit.wire.messages import PROOF_TOKENS, Delta, Generate, TokenLogprob
 from servekit.wire.values import FinishReason
 from servekit.worker.text import CountedText, TextStream
@@ -23,6 +24,7 @@ class Task:
         "began",
         "cached",
         "completion",
+        "decode",
         "held",
         "id",
         "peer",
@@ -39,26 +41,27 @@ class Task:
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
         self.cached = 0  # tokens of the prompt that the engine did not have to read
-        self.plain = False  # what comes next may be told as one token, and no more
+        self.plain = False  # what comes next may be told as one token, and no more: its text
+        self.decode = text.decode  # is what this says, and nothing else is to be thought of
 
     @property
     def proven(self) -> bool:
         """It has shown that it is not what kills workers."""
         return self.completion - self.began >= PROOF_TOKENS
 
-    def pass_on(self, output: StepOutput) -> None:
+    def pass_on(self, token_ids: Sequence[int]) -> None:
         """Send one more token, where `plain` is set and the step has brought that and no more."""
         self.completion += 1
-        self.peer.add_one(self.id, self.text.push(output.token_ids), output.token_ids[0])
+        self.peer.add_one(self.id, self.decode(token_ids), token_ids[0])
 
     def delta(self, output: StepOutput) -> Delta:
         """What the step brought, as the gateway gets it."""
-        self.plain = not self.text.may_stop
         self.completion += len(output.token_ids)
         if output.cached_tokens:
             self.cached = min(output.cached_tokens, self.prompt_tokens)
         text = self.held + self.text.push(output.token_ids)
         self.held = ""
+        self.plain = self.text.plain
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is None:
             logprobs = output.logprobs or []
@@ -74,6 +77,14 @@ class Task:
         lists = (output.logprobs or [], output.vectors or [])
         rest = (self.text.stop, self.cached)
         return Delta(self.id, text, output.token_ids, finish, *counts, *lists, *rest)
+
+
+def failure(output: StepOutput) -> RequestError | None:
+    """Why a step has ended a request without an answer, if it has."""
+    if output.error is not None:
+        message, param = output.error, output.param
+        return EngineFailed(message) if param is None else RequestError(message, param=param)
+    return output.failure if isinstance(output, TextOutput) else None
 
 
 class TextTask(Task):

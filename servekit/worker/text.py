@@ -56,14 +56,19 @@ class TextStream:
     and the `sent_chars` characters that have already gone to the client are left out.
     """
 
-    __slots__ = ("_decoder", "_scanner", "_skip", "may_stop", "stopped")
+    __slots__ = ("_decoder", "_scanner", "_skip", "_stops", "decode", "stopped")
 
     def __init__(self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0) -> None:
-        self._decoder = decoder
+        self._decoder, self.decode = decoder, decoder.push
         self._scanner = StopScanner(stops)
         self._skip = sent_chars
-        self.may_stop = bool(stops)  # or each piece goes as it is
+        self._stops = bool(stops)
         self.stopped = False
+
+    @property
+    def plain(self) -> bool:
+        """From here on each piece leaves as it is: `decode` does all that `push` would."""
+        return not (self._skip or self._stops)
 
     @property
     def stop(self) -> str:
@@ -72,8 +77,8 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that may leave; `stopped` is set once a stop string has been found."""
-        text = self._decoder.push(token_ids)
-        return self._scan(text) if self._skip or self.may_stop else text
+        text = self.decode(token_ids)
+        return text if self.plain else self._scan(text)
 
     def finish(self) -> str:
         """Return the rest, once no further token comes."""

@@ -15,13 +15,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import structlog
 
 from servekit.engines import create, fetch_ahead
-from servekit.engines.base import Engine, StepOutput
+from servekit.engines.base import Engine
 from servekit.engines.phases import heard_by, phase
 from servekit.engines.text import TextEngine
 from servekit.errors import LoadError
@@ -226,19 +225,12 @@ class Worker:
         log.error("the health probe failed", error=error)
         self._end(EXIT_ENGINE_DIED)
 
-    def _emit(self, outputs: Sequence[StepOutput]) -> None:
-        assert self._runner is not None
-        for output in outputs:
-            self._finished += output.finish is not None
-            self._tokens += len(output.token_ids)
+    def _on_step(self, tokens: int, ends: int) -> None:
+        self._tokens += tokens
+        self._finished += ends
         if not self._of_use and self._served:
-            self._of_use = True
-            self._loop.call_soon_threadsafe(self._say_so)
-        self._runner.emit(outputs)
-
-    def _say_so(self) -> None:
-        """It is of use from now on, and may be killed before anybody asks."""
-        self._line.send(self._pong(0))
+            self._of_use = True  # and the worker may be killed before anybody asks
+            self._line.send(self._pong(0))
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
         with phase("import"):
@@ -254,12 +246,12 @@ class Worker:
     async def _listen(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
-        self._runner.on_greeting = self._on_greeting
+        self._runner.on_greeting, self._runner.on_step = self._on_greeting, self._on_step
         self._adapters = Adapters(self._runner, self._line.send)
         self._slumber = Slumber(
             self._runner, self._line.send, lambda: self._probe(info), self._broken
         )
-        self._engine.start(self._emit)
+        self._engine.start(self._runner.emit)
         try:
             await self._line.serve(spec, self._runner)
         except OSError as error:

@@ -108,6 +108,7 @@ class Bench:
         self.worker = Worker("path", Inherited(socket.socketpair()[0]), time.monotonic())
         self.runner = Runner(self.engine, INFO, lambda: None)
         self.worker._runner = self.runner
+        self.runner.on_step = self.worker._on_step
         self.worker._engine = self.engine
         self.streams = streams
         self.spent_s: dict[str, float] = {}
@@ -131,7 +132,7 @@ class Bench:
         decoded = time.thread_time()
         self.engine._take_step(found)
         taken = time.thread_time()
-        self.worker._emit(self._here.pop())
+        self.runner.emit(self._here.pop())
         delivered = time.thread_time()
         self.peer.flush()
         self.peer.connection._flush()

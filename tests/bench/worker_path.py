@@ -52,6 +52,7 @@ class Serving:
         self.runner = Runner(self.engine, self.engine.load(lambda progress: None), lambda: None)
         self.worker = Worker("path", Inherited(socket.socketpair()[0]), time.monotonic())
         self.worker._engine, self.worker._runner = self.engine, self.runner
+        self.runner.on_step = self.worker._on_step
         self.engine.start(self.take)
         self.socket = Kept()
         self.connection = self.runner.connect()
@@ -59,7 +60,7 @@ class Serving:
         self.connection.data_received(frame(Hello(PROTOCOL, "gateway", "bench")))
 
     def take(self, outputs: Sequence[StepOutput]) -> None:
-        self.worker._emit(outputs)
+        self.runner.emit(outputs)
 
     async def written(self, writes: int) -> None:
         """Turn the loop until there have been so many writes."""
