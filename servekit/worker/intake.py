@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+
+import msgspec
 
 from servekit.engines.base import Engine, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError
@@ -29,13 +30,12 @@ COMPILERS = 2
 COMPILE_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(msgspec.Struct):
     """What a task needs: `ids` and `constraint` to generate, `inputs` to embed, or an answer."""
 
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = []
     constraint: object | None = None
-    inputs: list[list[int]] = field(default_factory=list)
+    inputs: list[list[int]] = []
     text: str = ""
 
 

@@ -6,10 +6,9 @@ Everything here runs on the worker's event loop; only `emit` may be called from 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -49,6 +48,7 @@ class Runner:
     def __init__(self, engine: Engine, info: ModelInfo, on_idle: Callable[[], None]) -> None:
         self.engine = engine
         self.info = info
+        self._speaks = engine if isinstance(engine, TextEngine) else None
         self.loop = asyncio.get_running_loop()
         self.peers: set[Peer] = set()
         self.ward = Ward(self)
@@ -107,16 +107,18 @@ class Runner:
 
     def start(self, peer: Peer, request: Generate, job_id: int) -> None:
         """Start a request: nothing of it has been touched before, its prompt neither."""
-        if isinstance(self.engine, TextEngine):
-            with self._answering(peer, request, job_id):
-                self._ask(self.engine, peer, request, job_id)
-        elif self._intake.takes_long(request):
+        if self._speaks is None and self._intake.takes_long(request):
             task = self.loop.create_task(self._start_later(peer, request, job_id))
             self._encoding.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._encoding.discard)
-        else:
-            with self._answering(peer, request, job_id):
+            return
+        try:
+            if self._speaks is not None:
+                self._ask(self._speaks, peer, request, job_id)
+            else:
                 self._start(peer, request, job_id, self._intake.prepare(request))
+        except Exception as error:
+            self._refuse(peer, request, job_id, error)
 
     def _refuse_adapter(self, request: Generate) -> RequestError | None:
         """Why an adapter cannot answer this. Tokens are the base model's, whoever asks."""
@@ -159,29 +161,22 @@ class Runner:
         return task is not None and task.proven and held.request.alone_until == "proven"
 
     async def _start_later(self, peer: Peer, request: Generate, job_id: int) -> None:
-        with self._answering(peer, request, job_id):
+        def wanted() -> bool:  # not cancelled meanwhile
+            return peer.jobs.get(request.id) == job_id
 
-            def wanted() -> bool:  # not cancelled meanwhile
-                return peer.jobs.get(request.id) == job_id
-
+        try:
             prepared = await self._intake.prepare_aside(request, wanted)
             if wanted():
                 self._start(peer, request, job_id, prepared)
-
-    @contextlib.contextmanager
-    def _answering(self, peer: Peer, request: Generate, job_id: int) -> Iterator[None]:
-        """Whatever a request does wrong is answered to it alone."""
-        try:
-            yield
-        except RequestError as error:
+        except Exception as error:
             self._refuse(peer, request, job_id, error)
-        except Exception:
-            log.exception("request refused", request=request.request or request.id)
-            failed = EngineFailed("the engine failed to take this request")
-            self._refuse(peer, request, job_id, failed)
 
-    def _refuse(self, peer: Peer, request: Generate, job_id: int, error: RequestError) -> None:
+    def _refuse(self, peer: Peer, request: Generate, job_id: int, error: Exception) -> None:
+        """Whatever a request does wrong is answered to it alone."""
         # in a frame of its own: one that the error went through would be held by it, and hold it
+        if not isinstance(error, RequestError):
+            log.exception("request refused", request=request.request or request.id)
+            error = EngineFailed("the engine failed to take this request")
         self._tasks.pop(job_id, None)
         self._stopwatch.forget(job_id)
         if peer.jobs.get(request.id) == job_id:
@@ -202,7 +197,8 @@ class Runner:
         params = request.params
         limits = self._limits(request)
         limit = completion_limit(len(ids), params.max_tokens, limits, clamp=params.clamp)
-        params = replace(params, max_tokens=limit)
+        if params.max_tokens != limit:
+            params = replace(params, max_tokens=limit)
         text = self._begin(peer, request, job_id, len(ids))
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")])

@@ -73,10 +73,12 @@ class Task:
         if not self.text.stopped:
             text += self.text.finish()
             finish = "stop" if self.text.stopped else finish
-        counts = (self.prompt_tokens, self.completion)
-        lists = (output.logprobs or [], output.vectors or [])
-        rest = (self.text.stop, self.cached)
-        return Delta(self.id, text, output.token_ids, finish, *counts, *lists, *rest)
+        prompt, completion = self.prompt_tokens, self.completion
+        logprobs, vectors, stop = output.logprobs or [], output.vectors or [], self.text.stop
+        ids, cached = output.token_ids, self.cached
+        return Delta(
+            self.id, text, ids, finish, prompt, completion, logprobs, vectors, stop, cached
+        )
 
 
 def failure(output: StepOutput) -> RequestError | None:

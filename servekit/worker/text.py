@@ -17,7 +17,7 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._longest = max(map(len, stops)) if stops else 0
         self._held = ""
         self.found = ""  # the stop string that was found
 
@@ -82,7 +82,10 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest, once no further token comes."""
-        text = self._scan(self._decoder.flush())
+        text = self._decoder.flush()
+        if self.plain:
+            return text
+        text = self._scan(text)
         return text if self.stopped else text + self._unsent(self._scanner.flush())
 
     def _scan(self, decoded: str) -> str:
