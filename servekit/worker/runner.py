@@ -290,22 +290,19 @@ class Runner:
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
         tasks, tokens, ends = self._tasks, 0, 0
         for output in outputs:
-            count = len(output.token_ids)
-            tokens += count
-            task = tasks.get(output.id)
+            tokens += len(output.token_ids)
             if output.finish is not None:
                 ends += 1
-            elif count == 1 and task is not None and task.plain and _is_plain(output):
-                task.pass_on(output.token_ids)
-                continue
-            if task is not None:  # or it was cancelled while the step ran
+            task = tasks.get(output.id)
+            if task is None:
+                continue  # cancelled while the step ran
+            if not (task.plain and task.pass_on(output)):
                 self._tell(task, output)
         self.on_step(tokens, ends)
         if self.ward.closed:
             self.ward.wake()
 
     def _tell(self, task: Task, output: StepOutput) -> None:
-        """Tell of a step that has brought a request more than one more token, or less."""
         if (error := failure(output)) is not None:
             self._end(output.id, task)
             task.peer.fail(task.id, error)
@@ -337,8 +334,3 @@ class Runner:
             peer.close()
         await asyncio.gather(*(peer.connection.closed for peer in peers))
         self._on_idle()
-
-
-def _is_plain(output: StepOutput) -> bool:
-    """Tokens, and nothing else to say."""
-    return output.error is None and output.logprobs is None and not output.cached_tokens

@@ -49,10 +49,16 @@ class Task:
         """It has shown that it is not what kills workers."""
         return self.completion - self.began >= PROOF_TOKENS
 
-    def pass_on(self, token_ids: Sequence[int]) -> None:
-        """Send one more token, where `plain` is set and the step has brought that and no more."""
+    def pass_on(self, output: StepOutput) -> bool:
+        """Send one more token, if that is all that the step has brought; where `plain` is set."""
+        token_ids = output.token_ids
+        if len(token_ids) != 1 or output.finish is not None or output.error is not None:
+            return False
+        if output.logprobs is not None or output.cached_tokens:
+            return False
         self.completion += 1
         self.peer.add_one(self.id, self.decode(token_ids), token_ids[0])
+        return True
 
     def delta(self, output: StepOutput) -> Delta:
         """What the step brought, as the gateway gets it."""
