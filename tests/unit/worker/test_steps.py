@@ -1,0 +1,52 @@
+"""What an engine's steps bring, where most are one more token: nothing else is lost on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from servekit.wire.messages import Delta, SamplingParams
+from tests.unit.worker.serving import serving, spec
+
+SAID = "hello, world"
+STEP_S = 0.001
+
+
+def text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+async def test_a_step_is_counted_before_its_gateway_hears_of_it(tmp_path: Path) -> None:
+    async with serving(spec(tmp_path, step_s=STEP_S)) as client:
+        counted: list[tuple[int, int, int]] = []
+
+        def count(tokens: int, ends: int) -> None:
+            heard = [
+                id for deltas in client.deltas.values() for one in deltas for id in one.token_ids
+            ]
+            counted.append((tokens, ends, len(heard)))
+
+        client.runner.on_step = count
+        params = SamplingParams(max_tokens=len(SAID))
+        both = [client.send(params, prompt=SAID) for _ in range(2)]
+        assert [text(await client.answer(one)) for one in both] == [SAID, SAID]
+    tokens, ends, _ = zip(*counted, strict=True)
+    assert (sum(tokens), sum(ends)) == (2 * len(SAID), 2)
+    assert all(heard <= sum(tokens[:at]) for at, (_, _, heard) in enumerate(counted))
+
+
+async def test_what_has_been_sent_is_left_out_of_single_tokens_too(tmp_path: Path) -> None:
+    """A client may have more characters than the tokens told make: of the next ones, then."""
+    async with serving(spec(tmp_path, step_s=STEP_S)) as client:
+        params = SamplingParams(max_tokens=len(SAID))
+        begun = list(map(ord, SAID[:2]))
+        asked = client.send(params, prompt=SAID, emitted=begun, sent_chars=5)
+        deltas = await client.answer(asked)
+    assert text(deltas) == SAID[5:]
+    assert [id for delta in deltas for id in delta.token_ids] == list(map(ord, SAID[2:]))
+
+
+async def test_each_single_token_has_its_log_probability(tmp_path: Path) -> None:
+    async with serving(spec(tmp_path, step_s=STEP_S)) as client:
+        params = SamplingParams(max_tokens=len(SAID), logprobs=0)
+        deltas = await client.answer(client.send(params, prompt=SAID))
+    assert [one.token.decode() for delta in deltas for one in delta.logprobs] == list(SAID)
