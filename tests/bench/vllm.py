@@ -7,7 +7,7 @@ all streams at once, and vLLM's API server asked for whole answers; for chats it
 chats, whose prompts are longer by what the model's template adds. Beside it stand completions and
 chats streamed through `servekit up`, and through the API server. All three hold their memory from
 the beginning, a share and a KV cache of the same size each, and only one has work at a time.
-Prompts are random token ids (of a chat: random letters), new ones in each round and the same for
+Prompts are random token ids (of a chat: random letters), new ones in each round and as long for
 all.
 
 --model   a folder of safetensors; by default a random Llama of 0.35e9 parameters in bfloat16;
@@ -69,9 +69,12 @@ class Load:
     vocab: int
     clients: int  # processes
 
-    def prompts(self, streams: int, number: int) -> list[list[int]]:
-        """Those of one round, for all of its requests."""
-        chance = random.Random(f"{streams} {number}")
+    def prompts(self, streams: int, number: int, stream: bool) -> list[list[int]]:
+        """Those of one round, for all of its requests.
+
+        Streams have others: the API server, asked for whole answers before, has these in its cache.
+        """
+        chance = random.Random(f"{streams} {number} {stream}")
         count = streams * self.repeats
         return [
             [chance.randrange(_FIRST_TOKEN, self.vocab) for _ in range(self.prompt)]
@@ -107,7 +110,7 @@ Turn = Callable[[int, int], Round]
 
 def _asking(port: int, kind: str, load: Load, *, stream: bool = True) -> Turn:
     def turn(streams: int, number: int) -> Round:
-        bodies = load.bodies(kind, load.prompts(streams, number), stream=stream)
+        bodies = load.bodies(kind, load.prompts(streams, number, stream), stream=stream)
         return ask(Order(port, PATHS[kind], bodies, stream), load.clients)
 
     return turn
@@ -117,7 +120,7 @@ def _generating(offline: Offline, load: Load, tokenizer: Any = None) -> Turn:
     """With a tokenizer, of the chats."""
 
     def turn(streams: int, number: int) -> Round:
-        prompts = load.prompts(streams, number)
+        prompts = load.prompts(streams, number, stream=False)
         if tokenizer is not None:
             render = tokenizer.apply_chat_template
             texts = [

@@ -62,7 +62,8 @@ def _write_llama(folder: Path, *, hidden: int, intermediate: int, layers: int, h
         dtype="bfloat16",
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        kind: Any = transformers.AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
 
