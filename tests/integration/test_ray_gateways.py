@@ -1,7 +1,8 @@
 """`ray.gateways: every_node` on a real cluster, whose nodes have addresses of their own.
 
-They are all on this machine, at 127.0.0.2 and so on, and the head is at the machine's address. The
-tests are one story: each goes on with what the one before has left.
+They are all on this machine, at 127.0.0.2 and so on, and the head is at the machine's address.
+Those tests come first that want the nodes to themselves: whichever are chosen, nobody else is there
+yet. The others are one story: each goes on with what the one before has left.
 """
 
 from __future__ import annotations
@@ -146,6 +147,64 @@ class Service:
         assert answer.status_code == 200, answer.text
         said: str = answer.json()["choices"][0]["text"]
         return said
+
+
+# ---------------------------------------------------------------- a supervisor that stays away
+
+
+@pytest.mark.lane
+def test_all_of_them_end_when_no_supervisor_comes(nodes: Nodes, tmp_path: Path) -> None:
+    other = Service(tmp_path, nodes, grace_s=1)
+    try:
+        other.until_it_serves(FIRST, SECOND)
+        pids = other.pids()
+        other.up.process.kill()
+        other.up.process.wait()
+        poll("the gateways end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+        poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
+        poll("ours have ended, too", lambda: not other.up.survivors(), PATIENCE_S)
+    finally:
+        other.up.end()
+
+
+@pytest.mark.lane
+def test_they_outlive_their_certificates(nodes: Nodes, tmp_path: Path) -> None:
+    life_s = 15.0
+    other = Service(tmp_path, nodes, grace_s=0, certificate_life_s=life_s)
+    try:
+        other.until_it_serves(FIRST, SECOND)
+        before = other.pids()
+        for _ in range(2):  # the second time those are over that were renewed
+            over_at = time.time() + life_s
+            poll("certificates are over", lambda at=over_at: time.time() > at, PATIENCE_S)  # type: ignore[misc]
+            [dead] = [one.pid for one in other.up.model("b").replicas]
+            os.kill(dead, signal.SIGKILL)  # they dial another one
+            other.up.until("it is back", partial(other.is_another, dead), PATIENCE_S)
+            assert [other.say(where, "of old", "b") for where in ("", FIRST)] == ["of old"] * 2
+        assert len(set(before) & set(other.pids())) == len(before) - 1
+        other.up.signal(signal.SIGTERM)
+        assert other.up.wait(PATIENCE_S) == 0
+    finally:
+        other.up.end()
+    assert not nodes.left()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.lane
+def test_an_address_that_nobody_elsewhere_reaches_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+    ray = {"address": nodes.address, "gateways": "every_node", "connect_s": PATIENCE_S}
+    sections = {"launcher": "ray", "ray": ray}
+    instance = Instance(tmp_path, write_config(tmp_path, [echo("a")], None, sections))
+    assert instance.wait(PATIENCE_S) == 1, instance.log
+    instance.end()
+    assert "they do not reach 127.0.0.1: as `server.host` say 0.0.0.0" in instance.log
+    assert "serving" not in instance.log
+    assert not nodes.left()
+
+
+# ---------------------------------------------------------------- the story of one instance
 
 
 @pytest.fixture(scope="module")
@@ -319,58 +378,3 @@ def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes
     assert service.up.wait(PATIENCE_S) == 0
     assert not nodes.left()
     assert not [pid for pid in pids if procfs.read(pid)]
-
-
-# ---------------------------------------------------------------- a supervisor that stays away
-
-
-@pytest.mark.lane
-def test_all_of_them_end_when_no_supervisor_comes(nodes: Nodes, tmp_path: Path) -> None:
-    other = Service(tmp_path, nodes, grace_s=1)
-    try:
-        other.until_it_serves(FIRST, SECOND)
-        pids = other.pids()
-        other.up.process.kill()
-        other.up.process.wait()
-        poll("the gateways end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
-        poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
-        poll("ours have ended, too", lambda: not other.up.survivors(), PATIENCE_S)
-    finally:
-        other.up.end()
-
-
-@pytest.mark.lane
-def test_they_outlive_their_certificates(nodes: Nodes, tmp_path: Path) -> None:
-    life_s = 15.0
-    other = Service(tmp_path, nodes, grace_s=0, certificate_life_s=life_s)
-    try:
-        other.until_it_serves(FIRST, SECOND)
-        before = other.pids()
-        for _ in range(2):  # the second time those are over that were renewed
-            over_at = time.time() + life_s
-            poll("certificates are over", lambda at=over_at: time.time() > at, PATIENCE_S)  # type: ignore[misc]
-            [dead] = [one.pid for one in other.up.model("b").replicas]
-            os.kill(dead, signal.SIGKILL)  # they dial another one
-            other.up.until("it is back", partial(other.is_another, dead), PATIENCE_S)
-            assert [other.say(where, "of old", "b") for where in ("", FIRST)] == ["of old"] * 2
-        assert len(set(before) & set(other.pids())) == len(before) - 1
-        other.up.signal(signal.SIGTERM)
-        assert other.up.wait(PATIENCE_S) == 0
-    finally:
-        other.up.end()
-    assert not nodes.left()
-
-
-# ---------------------------------------------------------------- bad input
-
-
-@pytest.mark.lane
-def test_an_address_that_nobody_elsewhere_reaches_is_refused(nodes: Nodes, tmp_path: Path) -> None:
-    ray = {"address": nodes.address, "gateways": "every_node", "connect_s": PATIENCE_S}
-    sections = {"launcher": "ray", "ray": ray}
-    instance = Instance(tmp_path, write_config(tmp_path, [echo("a")], None, sections))
-    assert instance.wait(PATIENCE_S) == 1, instance.log
-    instance.end()
-    assert "they do not reach 127.0.0.1: as `server.host` say 0.0.0.0" in instance.log
-    assert "serving" not in instance.log
-    assert not nodes.left()
