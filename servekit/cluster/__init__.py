@@ -9,5 +9,7 @@ cluster, which is nothing that the supervisor may do.
     warden   between the two: a process and all that it starts end with their actor
     doors    where a gateway on a node listens
     nodes    which nodes there are; has them look at themselves
+    scouts   which of them cannot run a worker
+    placing  has Ray find room for one
     look     what a node finds of itself
 """

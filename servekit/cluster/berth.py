@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,6 @@ import structlog
 from ray.util import list_named_actors
 from ray.util.placement_group import (
     get_placement_group,
-    placement_group,
     placement_group_table,
     remove_placement_group,
 )
@@ -27,7 +25,9 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from servekit.cluster.choosing import Free, all_of, free_of, waiting_for
+from servekit.cluster import placing
+from servekit.cluster.choosing import Free, free_of
+from servekit.cluster.scouts import Scouts
 from servekit.cluster.shim import Figures, News, Shim, Sight
 from servekit.wire.cluster import Berth as Wish
 from servekit.wire.cluster import Start
@@ -37,11 +37,6 @@ log: Any = structlog.get_logger("servekit.cluster")
 #: For Ray to start an actor's process where there is room, and for an actor to answer.
 _ACTOR_S = 60.0
 _ANSWER_S = 5.0
-_LOOK_EVERY_S = 0.1
-#: Ray needs a moment also where there is room.
-_PATIENCE_S = 1.0
-#: How often it is looked for what a worker waits.
-_SAY_S = 1.0
 #: How long Ray may take to give a place back.
 _GONE_S = 10.0
 #: Threads of an actor: calls that wait must not keep others out.
@@ -137,22 +132,18 @@ class Berth:
             raise Gone(_first_line(error)) from None
 
 
-async def make(wish: Wish, grace_s: float, node: str, waits: Callable[[str], None]) -> Berth:
-    """Have Ray place a worker, on that node if it can; `waits` is told for what. Raises Gone.
+async def make(
+    wish: Wish, grace_s: float, scouts: Scouts, aim: placing.Aim, waits: Callable[[str], None]
+) -> Berth:
+    """Have Ray place a worker, where `aim` says if it can; `waits` is told for what. Raises Gone.
 
     Who is to be on a certain node, by its wish, claims nothing there, and waits for nothing.
     """
-    label = f"{wish.name}#{secrets.token_hex(4)}"
     if wish.node:
-        return await _make_on(wish, grace_s, label)
-    bundle = {"CPU": wish.cpus, **({"GPU": float(wish.gpus)} if wish.gpus else {})}
-    group = await asyncio.to_thread(
-        placement_group, [bundle], "STRICT_PACK", label, "detached", node or None
-    )
+        return await _make_on(wish, grace_s, placing.name(wish))
+    label, group = await placing.placed(wish, scouts, aim, waits)
     berth = Berth(label, group, None)
     try:
-        await _placed(group, lambda: waiting_for(wish.cpus, wish.gpus, all_of(ray.nodes())), waits)
-        waits("")
         there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         berth._actor = await asyncio.to_thread(_actor, label, there, wish, grace_s)
         await _up(berth)
@@ -173,20 +164,6 @@ async def _make_on(wish: Wish, grace_s: float, label: str) -> Berth:
         await asyncio.shield(berth.vacate())
         raise
     return berth
-
-
-async def _placed(group: Any, what: Callable[[], str], waits: Callable[[str], None]) -> None:
-    """Until Ray has found room; `waits` is told for `what` once it takes long, and when it changes.
-
-    `what` may block.
-    """
-    said, say_at = "", time.monotonic() + _PATIENCE_S
-    while not await asyncio.to_thread(group.wait, 0):
-        if time.monotonic() >= say_at:
-            before, said, say_at = said, await asyncio.to_thread(what), time.monotonic() + _SAY_S
-            if said != before:
-                waits(said)
-        await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event
 
 
 def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:

@@ -43,12 +43,22 @@ def choose(
     return fitting[0].node if fitting else ""
 
 
-def waiting_for(cpus: float, gpus: int, nodes: Sequence[Free]) -> str:
-    """What a worker waits for that has no place, in words. `nodes` are what each has in all."""
+def waiting_for(
+    cpus: float, gpus: int, nodes: Sequence[Free], faults: Mapping[str, str] | None = None
+) -> str:
+    """What a worker waits for that has no place, in words. `nodes` are what each has in all.
+
+    `faults` says by node why it cannot be there, whatever room there is.
+    """
+    faults = faults or {}
     what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{cpus:g} CPU{'s' * (cpus != 1)}"
-    if any(node.fits(cpus, gpus) for node in nodes):
-        return f"waits for {what} in the Ray cluster"
+    but = "".join(f"; {faults[node]}" for node in sorted(faults))
+    large = [node for node in nodes if node.fits(cpus, gpus)]
+    if any(node.node not in faults for node in large):
+        return f"waits for {what} in the Ray cluster{but}"
     beside = f" beside {cpus:g} CPU{'s' * (cpus != 1)}" if gpus else ""
+    if large:
+        return f"waits for another node with {what}{beside}{but}"
     return f"waits for a node with {what}{beside}: the Ray cluster has none that large now"
 
 

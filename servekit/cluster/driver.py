@@ -12,7 +12,7 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +23,8 @@ from msgspec.structs import replace
 from servekit.cluster import berth as berths
 from servekit.cluster import nodes, tenancy
 from servekit.cluster.berth import Berth, Gone
-from servekit.cluster.choosing import Free, choose
+from servekit.cluster.choosing import choose
+from servekit.cluster.scouts import LOOK_S, Scouts
 from servekit.cluster.shim import News
 from servekit.cluster.tenancy import Tenant
 from servekit.wire import cluster as c
@@ -39,9 +40,8 @@ log: Any = structlog.get_logger("servekit.cluster")
 _SOONER_S = 2.0
 #: A node that took a worker with it is not chosen again for so long: Ray learns of it later.
 _SHUN_S = 30.0
-#: Between two looks at which nodes there are, and for one that has come to look at itself.
+#: Between two looks at which nodes there are.
 _WATCH_EVERY_S = 1.0
-_LOOK_S = 20.0
 #: As often as the supervisor reads the GPUs of its own machine.
 _MEASURE_EVERY_S = 5.0
 
@@ -67,6 +67,7 @@ class Driver:
         self._shunned: dict[str, float] = {}  # by node: until when
         self._nodes: dict[str, Node] = {}  # those that are there, by Ray's id
         self._wants: tuple[c.Want, ...] = ()  # what they are asked about models
+        self._scouts = Scouts()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def hear(self, control: socket.socket) -> None:
@@ -146,12 +147,15 @@ class Driver:
         if not wish.node:
             self._wants = wish.wants  # of those that come later, too
         asked = [there[wish.node]] if wish.node else there.values()
-        return c.Looked(wish.id, await nodes.look_at(asked, wish.wants, _left_s(until)))
+        looks = await nodes.look_at(asked, wish.wants, _left_s(until))
+        self._scouts.note(looks, wish.wants)
+        return c.Looked(wish.id, looks)
 
     async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
         """These are there now; those that are new look at themselves."""
         new = [there[id] for id in there.keys() - self._nodes.keys()]
         looks = await nodes.look_at(new, self._wants, within_s)
+        self._scouts.note(looks, self._wants)
         known = self._nodes | {look.node: look for look in looks}
         self._nodes = {id: node for id, node in known.items() if id in there}
 
@@ -165,7 +169,7 @@ class Driver:
                 log.warning("Ray does not say which nodes there are", reason=str(error))
                 continue
             if there.keys() != self._nodes.keys():
-                await self._meet(there, _LOOK_S)
+                await self._meet(there, LOOK_S)
                 self._control.send(c.Nodes(tuple(self._nodes.values())))
 
     async def _take_over(self, berth: Berth) -> None:
@@ -189,14 +193,12 @@ class Driver:
                 known.model = wish.model
                 return c.Berthed(wish.id, sight.host, sight.gpus, sight.running)
             await self._forget(wish.name)
-        free = [] if wish.node else await asyncio.to_thread(berths.free_nodes)
-        node = wish.node or self._target(wish, free)
-        self._intended[wish.name] = (wish.model, node)  # before another one is looked for
+        aim = functools.partial(self._aim, wish)
         waits = functools.partial(self._waits, wish.name)
         try:
-            berth = await berths.make(wish, self._grace_s, node, waits)
+            berth = await berths.make(wish, self._grace_s, self._scouts, aim, waits)
         finally:
-            del self._intended[wish.name]
+            self._intended.pop(wish.name, None)
         self._berths[wish.name] = berth
         self._follow(berth)
         assert berth.sight is not None
@@ -222,16 +224,20 @@ class Driver:
     def _waits(self, name: str, what: str) -> None:
         self._control.send(c.Waits(name, what))
 
-    def _target(self, wish: c.Berth, free: Sequence[Free]) -> str:
+    async def _aim(self, wish: c.Berth, faults: Mapping[str, str]) -> str:
+        self._intended.pop(wish.name, None)
+        free = await asyncio.to_thread(berths.free_nodes)
         now = time.monotonic()
-        shunned = {node for node, until in self._shunned.items() if until > now}
+        shunned = {node for node, until in self._shunned.items() if until > now} | faults.keys()
         held = [
             one.sight.node
             for one in self._berths.values()
             if one.model == wish.model and one.sight is not None
         ]
         held += [node for model, node in self._intended.values() if model == wish.model]
-        return choose(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
+        node = choose(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
+        self._intended[wish.name] = (wish.model, node)  # before another one is looked for
+        return node
 
     def _shun(self, berth: Berth) -> None:
         if berth.sight is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from servekit.cluster.look import look
 from servekit.wire import cluster as c
 from servekit.wire.cluster import Node
+
+#: Ray tells of a node that has come a moment before it has anything run there.
+_KNOWN_S = 5.0
+_LOOK_EVERY_S = 0.2
 
 
 async def alive() -> dict[str, dict[str, Any]]:
@@ -39,7 +44,7 @@ async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float
     there = NodeAffinitySchedulingStrategy(known.node, soft=False)
     task = ray.remote(look).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
     try:
-        answer = await asyncio.wait_for(task.remote(msgspec.msgpack.encode(wants)), within_s)
+        answer = await asyncio.wait_for(_answer(task, msgspec.msgpack.encode(wants)), within_s)
     except TimeoutError:
         return replace(known, problem=f"it has not answered within {within_s:.0f} s")
     except ModuleNotFoundError as error:
@@ -48,6 +53,18 @@ async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float
         return replace(known, problem=_last_line(error))
     found = msgspec.msgpack.decode(answer, type=Node)
     return replace(found, host=known.host, cpus=known.cpus, gpus=known.gpus)
+
+
+async def _answer(task: Any, wants: bytes) -> bytes:
+    """Raises what Ray raises; a node that has only just come is given time to be known."""
+    until = time.monotonic() + _KNOWN_S
+    while True:
+        try:
+            return bytes(await task.remote(wants))
+        except ray.exceptions.TaskUnschedulableError:
+            if time.monotonic() >= until:
+                raise
+            await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def _last_line(error: Exception) -> str:

@@ -70,11 +70,12 @@ def leave(run_dir: Path, authority: Authority) -> None:
 
 def wants(models: Sequence[ModelConfig]) -> tuple[Want, ...]:
     """What each model needs on a node: its engine, and its files where they are not fetched."""
-    found: list[Want] = []
-    for model in models:
-        here = KINDS[model.engine].needs_files and Path(model.path).is_absolute()
-        found.append(Want(model.name, model.engine, model.path if here else ""))
-    return tuple(found)
+    return tuple(map(want, models))
+
+
+def want(model: ModelConfig) -> Want:
+    here = KINDS[model.engine].needs_files and Path(model.path).is_absolute()
+    return Want(model.name, model.engine, model.path if here else "")
 
 
 def every(host: str) -> str:

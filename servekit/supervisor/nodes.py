@@ -55,7 +55,7 @@ def refusal(
 
     `grows`: there may be other nodes later, larger ones, too.
     """
-    return next(_refusals(nodes, own, needs, grows), "")
+    return next(filter(None, _refusals(nodes, own, needs, grows)), "")
 
 
 def _refusals(
@@ -65,17 +65,18 @@ def _refusals(
         if not grows and not any(fits(node, need) for node in nodes):
             yield _too_large(nodes, need)
     for node in nodes:
-        here = [need for need in needs if fits(node, need)]
-        if not here:
-            continue
-        if node.problem:
-            yield f"the Ray node {node.host} cannot run workers: {node.problem}"
-        yield from _differing(node, own)
-        for need in here:
-            if lack := node.lacks.get(need.model):
-                yield (
-                    f"model {need.model!r} could be placed on the Ray node {node.host}, and {lack}"
-                )
+        for need in needs:
+            if fits(node, need):
+                yield unfit(node, own, need.model)
+
+
+def unfit(node: Node, own: Versions, model: str) -> str:
+    """Why no worker of a model can run there, whatever room it has; "" if one can."""
+    if node.problem:
+        return f"the Ray node {node.host} cannot run workers: {node.problem}"
+    lack = node.lacks.get(model)
+    lacking = f"model {model!r} could be placed on the Ray node {node.host}, and {lack}"
+    return next(_differing(node, own), lacking if lack else "")
 
 
 def fault(node: Node, own: Versions) -> str:

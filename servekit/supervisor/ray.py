@@ -153,10 +153,11 @@ class RayLauncher:
     async def enter(self, guest: Guest) -> str:
         mark = self._fingerprint(guest)
         claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
+        want = joining.want(guest.model)
         return await self.berths.enter(
             guest.name,
             lambda what: guest.told_to_wait(what),
-            lambda id: Berth(id, guest.name, guest.model.name, *claim, mark),
+            lambda id: Berth(id, guest.name, guest.model.name, *claim, mark, want=want),
             lambda told: guest.measure_gpus(told),
         )
 

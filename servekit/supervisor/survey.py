@@ -30,7 +30,7 @@ class Survey:
         """Why the cluster cannot serve these, as it was last seen; "" if it can."""
         cpus = self._settings.cpus
         needs = [nodes.Need(model.name, self.gpus_for(model), cpus) for model in models]
-        return nodes.refusal(self.nodes, _own_versions(), needs, grows=self._settings.autoscaled)
+        return nodes.refusal(self.nodes, own_versions(), needs, grows=self._settings.autoscaled)
 
     async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
         """Ask the nodes that there are now for what these need: why they cannot be served."""
@@ -47,7 +47,7 @@ class Survey:
 
     async def fault(self, cluster: Cluster, node: Node) -> str:
         """Why nothing of ours can run on a node, whatever room it has; "" if it can."""
-        own, within_s = _own_versions(), self._settings.connect_s
+        own, within_s = own_versions(), self._settings.connect_s
         if said := nodes.fault(node, own):
             try:  # which was true when it came, and it may have been busy, or been set right
                 looked: Looked = await cluster.ask(lambda id: Look(id, within_s, (), node.node))
@@ -57,6 +57,6 @@ class Survey:
         return said
 
 
-def _own_versions() -> nodes.Versions:
+def own_versions() -> nodes.Versions:
     ray = importlib.metadata.version("ray")
     return nodes.Versions(__version__, platform.python_version(), ray)

@@ -33,7 +33,7 @@ class Node(Value, frozen=True):
 
 
 class Want(Value, frozen=True):
-    """What nodes are asked about one model."""
+    """What nodes are asked about one model: those that come later, too, before a worker does."""
 
     model: str
     engine: str
@@ -101,6 +101,7 @@ class Berth(Message, frozen=True):
     strategy: Literal["PACK", "SPREAD"]
     fingerprint: str  # a process that runs there and has another one is ended
     node: str = ""  # it is to be there, and to claim nothing; "": where there is room
+    want: Want | None = None  # what a node is asked before it is placed there
 
 
 class Start(Message, frozen=True):

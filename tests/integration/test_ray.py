@@ -416,6 +416,44 @@ def test_a_node_with_another_servekit_is_named(nodes: Nodes, tmp_path: Path) -> 
 
 
 @pytest.mark.lane
+def test_a_node_that_comes_later_is_asked_before_anything_is_placed_there(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Three workers, each of which takes a node, where there are two, and then a bad third one."""
+    sections, old = section(nodes), older(tmp_path)
+    with Instance.up(tmp_path, [echo("a", replicas=3)], sections=sections) as up:
+        up.until("one waits", lambda: last_one(up) == NO_ROOM, PATIENCE_S)
+        with one_more(nodes, **old):
+            said = up.until("it is told why", lambda: why_not(up), PATIENCE_S)
+            assert said.startswith(f"{NO_ROOM}; the Ray node ")
+            assert f"has servekit 0.0.1, and this one has {__version__}: install the same" in said
+            assert [one.restarts for one in up.model("a").replicas] == [0, 0, 0]
+            assert say(up.url, "goes on") == "goes on"
+            assert "nothing is placed on a node" in (up.run_dir / "logs" / "~ray.log").read_text()
+            shutil.copy(ROOT / "servekit" / "__init__.py", f"{old['PYTHONPATH']}/servekit")
+            up.until("it is set right", lambda: settled_and_ready(up, 3), PATIENCE_S)
+            assert len({raylet_of(one.pid) for one in up.model("a").replicas}) == 3
+            up.signal(signal.SIGTERM)
+            assert up.wait(PATIENCE_S) == 0
+    assert not nodes.left()
+
+
+NO_ROOM = "waits for 2 CPUs in the Ray cluster"
+
+
+def last_one(up: Instance) -> str:
+    """What the only one waits for that does not serve yet; "" while there are others."""
+    workers = [one for model in up.status().models for one in model.replicas]
+    phases = [one.progress.phase if one.progress else "" for one in workers if one.state != "ready"]
+    return phases[0] if len(phases) == 1 else ""
+
+
+def why_not(up: Instance) -> str:
+    """The same, once that is more than room."""
+    return said if (said := last_one(up)) != NO_ROOM else ""
+
+
+@pytest.mark.lane
 def test_a_model_that_a_reload_brings_is_checked_on_the_nodes_that_there_are_then(
     nodes: Nodes, tmp_path: Path
 ) -> None:

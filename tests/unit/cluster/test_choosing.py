@@ -60,6 +60,17 @@ def test_what_it_waits_for_is_said(cpus: float, gpus: int, said: str) -> None:
     assert waiting_for(cpus, gpus, [A, B, C]) == said
 
 
+def test_what_keeps_it_from_nodes_with_room_is_said() -> None:
+    older = {"a": "node a is older", "b": "node b has no files"}
+    assert waiting_for(1, 1, [A, B, C], {"a": older["a"]}) == (
+        "waits for 1 GPU in the Ray cluster; node a is older"
+    )
+    assert waiting_for(1, 1, [A, B, C], older) == (
+        "waits for another node with 1 GPU beside 1 CPU; node a is older; node b has no files"
+    )
+    assert choose([A, B, C], 1, 1, "PACK", [], shunned=older.keys()) == ""
+
+
 def test_what_a_node_has_is_counted_while_it_lives() -> None:
     nodes = [
         {"NodeID": "a", "Alive": True, "Resources": {"CPU": 4.0, "GPU": 2.0}},

@@ -16,6 +16,7 @@ from servekit.supervisor.nodes import (
     in_words,
     refusal,
     sites_of,
+    unfit,
 )
 from servekit.supervisor.placement import placed_elsewhere
 from servekit.supervisor.specs import worker_spec
@@ -50,6 +51,19 @@ def test_what_fits_nowhere_may_wait_where_the_cluster_grows() -> None:
     assert refusal([], OWN, [ONE], grows=True) == ""
     older = replace(SMALL, servekit="0.0.9")
     assert "has servekit 0.0.9" in refusal([older], OWN, [EIGHT, ONE], grows=True)
+
+
+def test_one_node_is_judged_by_the_same_words() -> None:
+    """As when it comes later, and a worker is about to be placed there."""
+    empty = replace(SMALL, lacks={"m": "there is no /models/m there"})
+    older = replace(SMALL, servekit="0.0.9")
+    mute = replace(SMALL, problem="it has not answered within 20 s")
+    assert unfit(SMALL, OWN, "m") == unfit(empty, OWN, "another") == ""
+    for node in (empty, older, mute):
+        assert unfit(node, OWN, "m") == refusal([node], OWN, [ONE]) != ""
+    assert unfit(empty, OWN, "m") == (
+        "model 'm' could be placed on the Ray node 10.0.0.2, and there is no /models/m there"
+    )
 
 
 def test_what_keeps_all_of_ours_from_a_node_is_told_whatever_room_it_has() -> None:
