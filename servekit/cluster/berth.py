@@ -65,11 +65,6 @@ class Berth:
         self.sight: Sight | None = None
         self.model = ""
 
-    @property
-    def claims(self) -> bool:
-        """It has a part of its node, as a worker's."""
-        return self._group is not None
-
     async def look(self) -> Sight:
         """See where it is and what runs there. Raises Gone."""
         answer = await self._ask(self._actor.look, within_s=_ANSWER_S)
@@ -96,7 +91,7 @@ class Berth:
         return str(await self._ask(self._actor.strays, within_s=10.0))
 
     async def measure(self) -> Figures:
-        """What NVML says there. Raises Gone."""
+        """What it takes there. Raises Gone."""
         answer = await self._ask(self._actor.measure, within_s=_MEASURE_S)
         return msgspec.msgpack.decode(answer, type=Figures)
 

@@ -25,7 +25,7 @@ from servekit.cluster import nodes, tenancy
 from servekit.cluster.berth import Berth, Gone
 from servekit.cluster.choosing import choose
 from servekit.cluster.scouts import LOOK_S, Scouts
-from servekit.cluster.shim import News
+from servekit.cluster.shim import Figures, News
 from servekit.cluster.tenancy import Tenant
 from servekit.wire import cluster as c
 from servekit.wire.cluster import Node, ToCluster
@@ -274,8 +274,6 @@ class Driver:
         self._following[berth.name] = self._spawn(self._hear_of(berth))
 
     async def _hear_of(self, berth: Berth) -> None:
-        if not berth.claims:
-            return await self._hear_news(berth)  # nothing is to be measured of a gateway
         measuring = self._spawn(self._measure(berth))
         try:
             await self._hear_news(berth)
@@ -286,7 +284,7 @@ class Driver:
         while True:
             with contextlib.suppress(Gone):  # whether it is lost is found out by asking for news
                 found = await berth.measure()
-                self._control.send(c.Measured(berth.name, found.gpus, found.pid, found.held))
+                self._control.send(_measured(berth.name, found))
             await asyncio.sleep(_MEASURE_EVERY_S)
 
     async def _hear_news(self, berth: Berth) -> None:
@@ -311,6 +309,10 @@ class Driver:
             del self._berths[berth.name]
         self._spawn(berth.vacate())
         self._control.send(c.Exited(berth.name, 0, None, None, f"its node or actor is lost: {why}"))
+
+
+def _measured(name: str, found: Figures) -> c.Measured:
+    return c.Measured(name, found.gpus, found.pid, found.held, found.rss_bytes)
 
 
 def _exited(name: str, news: News) -> c.Exited:

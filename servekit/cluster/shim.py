@@ -66,18 +66,19 @@ class News(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What NVML says on the node."""
+    """What the process takes, and NVML says, on the node."""
 
     gpus: tuple[GpuStatus, ...]  # all of them
-    pid: int  # of the worker; 0: none runs
+    pid: int  # of the process; 0: none runs
     held: dict[str, int]  # bytes that it and what it has started hold, by UUID
+    rss_bytes: int = 0  # that it has resident
 
 
 class Process:
-    """One worker, from its start until its warden has told of its end."""
+    """One worker or gateway, from its start until its warden has told of its end."""
 
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, fingerprint: str, role: str) -> None:
+        self.fingerprint, self.role = fingerprint, role
         self.pid = 0
         self.address = ""
         self.code: int | None = None
@@ -128,7 +129,7 @@ class Shim:
             listening = self._doors.open(wish.listen)
         except StartError as error:
             return 0, "", error.message
-        process = Process(wish.fingerprint)
+        process = Process(wish.fingerprint, wish.role)
         with self._changed:
             self._process = process
         self._spawn(process, wish, listening)
@@ -176,17 +177,20 @@ class Shim:
         return stray_memory(group_of(process.pid), own, gpu_memory_by_pid(), find_gpus())
 
     def measure(self) -> bytes:
-        """What NVML says now: Figures."""
+        """What is taken now: Figures."""
         self._asked()
         process = self._process
         pid = process.pid if process is not None and process.code is None else 0
-        gpus = gpus_in_use()
+        # gateways use no GPU: nobody asks the driver of a node for them
+        is_worker = process is not None and process.role == "worker"
+        gpus = gpus_in_use() if self._wanted or is_worker else ()
         holdings = gpu_memory_by_pid() if gpus and pid else {}
         held: dict[str, int] = {}
         for one in group_of(pid) if holdings else ():
             for uuid, size in holdings.get(one, {}).items():
                 held[uuid] = held.get(uuid, 0) + size
-        return msgspec.msgpack.encode(Figures(gpus, pid, held))
+        rss_bytes = procfs.rss_bytes(pid) if pid else 0
+        return msgspec.msgpack.encode(Figures(gpus, pid, held, rss_bytes))
 
     def end(self) -> None:
         """Kill what runs; returns when nothing of it is left."""

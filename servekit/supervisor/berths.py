@@ -126,7 +126,7 @@ class Berths:
         running = place.running or await self._start(name, order, place)
         place.running = None
         ended = self._end_of(place, running.pid)
-        child: RemoteChild[Any] = await RemoteChild.attach(
+        child: RemoteChild[Any] = RemoteChild(
             name,
             running.address,
             self._certificates.own,
@@ -139,7 +139,7 @@ class Berths:
             ),
             role=order.role,
         )
-        place.child = child
+        place.child = await child.attach()
         return child
 
     async def _start(self, name: str, order: Order, place: _Place) -> Running:
@@ -211,6 +211,8 @@ class Berths:
         place = self._places.get(message.name)
         if place is not None and place.host:
             place.measure(elsewhere.measured(place.gpus, place.host, message))
+            if place.child is not None and place.child.pid == message.pid:
+                place.child.rss_bytes = message.rss_bytes
 
     def exited(self, message: Exited) -> None:
         """Of a process; PID 0 is whichever runs there."""

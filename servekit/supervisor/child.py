@@ -117,6 +117,11 @@ class Child(Generic[Incoming]):
         self.forked = isinstance(process, Forked)
         self._watch()
 
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory; 0 when it is gone."""
+        return procfs.rss_bytes(self.pid)
+
     @classmethod
     async def spawn(
         cls,

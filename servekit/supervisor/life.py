@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 import structlog
 
-from servekit.supervisor import procfs
 from servekit.supervisor.child import GOODBYE_S, Child, Command, Exit
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.history import History, Known, lament
@@ -181,9 +180,8 @@ class Life(ABC, Generic[Incoming]):
         """The supervisor has not run for a while."""
 
     def measure(self) -> None:
-        """Read its memory."""
-        here = self.child is not None and self.child.here
-        self.rss_bytes = procfs.rss_bytes(self.pid) if here else 0
+        """Read its memory, or what its node has told of that."""
+        self.rss_bytes = 0 if self.child is None else self.child.rss_bytes
 
     def note_segments(self) -> Collection[Segment]:
         """The shared memory that its child has made, as far as it has been seen."""

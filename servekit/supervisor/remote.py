@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import structlog
@@ -65,7 +65,10 @@ class Hands:
 
 
 class RemoteChild(Generic[Incoming]):
-    """A worker that is reached over TCP. Made by `attach`; `exited` holds its Exit once it ended.
+    """A worker that is reached over TCP, by `attach`; `exited` holds its Exit once it has ended.
+
+    `lost_s`: a connection whose other end has not answered for so long is over; `node_lost_s`: so
+    is the worker, unless it is reached again by then.
 
     `state` and `spec` are what it was when it was attached: one that is "ready" is adopted, and
     tells its Ready again. `added` are the adapters that it knows operators to have added.
@@ -90,6 +93,7 @@ class RemoteChild(Generic[Incoming]):
         self.name = name
         self.address = address
         self.pid = self.started = 0
+        self.rss_bytes = 0  # as its node has told
         self.state = "empty"
         self.spec: WorkerSpec | None = None
         self.added: tuple[AdapterSpec, ...] = ()
@@ -119,32 +123,11 @@ class RemoteChild(Generic[Incoming]):
         self._last_effort: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def attach(
-        cls,
-        name: str,
-        address: str,
-        identity: Identity,
-        incoming: Any,
-        on_message: Callable[[Incoming], None],
-        hands: Hands,
-        *,
-        lost_s: float = LOST_S,
-        node_lost_s: float = NODE_LOST_S,
-        role: Role = "worker",
-    ) -> RemoteChild[Incoming]:
-        """Reach it. Raises OSError, with a sentence, where that fails.
-
-        `lost_s`: a connection whose other end has not answered for so long is over; `node_lost_s`:
-        so is the worker, unless it is reached again by then.
-        """
-        child = cls(
-            name, address, identity, incoming, on_message, hands,
-            lost_s=lost_s, node_lost_s=node_lost_s, role=role,
-        )  # fmt: skip
-        await child._dial()
-        child._begin(child._await_exit())
-        return child
+    async def attach(self) -> Self:
+        """Reach it; itself. Raises OSError, with a sentence, where that fails."""
+        await self._dial()
+        self._begin(self._await_exit())
+        return self
 
     # ---- as Child has it
 

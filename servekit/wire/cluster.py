@@ -212,12 +212,16 @@ class Lines(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """What NVML says where a worker is; told every few seconds. A node without one has no GPUs."""
+    """What a process takes there, and what NVML says where a worker is; told every few seconds.
+
+    A node without NVML has no GPUs; where a gateway is they are not read.
+    """
 
     name: str
     gpus: tuple[GpuStatus, ...]  # all of the node
-    pid: int  # of the worker's process; 0: none runs
+    pid: int  # of the process; 0: none runs
     held: dict[str, int]  # bytes that it and what it has started hold, by UUID
+    rss_bytes: int = 0  # that it has resident
 
 
 class Exited(Message, frozen=True):

@@ -223,7 +223,7 @@ class Cluster:
         """Be its supervisor, anew or for the first time; `heard` begins anew, too."""
         heard: list[FromWorker] = []
         node.heard = heard
-        node.child = child = await RemoteChild[FromWorker].attach(
+        node.child = child = RemoteChild[FromWorker](
             node.name,
             node.address,
             self.certificates.own,
@@ -233,6 +233,7 @@ class Cluster:
             lost_s=self._lost_s,
             node_lost_s=node_lost_s or self._node_lost_s,
         )
+        await child.attach()
         if load:
             child.send(Load(node.spec))
             await until(f"{node.name} is ready", lambda: node.has(Ready))

@@ -109,6 +109,13 @@ def test_workers_on_two_nodes_answer_through_one_gateway(service: Service) -> No
     assert all(worker.device.startswith("cpu on ") for worker in workers)
     assert len({raylet_of(worker.pid) for worker in workers}) == 2
     assert say(service.up.url, "hello") == "hello"
+    service.up.until("what each takes is told", lambda: sizes_are_true(service), PATIENCE_S)
+
+
+def sizes_are_true(service: Service) -> bool:
+    """What their nodes have told of their memory is what they take."""
+    told = {worker.pid: worker.rss_bytes for worker in service.workers()}
+    return told == pytest.approx({pid: procfs.rss_bytes(pid) for pid in told}, rel=0.1)
 
 
 def test_a_worker_that_is_killed_comes_back_where_it_was(service: Service) -> None:

@@ -17,7 +17,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ pytestmark = [
 ]
 FIRST, SECOND, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 KEY, HASH = keys.new("alice")
+MODELS = echo("a", replicas=2, step_s=0.02), echo("b")
 TLS = {"certificate": "server.pem", "key": "server.key"}
 
 
@@ -56,7 +58,14 @@ def nodes() -> Iterator[Nodes]:
 class Service:
     """An instance, and those that come after it in the same place."""
 
-    def __init__(self, folder: Path, nodes: Nodes, grace_s: float = 60, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Nodes,
+        grace_s: float = 60,
+        models: Sequence[dict[str, Any]] = MODELS,
+        **more: Any,
+    ) -> None:
         self.head = nodes.address.rpartition(":")[0]
         self._folder = folder
         self.certify()
@@ -66,7 +75,6 @@ class Service:
             "ray": {**ray, "gateways": "every_node", "grace_s": grace_s, **more},
             "keys": [{"name": "alice", "hash": HASH, "admin": True}],
         }
-        models = [echo("a", replicas=2, step_s=0.02), echo("b")]
         self._config = write_config(folder, models, {"host": self.head, "tls": TLS}, sections)
         self.up = Instance(folder, self._config)
         self.port = 0
@@ -109,6 +117,14 @@ class Service:
 
         self.up.until(f"gateways serve at {where}", all_are_ready, PATIENCE_S)
         self.port = self.port or int(httpx.URL(self.up.url).port or 0)
+
+    def is_loading(self, worker: str) -> bool:
+        """And all gateways serve."""
+        states = {node: one.state for node, one in self.gateways().items()}
+        if states != dict.fromkeys(("", FIRST, SECOND), "ready"):
+            return False
+        self.port = int(httpx.URL(self.up.url).port or 0)
+        return self.up.replica(worker).state == "loading"
 
     def ask(self, method: str, where: str, path: str, **what: Any) -> httpx.Response:
         url = f"https://{where or self.head}:{self.port}{path}"
@@ -189,6 +205,29 @@ def test_they_outlive_their_certificates(nodes: Nodes, tmp_path: Path) -> None:
     assert not nodes.left()
 
 
+@pytest.mark.lane
+def test_what_waits_at_another_node_is_answered_before_the_end(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    asked = echo("asked", load_s=8) | {"load": "on_demand"}
+    other = Service(tmp_path, nodes, models=[echo("loads", load_s=600), asked])
+    try:
+        other.up.until("all serve but one", partial(other.is_loading, "loads/0"), PATIENCE_S)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(other.say, FIRST, "at last", "asked")
+            other.up.until("it is loaded", lambda: other.up.model("asked").replicas, PATIENCE_S)
+            other.up.signal(signal.SIGTERM)
+            ended = lambda: other.up.replica("loads/0").state == "stopped"  # noqa: E731
+            other.up.until("what nobody waits for is ended", ended, PATIENCE_S)
+            assert not waits.done(), "it is not waited for any more"
+            assert waits.result(PATIENCE_S) == "at last"
+        assert other.up.wait(PATIENCE_S) == 0
+    finally:
+        other.up.end()
+    assert "nobody waits for it, ended" in other.up.log
+    assert not nodes.left()
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -243,6 +282,7 @@ def test_figures_are_of_the_whole_whichever_node_is_asked(service: Service) -> N
         lambda: all(gateway.requests >= 2 for gateway in service.gateways().values()),
         PATIENCE_S,
     )
+    service.up.until("what each takes is told", lambda: sizes_are_true(service), PATIENCE_S)
     pages = [service.ask("GET", where, "/metrics").text for where in ("", FIRST, SECOND)]
     for page in pages:
         for name in ("gateway/0", f"gateway/{FIRST}", f"gateway/{SECOND}"):
@@ -251,6 +291,12 @@ def test_figures_are_of_the_whole_whichever_node_is_asked(service: Service) -> N
     assert sorted(gateway["node"] for gateway in status["gateways"]) == ["", FIRST, SECOND]
     why = service.ask("GET", FIRST, f"/admin/why/gateway/{SECOND}").json()
     assert why["replicas"][0]["state"] == "ready"
+
+
+def sizes_are_true(service: Service) -> bool:
+    """What is known of their memory is what they take; it falls after a start."""
+    told = {gateway.pid: gateway.rss_bytes for gateway in service.gateways().values()}
+    return told == pytest.approx({pid: procfs.rss_bytes(pid) for pid in told}, rel=0.1)
 
 
 def test_a_gateway_that_is_killed_comes_back_and_nobody_is_refused(service: Service) -> None:

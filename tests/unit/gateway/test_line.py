@@ -75,7 +75,7 @@ class Supervisor:
     @classmethod
     async def of(cls, line: Line) -> Supervisor:
         made = cls()
-        made.child = await RemoteChild.attach(
+        made.child = RemoteChild(
             "gateway/n",
             line.address,
             Identity(OURS.issue("supervisor", "s")),
@@ -84,6 +84,7 @@ class Supervisor:
             Hands(made._kill, made._exited),
             role="gateway",
         )
+        await made.child.attach()
         made.child.on_again = made._on_again
         return made
 

@@ -63,7 +63,7 @@ class Pair:
         self.child: RemoteChild[FromWorker]
 
     async def attach(self, **how: Any) -> RemoteChild[FromWorker]:
-        self.child = await RemoteChild[FromWorker].attach(
+        self.child = RemoteChild[FromWorker](
             "m/0",
             self.line.address,
             Identity(OURS.issue("supervisor", "s")),
@@ -72,7 +72,7 @@ class Pair:
             self.launcher.hands,
             **how,
         )
-        return self.child
+        return await self.child.attach()
 
     async def exit(self) -> Exit:
         return await asyncio.wait_for(asyncio.shield(self.child.exited), DEADLINE_S)

@@ -108,9 +108,9 @@ class Berths:
             return Exit(code, None, ()) if code >= 0 else Exit(None, -code, ())
 
         own = Identity(OURS.issue("supervisor", "supervisor"))
-        return await RemoteChild[Any].attach(
-            name, address, own, incoming, on_message, Hands(kill, exited), role="gateway"
-        )
+        hands = Hands(kill, exited)
+        child = RemoteChild[Any](name, address, own, incoming, on_message, hands, role="gateway")
+        return await child.attach()
 
     def _start(self, name: str, order: Order) -> tuple[int, str]:
         listening = self.doors.open(order.listen)
