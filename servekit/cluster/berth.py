@@ -138,27 +138,35 @@ async def make(
         return await _make_on(wish, grace_s, placing.name(wish))
     label, group = await placing.placed(wish, scouts, aim, waits)
     berth = Berth(label, group, None)
-    try:
-        there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        berth._actor = await asyncio.to_thread(_actor, label, there, wish, grace_s)
-        await _up(berth)
-    except BaseException:
-        await asyncio.shield(berth.vacate())
-        raise
+    there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    await _begin(berth, there, wish, grace_s)
     berth.model = wish.model
     return berth
 
 
 async def _make_on(wish: Wish, grace_s: float, label: str) -> Berth:
     """An actor on a certain node. Raises Gone."""
-    there = NodeAffinitySchedulingStrategy(wish.node, soft=False)
-    berth = Berth(label, None, await asyncio.to_thread(_actor, label, there, wish, grace_s))
+    berth = Berth(label, None, None)
+    await _begin(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
+    return berth
+
+
+async def _begin(berth: Berth, there: Any, wish: Wish, grace_s: float) -> None:
+    """Have its actor made, and wait for it. Raises Gone; whatever is raised, nothing is left."""
+    making = asyncio.create_task(asyncio.to_thread(_actor, berth.label, there, wish, grace_s))
     try:
+        berth._actor = await asyncio.shield(making)
         await _up(berth)
     except BaseException:
-        await asyncio.shield(berth.vacate())
+        await asyncio.shield(_undo(berth, making))
         raise
-    return berth
+
+
+async def _undo(berth: Berth, making: asyncio.Task[Any]) -> None:
+    """Give back what is being made: an actor that a thread makes yet would be nobody's."""
+    with contextlib.suppress(Exception):
+        berth._actor = await making
+    await asyncio.to_thread(berth._remove)  # nothing was started there
 
 
 def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:

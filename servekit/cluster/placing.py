@@ -44,21 +44,32 @@ async def placed(
     """
     while True:
         label, faults = name(wish), await scouts.faults(wish)
-        group = await asyncio.to_thread(_group, wish, label, await aim(faults), faults)
+        making = _making(wish, label, await aim(faults), faults)
         try:
+            group = await asyncio.shield(making)
             found = await _has_room(group, wish, faults, waits)
             if found and not await scouts.faults(wish, await asyncio.to_thread(_node_of, group)):
                 waits("")
                 return label, group
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(_remove, group))
+            await asyncio.shield(_undo(making))
             raise
-        await asyncio.to_thread(_remove, group)
+        await _undo(making)
 
 
 def name(wish: Wish) -> str:
     """One of its own for each place."""
     return f"{wish.name}#{secrets.token_hex(4)}"
+
+
+def _making(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> asyncio.Task[Any]:
+    return asyncio.create_task(asyncio.to_thread(_group, wish, label, node, faults))
+
+
+async def _undo(making: asyncio.Task[Any]) -> None:
+    """Give a group back, also one that a thread makes yet: it would be nobody's."""
+    with contextlib.suppress(Exception):
+        await asyncio.to_thread(remove_placement_group, await making)
 
 
 def _group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> Any:
@@ -99,8 +110,3 @@ def _node_of(group: Any) -> str:
     """Where its bundle is; "" where that is lost already."""
     where = placement_group_table(group).get("bundles_to_node_id", {})
     return str(where.get(0) or "")
-
-
-def _remove(group: Any) -> None:
-    with contextlib.suppress(Exception):
-        remove_placement_group(group)

@@ -26,6 +26,7 @@ from servekit.supervisor import procfs
 from servekit.supervisor.control import ask
 from servekit.wire.adapters import AdapterSpec, AddAdapter
 from servekit.wire.messages import GetWhy, Reload, ReplicaStatus, Why
+from servekit.wire.residency import Reside
 from tests.integration import ray_growing
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_cluster import raylet_of, running
@@ -240,6 +241,30 @@ def test_load_brings_a_worker_more_and_all_end_when_no_supervisor_comes(
 def settled_and_ready(instance: Instance, count: int = 1) -> bool:
     workers = [one for model in instance.status().models for one in model.replicas]
     return len(workers) == count and all(worker.state == "ready" for worker in workers)
+
+
+@pytest.mark.lane
+def test_a_worker_that_is_told_to_end_while_it_is_placed_leaves_nothing(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    def reside(want: str) -> None:
+        wish = Reside("a", want, wait=want == "unload")  # type: ignore[arg-type]
+        asyncio.run(ask(up.run_dir / "control.sock", wish, PATIENCE_S))
+
+    model = {**echo("a", replicas=8), "load": "on_demand"}
+    with Instance.up(tmp_path, [model], sections=section(nodes, cpus=0.25)) as up:
+        up.until("its gateway serves", lambda: up.gateway().state == "ready", PATIENCE_S)
+        for after_s in (0.1, 0.2, 0.4, 0.8):
+            reside("load")
+            at = time.monotonic() + after_s
+            up.until("it is being placed", lambda at=at: time.monotonic() >= at, PATIENCE_S)  # type: ignore[misc]
+            reside("unload")
+        assert not nodes.left()
+        reside("load")
+        up.until("it serves", lambda: settled_and_ready(up, 8), PATIENCE_S)
+        up.signal(signal.SIGTERM)
+        assert up.wait(PATIENCE_S) == 0
+    assert not nodes.left()
 
 
 @pytest.mark.lane
