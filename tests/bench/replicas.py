@@ -90,7 +90,7 @@ def _run(
     rounds: dict[int, list[Round]] = {count: [] for count in counts}
     for number in range(-1, options.rounds):  # the first is to warm up
         for count in counts:
-            prompts = load.prompts(options.streams * count, number)
+            prompts = load.prompts(options.streams * count, number, stream=True)
             bodies = [
                 [body.replace('"model": "m"', f'"model": "on{count}"') for body in of_one]
                 for of_one in load.bodies("completions", prompts, stream=True)

@@ -27,9 +27,9 @@ from tests.integration.instance import Instance, echo
 STREAMS = 128
 TOKENS = 2000
 BURST = 16
-STEPS_S = {"paced": 0.005, "flat-out": 0.0001, "bursts": 0.0}
+STEPS_S = {"paced": 0.005, "flat-out": 0.000001, "bursts": 0.0}
 #: Tokens a second of all streams that the steady ones are set to; what comes of it is measured.
-STEADY = (60_000, 80_000, 100_000, 120_000, 150_000)
+STEADY = (60_000, 80_000, 100_000, 140_000, 200_000, 300_000)
 #: Tokens a write up to which each has one of its own.
 ALONE = 1.1
 

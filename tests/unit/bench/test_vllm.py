@@ -34,8 +34,9 @@ def test_it_prints_a_table() -> None:
 @pytest.mark.slow
 def test_a_crowd_counts_what_the_server_has_made(tmp_path: Path) -> None:
     load = Load(prompt=12, output=TOKENS, repeats=3, vocab=256, clients=2)
-    prompts = load.prompts(5, 0)
-    assert prompts == load.prompts(5, 0) != load.prompts(5, 1)
+    prompts = load.prompts(5, 0, stream=True)
+    again, other = (load.prompts(5, number, stream=True) for number in (0, 1))
+    assert prompts == again != other != load.prompts(5, 1, stream=False)
     with Instance.up(tmp_path, [echo("m", slots=8)]) as instance:
         port = urlsplit(instance.until_settled().url).port or 0
         for kind, path in PATHS.items():
