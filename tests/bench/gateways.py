@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     models = [
         echo("whole", replicas=4),
-        echo("turns", replicas=4, slots=512, max_context=100_000, step_s=0.001),
+        echo("turns", replicas=4, slots=512, max_context=100_000, step_s=0.0001),
     ]
     rates: dict[tuple[int, bool], list[float]] = {}
     even: dict[bool, list[float]] = {True: [], False: []}
