@@ -45,6 +45,7 @@ from servekit.wire.messages import (
     WorkerSpec,
 )
 
+_PR_SET_TIMERSLACK = 29
 #: Tokens handed over per job and step when no step time is set: a stream, but in few messages.
 BURST = 16
 #: Options for which tokens are counted.
@@ -229,6 +230,7 @@ class EchoEngine(Engine):
     # ---- the loop
 
     def _loop(self) -> None:
+        _be_punctual()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or (self._runs and not self._hung))
@@ -287,6 +289,14 @@ class EchoEngine(Engine):
         limit = self._options.get("crash_after_tokens")
         if limit is not None and self._tokens >= limit:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _be_punctual() -> None:
+    """Let this thread's pauses end when they should: Linux adds up to 50 µs to wake less often.
+
+    Source: prctl(2), PR_SET_TIMERSLACK; a step may be shorter than that.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
 
 
 def _map_segment(size_bytes: int) -> mmap.mmap:
