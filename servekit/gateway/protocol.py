@@ -36,6 +36,7 @@ class Http(LimitedProtocol):
         # the last one; `cycle` may be another by now, which came while this one is being answered
         self._exchange: Exchange | None = None
         self._head: Head | None = None  # of the request that was parsed last
+        self._within = False  # a message: it has begun to come, and not come to its end
         self._idle_since_s = 0.0  # an answer on the short way is out; 0 once something comes
         self._heads: dict[Any, bytes] = {}
         self._heads_of: Any = None
@@ -53,10 +54,9 @@ class Http(LimitedProtocol):
             if (body := head.body_of(data)) is not None and self._takes(body):
                 return
             self._head = None
-        before = self._exchange
-        at_start = not (self._header_bytes or self._body_comes)
+        before, at_start = self._exchange, not self._within
         super().data_received(data)
-        if at_start and self._exchange is not before and not self._header_bytes:
+        if at_start and self._exchange is not before and not self._within:
             self._head = Head.of(data)
 
     def _takes(self, body: bytes) -> bool:
@@ -65,8 +65,8 @@ class Http(LimitedProtocol):
         handler = self._hot.get(self.url)
         if (
             handler is None
-            or self._header_bytes  # of what has begun to come
-            or self._body_comes
+            or self._within
+            or self._header_bytes  # of what was refused, and still comes
             or (cycle is not None and not cycle.response_complete)
             or self.flow.write_paused
             or len(body) > self.max_body_bytes
@@ -125,6 +125,14 @@ class Http(LimitedProtocol):
 
     # ---- parser callbacks
 
+    def on_message_begin(self) -> None:
+        self._within = True
+        super().on_message_begin()
+
+    def message_ends(self) -> None:
+        self._within = False
+        super().message_ends()
+
     def on_headers_complete(self) -> None:
         handler = self._hot.get(self.url)
         if handler is None or not self._is_plain():
@@ -166,3 +174,5 @@ class Http(LimitedProtocol):
             super().on_message_complete()
         elif not exchange.response_complete:
             exchange.begin()
+        else:  # refused while it came
+            self._idle_since_s = self.loop.time()

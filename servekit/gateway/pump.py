@@ -52,7 +52,8 @@ class Pump:
                 if (texts := self._call.texts) and exchange.open:
                     self._call.texts = []  # nearly every token of a stream: nothing else to say
                     text = texts[0] if len(texts) == 1 else "".join(texts)
-                    exchange.joined.write_now(self._answer.chunk(text))
+                    if text:  # not half a character
+                        exchange.joined.write_now(self._answer.chunk(text))
                 return
             if self._places and exchange.open:
                 self._tell_place()

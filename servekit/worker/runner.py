@@ -61,7 +61,7 @@ class Runner:
         self._prune_at = ADAPTED
         self._on_idle = on_idle
         self.on_greeting: Callable[[str], None] = lambda gateway: None  # by each that connects
-        # How many tokens and ends each step has brought, before the gateways hear of them.
+        # How many tokens and ends each step of the engine has brought.
         self.on_step: Callable[[int, int], None] = lambda tokens, ends: None
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, Task] = {}  # job id → task
@@ -201,7 +201,7 @@ class Runner:
             params = replace(params, max_tokens=limit)
         text = self._begin(peer, request, job_id, len(ids))
         if len(request.emitted) >= limit or text.stopped:
-            self._deliver([StepOutput(job_id, [], "length")])
+            self._deliver([StepOutput(job_id, [], "length")], stepped=False)
             return
         emitted, constraint = list(request.emitted), prepared.constraint
         self._stopwatch.note(job_id)
@@ -287,7 +287,8 @@ class Runner:
         while self._steps:
             self._deliver(self._steps.popleft())
 
-    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+    def _deliver(self, outputs: Sequence[StepOutput], *, stepped: bool = True) -> None:
+        """`stepped`: it is the engine's doing, which shows that it is of use."""
         tasks, tokens, ends = self._tasks, 0, 0
         for output in outputs:
             tokens += len(output.token_ids)
@@ -298,7 +299,8 @@ class Runner:
                 continue  # cancelled while the step ran
             if not (task.plain and task.pass_on(output)):
                 self._tell(task, output)
-        self.on_step(tokens, ends)
+        if stepped:
+            self.on_step(tokens, ends)
         if self.ward.closed:
             self.ward.wake()
 

@@ -80,6 +80,17 @@ def test_a_table_says_what_was_not_met() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["path", "worker_path"])
+def test_the_python_of_the_hot_path_is_measured(name: str) -> None:
+    command = [sys.executable, "-m", f"tests.bench.{name}", "--seconds", "0.2"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" µs") >= 2 and "request" in done.stdout and "token" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_cost_of_choosing_is_measured() -> None:
     command = [sys.executable, "-m", "tests.bench.affinity", "--quick", "--only", "overhead"]
     done = subprocess.run(

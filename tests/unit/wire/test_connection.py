@@ -14,7 +14,7 @@ import uvloop
 
 from servekit.errors import WireError
 from servekit.wire import connection as module
-from servekit.wire.connection import Connection, adopt, dial, listen
+from servekit.wire.connection import TOGETHER, Connection, adopt, dial, listen
 from servekit.wire.messages import Cancel, GatewayToWorker, Generate, Hello, SamplingParams
 
 DEADLINE_S = 60.0
@@ -182,12 +182,33 @@ async def test_the_death_of_the_peer_is_seen_and_sends_become_nothing() -> None:
     left.connection.close()
 
 
-async def test_what_is_sent_in_one_turn_leaves_in_one_write() -> None:
+class Noted:
+    """A transport, and how many messages each write had."""
+
+    def __init__(self, transport: Any, writes: list[int]) -> None:
+        self._transport, self._writes = transport, writes
+
+    def write(self, data: bytes) -> None:
+        self._writes.append(data.count(b"Cancel"))
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def test_what_is_sent_in_one_turn_leaves_in_eights_and_the_rest_at_its_end() -> None:
     left, peer = await raw()
-    for n in range(10):
+    transport: Any = left.connection._transport
+    writes: list[int] = []
+    noted: Any = Noted(transport, writes)
+    left.connection._transport = noted
+    for n in range(2 * TOGETHER + 3):
         left.connection.send(Cancel(n))
-    data = await asyncio.get_running_loop().sock_recv(peer, 65536)
-    assert data.count(b"Cancel") == 10
+    assert writes == [TOGETHER, TOGETHER], "the peer is at it while the others come"
+    data = b""
+    while data.count(b"Cancel") < 2 * TOGETHER + 3:
+        data += await asyncio.get_running_loop().sock_recv(peer, 65536)
+    assert writes == [TOGETHER, TOGETHER, 3]
     left.connection.abort()
     peer.close()
 
