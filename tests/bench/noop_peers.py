@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from tests.bench.contest import Plan, bare, contest, ratios, remarks
 from tests.bench.figures import conditions
 from tests.bench.load import Order, Result
 from tests.bench.noop import BODY, PATH
+from tests.bench.peers import free_port, started
 from tests.bench.table import Figure, markdown, spread
 from tests.integration.instance import Instance, echo
 
@@ -90,19 +89,11 @@ def peer(folder: Path, name: str, script: str, path: str, command: Sequence[str]
     """One of them, started; its port."""
     source, log = folder / f"serve_{name}.py", folder / f"{name}.log"
     source.write_text(script)
-    port = _free_port()
+    port = free_port()
     told = [word.format(source=source, port=port) for word in command]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            told, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
+    with started(told, log) as process:
         _await(process, f"http://127.0.0.1:{port}{path}", log)
         yield port
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -113,11 +104,6 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"{log.stem} did not start:\n{log.read_text(errors='replace')[-2000:]}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

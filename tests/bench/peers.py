@@ -57,22 +57,31 @@ def serve(
     python: Path, model: Path, arguments: Sequence[str], environ: Mapping[str, str], log: Path
 ) -> Iterator[Peer]:
     """`transformers serve` with `model` loaded, on a free port; killed with all it started."""
-    port = _free_port()
+    port = free_port()
     command = (str(python.with_name("transformers")), "serve", str(model), "--port", str(port))
     options = ("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", *arguments)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**environ, "HF_HUB_OFFLINE": "1"},
-            start_new_session=True,
-        )
-    try:
+    with started([*command, *options], log, {**environ, "HF_HUB_OFFLINE": "1"}) as process:
         url = f"http://127.0.0.1:{port}"
         _await_health(process, url, log)
         yield Peer(url, process.pid)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, which is killed in the end with all of it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environ,
+            start_new_session=True,
+        )
+    try:
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -89,6 +98,6 @@ def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None
     raise RuntimeError(f"transformers serve did not start:\n{log.read_text(errors='replace')}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
