@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+#: A longer one is not kept: each connection keeps one, also of clients that mean harm.
+MOST_BYTES = 8 * 1024
 _END = b"\r\n\r\n"
 _length = re.compile(rb"\r\ncontent-length: ?(\d{1,10})(?=\r\n)", re.IGNORECASE)
 
@@ -25,7 +27,11 @@ class Head(NamedTuple):
         """That of a request that is whole, and all that `data` is; None for what is not."""
         end = data.find(_END) + len(_END)
         found = _length.findall(data, 0, end)
-        if end < len(_END) or len(found) != 1 or end + int(found[0]) != len(data):
+        if (
+            not len(_END) <= end <= MOST_BYTES
+            or len(found) != 1
+            or end + int(found[0]) != len(data)
+        ):
             return None
         at = _length.search(data)
         assert at is not None

@@ -66,6 +66,7 @@ def test_another_head_or_another_length_is_left_to_the_parser(data: bytes) -> No
         ask(b"{}")[:-1],
         ask(b"{}") + ask(b"{}"),
         ask(b"{}", b"content-length: 2"),
+        ask(b"{}", b"x: " + b"y" * 8192),
         b"POST /hot HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
 )

@@ -169,14 +169,14 @@ journal = Journal(again_s=0.02)
 journal.open(folder)
 journal.tell("before")
 while len(newest(folder, Wanted(), 9)) < 1:
-    time.sleep(0.01)  # likewise
+    time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 journal.tell("full")
 while not journal._is_failing:
     time.sleep(0.01)  # between two looks; the test ends a program that takes too long
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 while [one.kind for one in newest(folder, Wanted(), 9)] != ["before", "full"]:
-    time.sleep(0.01)  # likewise
+    time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 journal.close()
 """
 
