@@ -53,7 +53,8 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
 
     `on_message` is called for every message, `on_close` once with the error that ended the
     connection, or None after a clean EOF or `close`. While `crowded` the peer has much to read
-    yet; `on_writable`, where it is set, is called once it has read most of it.
+    yet; `on_writable`, where it is set, is called once it has read most of it. `on_turn`, where it
+    is set, is called at the end of a turn in which something was sent or is to be gathered.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._unsent: list[bytes] = []
+        self._due = False  # `_end_turn` will be called
         self._error: Exception | None = None
         self._drained: asyncio.Future[None] | None = None  # while somebody waits for it
         self.crowded = False
         self.on_writable: Callable[[], None] | None = None
+        self.on_turn: Callable[[], None] | None = None
         self.peer: Member | None = None  # by its certificate, where it is on another machine
         self._limit_bytes = MAX_FRAME_BYTES
         self.closed = self._loop.create_future()
@@ -88,13 +91,30 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         if self._transport is None or self.closed.done():
             return
         body = _encode(message)
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
+        if not self._due:
+            self.gather()
         if len(body) > MAX_FRAME_BYTES:
             raise WireError(f"a frame of {len(body)} bytes is over the limit")
         self._unsent.append(len(body).to_bytes(4, "big"))
         self._unsent.append(body)
         if len(body) > LARGE_BYTES or len(self._unsent) >= 2 * TOGETHER:
+            self._flush()
+
+    def gather(self) -> None:
+        """Have `on_turn` called at the end of this turn; what it sends leaves with the rest.
+
+        A callback of its own to send from would cost a turn of the loop more.
+        """
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        try:
+            if self.on_turn is not None:
+                self.on_turn()
+        finally:
+            self._due = False
             self._flush()
 
     def _flush(self) -> None:

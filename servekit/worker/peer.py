@@ -37,16 +37,16 @@ class Peer:
         else:
             connection.become(GatewayToWorker, self._on_message, self._on_close)
         self.connection: Connection[GatewayToWorker] = connection
+        connection.on_turn = self.flush
         self._deltas: list[Delta] = []
         self._told: set[int] = set()  # the requests that these are of
         self._plain = OneEach([], [], [])
-        self._waits = False
         self.greeted = False
 
     def add(self, delta: Delta) -> None:
         """Send a delta with the others of this turn of the loop, in one message."""
-        if not self._waits:
-            self._wait()
+        if not self._deltas:
+            self.connection.gather()
         self._told.add(delta.id)
         self._deltas.append(delta)
 
@@ -54,25 +54,21 @@ class Peer:
         """As `add`, of one more token, where there is nothing else to say."""
         if self._told and id in self._told:  # deltas follow what is plain
             self.flush()
-        if not self._waits:
-            self._wait()
         plain = self._plain
+        if not plain.ids:
+            self.connection.gather()
         plain.ids.append(id)
         plain.texts.append(text)
         plain.token_ids.append(token_id)
 
-    def _wait(self) -> None:
-        self._waits = True
-        self.runner.loop.call_soon(self.flush)
-
     def fail(self, request_id: int, error: RequestError) -> None:
         self.jobs.pop(request_id, None)
         told = (error.code, error.message, error.param, error.retry_after_s)
+        self.flush()  # what this turn has brought before it went wrong
         self.connection.send(Failed(request_id, *told))
 
     def flush(self) -> None:
         """Send the deltas now."""
-        self._waits = False
         if self._plain.ids:
             plain, self._plain = self._plain, OneEach([], [], [])
             self.connection.send(plain)

@@ -213,6 +213,50 @@ async def test_what_is_sent_in_one_turn_leaves_in_eights_and_the_rest_at_its_end
     peer.close()
 
 
+async def test_what_is_gathered_in_a_turn_leaves_with_what_is_sent_in_it() -> None:
+    left, peer = await raw()
+    transport: Any = left.connection._transport
+    writes: list[int] = []
+    noted: Any = Noted(transport, writes)
+    left.connection._transport = noted
+    gathered = [7]
+
+    def on_turn() -> None:
+        while gathered:
+            left.connection.send(Cancel(gathered.pop()))
+
+    left.connection.on_turn = on_turn
+    left.connection.gather()
+    left.connection.gather()
+    left.connection.send(Cancel(1))
+    await asyncio.sleep(0)
+    assert writes == [2], "one write, in the very next turn"
+    gathered.append(8)
+    left.connection.gather()
+    await asyncio.sleep(0)
+    assert writes == [2, 1]
+    left.connection.abort()
+    peer.close()
+
+
+async def test_what_was_sent_leaves_though_gathering_fails() -> None:
+    left, right = await pair()
+
+    def on_turn() -> None:
+        left.connection.on_turn = None
+        raise ValueError("no")
+
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    left.connection.on_turn = on_turn
+    left.connection.send(Cancel(1))
+    assert await right.next() == Cancel(1)
+    left.connection.send(Cancel(2))
+    assert await right.next() == Cancel(2)
+    assert isinstance(told[0]["exception"], ValueError)
+    left.connection.abort()
+
+
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_drained_is_when_the_kernel_has_all_of_it(
     make_loop: Callable[[], asyncio.AbstractEventLoop],

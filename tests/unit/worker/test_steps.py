@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from servekit.engines.base import StepOutput
 from servekit.wire.messages import Delta, SamplingParams
+from tests.unit.gateway.conftest import until
 from tests.unit.worker.serving import serving, spec
 
 SAID = "hello, world"
@@ -32,6 +34,26 @@ async def test_a_step_is_counted_before_its_gateway_hears_of_it(tmp_path: Path) 
     tokens, ends, _ = zip(*counted, strict=True)
     assert (sum(tokens), sum(ends)) == (2 * len(SAID), 2)
     assert all(heard <= sum(tokens[:at]) for at, (_, _, heard) in enumerate(counted))
+
+
+async def test_what_came_before_a_failure_of_the_same_turn_is_told_before_it(
+    tmp_path: Path,
+) -> None:
+    """A client gets all that was made for it, whatever becomes of the rest."""
+    async with serving(spec(tmp_path, step_s=3600.0)) as client:
+        asked = client.send(SamplingParams(max_tokens=9), prompt=SAID)
+        await until(lambda: client.runner.busy)
+        (peer,) = [peer for peer in client.runner.peers if peer.jobs]
+        (job_id,) = peer.jobs.values()
+        client.runner.emit(
+            [
+                StepOutput(job_id, [104]),
+                StepOutput(job_id, [101]),
+                StepOutput(job_id, [], "stop", error="it broke"),
+            ]
+        )
+        failed = await client.failure(asked)
+        assert (failed.message, text(client.deltas[asked])) == ("it broke", "he")
 
 
 async def test_what_has_been_sent_is_left_out_of_single_tokens_too(tmp_path: Path) -> None:
