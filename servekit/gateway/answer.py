@@ -15,6 +15,8 @@ import msgspec
 from servekit.wire.messages import Delta
 
 _encode = msgspec.json.Encoder().encode
+#: How a chunk of HTTP begins, by its size in bytes: of nearly every one that holds one token.
+_SIZES = tuple(b"%x\r\n" % size for size in range(1024))
 _random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
 
 
@@ -114,7 +116,8 @@ class Answer:
         """As `events` of nothing but text, once the stream has begun, as a chunk of HTTP."""
         said = _encode(text)
         size_bytes = self._around_bytes + len(said)
-        return b"%x\r\n%b%b%b" % (size_bytes, self._text_head, said, self._chunk_tail)
+        size = _SIZES[size_bytes] if size_bytes < len(_SIZES) else b"%x\r\n" % size_bytes
+        return b"".join((size, self._text_head, said, self._chunk_tail))
 
     def _opening(self) -> list[bytes]:
         self._started = True

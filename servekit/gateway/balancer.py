@@ -81,7 +81,6 @@ class Account:
     __slots__ = (
         "_answers",
         "_lengths",
-        "_unread",
         "block",
         "kv_used",
         "last",
@@ -91,6 +90,7 @@ class Account:
         "prefixes",
         "seed",
         "told",
+        "unread",
     )
 
     def __init__(self, name: str, info: ModelInfo | None, lengths: Lengths | None = None) -> None:
@@ -108,7 +108,7 @@ class Account:
         self._answers: dict[int, float] = {}  # by call: tokens as expected; the end is a surprise
         # of these, those whose prompt is yet to be read: what they have emitted, which grows, how
         # much that was at first, and the prompt's tokens
-        self._unread: dict[int, tuple[list[int], int, float]] = {}
+        self.unread: dict[int, tuple[list[int], int, float]] = {}
 
     def held(self, prompt: Prompt) -> int:
         """Tokens of a prompt that its cache holds, in blocks of its own."""
@@ -124,25 +124,31 @@ class Account:
         self._answers[id] = answer
         self.owed += prompt + answer
         if prompt:
-            self._unread[id] = call.emitted, len(call.emitted), prompt
+            self.unread[id] = call.emitted, len(call.emitted), prompt
 
     def end(self, id: int, call: Call) -> None:
         """It has no more to do for a call, for whatever reason."""
         answer = self._answers.pop(id, None)
         if answer is None:
             return
-        unread = self._unread.pop(id, None)
+        unread = self.unread.pop(id, None)
         if unread is not None:
             answer += unread[2]
         # the last one leaves no remainder of rounding
         self.owed = self.owed - answer if self._answers else 0.0
         self._lengths.learn(len(call.emitted))
 
+    def before(self, other: Account) -> bool:
+        """Of equal loads: less of its KV cache is in use, or it was sent nothing for longer."""
+        if self.kv_used != other.kv_used:
+            return self.kv_used < other.kv_used
+        return self.last < other.last
+
     def settle(self, target: Target) -> None:
         """Look what has become of its calls."""
         if target.last_id != self.last_id:
             self._catch_up(target)
-        unread = self._unread
+        unread = self.unread
         while unread:  # prompts are read as they came: the first that is not ends the look
             id, (emitted, began, tokens) = next(iter(unread.items()))
             if len(emitted) <= began:
@@ -178,17 +184,17 @@ class Balancer(Generic[T]):
         """The replica that is to be sent a call now, and is noted to be; None if all are full."""
         if self.policy == "round_robin":
             return self._in_turn(list(replicas))
-        chosen, caches = self._least_loaded(self._few(replicas))
+        chosen = self._least_loaded(self._few(replicas))
         if chosen is None and len(replicas) > LOOK:
-            chosen, caches = self._least_loaded(replicas)  # those that are full take no time
+            chosen = self._least_loaded(replicas)  # those that are full take no time
         if chosen is None:
             return None
-        prompt = read(call, blocks=caches and self.policy == "auto")
+        replica, account = chosen
+        prompt = read(call, blocks=account.block > 0 and self.policy == "auto")
         if prompt.blocks or (call.session and self.policy == "auto"):
             return self._weigh(replicas, call)
-        assert chosen.account is not None
-        self._note(chosen, chosen.account, call, prompt, 0)
-        return chosen
+        self._note(replica, account, call, prompt, 0)
+        return replica
 
     def note(self, replica: T, call: Call) -> None:
         """A replica is about to be sent a call, for whatever reason."""
@@ -214,20 +220,26 @@ class Balancer(Generic[T]):
         few = list(islice(replicas, begin, begin + LOOK))
         return few + list(islice(replicas, LOOK - len(few)))
 
-    def _least_loaded(self, replicas: Iterable[T]) -> tuple[T | None, bool]:
-        """As `balance.choose` does where there is no affinity; and whether any has a cache."""
-        best, least, caches = None, inf, False
+    def _least_loaded(self, replicas: Iterable[T]) -> tuple[T, Account] | None:
+        """As `balance.choose` does where there is no affinity. It is looked at for each request
+        that has a choice, so that what has not changed costs no call.
+        """
+        found: tuple[T, Account] | None = None
+        least, words = inf, self._words
         for replica in replicas:
             if replica.credits <= 0:  # or not routable
                 continue
-            account = self._account(replica)
-            caches = caches or account.block > 0
+            account = replica.account
+            if account is None or account.told != words:
+                account = self._account(replica)
+            elif account.unread or account.last_id != replica.last_id:
+                account.settle(replica)
             load = account.owed + account.others
             if account.kv_used >= FULL:
                 load += _FULL_TOKENS
-            if load < least or (load == least and best is not None and _before(account, best)):
-                best, least = replica, load
-        return best, caches
+            if load < least or (load == least and found and account.before(found[1])):
+                found, least = (replica, account), load
+        return found
 
     def _weigh(self, replicas: Iterable[T], call: Call) -> T | None:
         """By affinity, too."""
@@ -297,10 +309,3 @@ class Balancer(Generic[T]):
         limit = call.params.max_tokens
         average = self._lengths.average
         return average if limit is None else min(float(limit), average)
-
-
-def _before(account: Account, other: Target) -> bool:
-    """Of equal loads: less of its KV cache is in use, or it was sent nothing for longer."""
-    rival = other.account
-    assert rival is not None
-    return (account.kv_used, account.last) < (rival.kv_used, rival.last)

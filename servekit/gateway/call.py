@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from servekit.gateway.caller import Caller
     from servekit.gateway.measures import Meter
     from servekit.gateway.pool import Replica
+    from servekit.gateway.pump import Pump
     from servekit.gateway.route import Route
 
 Deltas = list[Delta]
@@ -65,6 +66,7 @@ class Call:
         "place",
         "priority",
         "prompt",
+        "pump",
         "replica",
         "route",
         "session",
@@ -114,6 +116,7 @@ class Call:
         self.limit_s = math.inf  # from `created_s` on, waiting included; the router sets it
         self.on_cancel: Callable[[Call], None] | None = None
         self.sink: Callable[[], None] | None = None  # called where a waiter would be woken
+        self.pump: Pump | None = None  # whom the sink tells, where that is all it does
         self._resumed_at = 0  # tokens there were when this attempt began
         self._handed_over = False  # the consumer has seen something of it
         self._waiting: Deltas = []
@@ -312,7 +315,7 @@ class Call:
         sink = self.sink
         if sink is not None:
             if self.done:
-                self.sink = None  # which holds this call: they would wait for the collector
+                self.sink = self.pump = None  # they hold this call, and wait for the collector
             sink()
             return
         waiter: Any = self._waiter

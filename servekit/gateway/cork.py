@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -29,6 +30,13 @@ class Cork:
         if not due:
             self._loop.call_soon(self._pop)
         due[one] = None
+
+    def add_all(self, several: Iterable[Runs]) -> None:
+        """As `add`, of some."""
+        due = self._due
+        if not due:
+            self._loop.call_soon(self._pop)
+        due.update(dict.fromkeys(several))
 
     def _pop(self) -> None:
         due, self._due = self._due, {}

@@ -24,7 +24,7 @@ class Pump:
     leaves in one write when the client reads again.
     """
 
-    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams")
+    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams", "cork")
 
     def __init__(self, exchange: Exchange, call: Call, answer: Answer, cork: Cork) -> None:
         self._exchange = exchange
@@ -33,7 +33,9 @@ class Pump:
         self._streams = False  # it has begun to
         self._places = False
         self._place: int | None = None  # the one told last
+        self.cork = cork
         call.read_text()
+        call.pump = self
         call.sink = partial(cork.add, self)
         exchange.on_writable = self.run
         exchange.on_gone = call.cancel
@@ -46,12 +48,16 @@ class Pump:
 
     def run(self) -> None:
         """Something has come, or the client reads again. Never raises: others wait behind it."""
-        exchange = self._exchange
+        exchange, call = self._exchange, self._call
         try:
-            if self._streams and not self._call.done:
-                if (texts := self._call.texts) and exchange.open:
-                    self._call.texts = []  # nearly every token of a stream: nothing else to say
-                    text = texts[0] if len(texts) == 1 else "".join(texts)
+            if self._streams and not call.done:
+                if (texts := call.texts) and exchange.open:
+                    # nearly every token of a stream: nothing else to say
+                    if len(texts) == 1:
+                        text = texts.pop()
+                    else:
+                        text = "".join(texts)
+                        texts.clear()
                     if text:  # not half a character
                         exchange.joined.write_now(self._answer.chunk(text))
                 return

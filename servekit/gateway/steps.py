@@ -10,6 +10,7 @@ from servekit.gateway.measures import UNMEASURED
 
 if TYPE_CHECKING:
     from servekit.gateway.call import Call
+    from servekit.gateway.pump import Pump
     from servekit.wire.messages import OneEach
 
 
@@ -20,6 +21,7 @@ def take_one_each(calls: Mapping[int, Call], told: OneEach) -> None:
     whose last token came together. Who has text that waits has been woken already.
     """
     now_s, find = monotonic(), calls.get
+    pumps: list[Pump] = []
     meter, last_s, alike = UNMEASURED, now_s, 0
     for id, text, token_id in zip(told.ids, told.texts, told.token_ids, strict=True):
         call = find(id)
@@ -38,5 +40,10 @@ def take_one_each(calls: Mapping[int, Call], told: OneEach) -> None:
             alike += 1
             call.last_s = now_s
             if texts is None or len(texts) == 1:
-                call.wake()
+                if (pump := call.pump) is not None:
+                    pumps.append(pump)
+                else:
+                    call.wake()
     meter.next(now_s - last_s, alike)
+    if pumps:
+        pumps[0].cork.add_all(pumps)  # a gateway has but one
