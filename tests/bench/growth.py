@@ -8,9 +8,10 @@
               is that of the multiple of what a bare app takes with as many clients
     streams   so many streams, paced so that they bring the same tokens per second all together:
               CPU time of the gateway for each token, and memory for each stream
-    workers   4 clients over so many echo workers, and 64: CPU time of the gateway for each answer.
-              Requests of 64 clients share reads and writes where they go to one worker, and hardly
-              where they go to 64; those of 4 hardly anywhere, so that theirs is the cost of routing
+    workers   so many echo workers: CPU time of the gateway for each answer, with 4 clients for each
+              worker, as one adds workers for more load; and with 4 and 64 clients in all, however
+              many there are to serve them. Requests of 64 clients share reads and writes where they
+              go to one worker, and hardly where they go to 64, each of which has to be woken
 
 Each row is told against the least of its kind. Rounds are taken by turns.
 """
@@ -23,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -44,7 +45,12 @@ TOKENS_PER_S = 16_000
 WAITING = (64, 500, 2_000, 10_000)
 STREAMS = (1, 32, 128, 512, 2_000)
 WORKERS = (1, 4, 16, 64)
-CLIENTS = (4, 64)
+#: How many clients there are for so many workers.
+CLIENTS: dict[str, Callable[[int], int]] = {
+    "4 clients each": lambda workers: 4 * workers,
+    "64 clients": lambda workers: 64,
+    "4 clients": lambda workers: 4,
+}
 #: What the bare app answers: about as much as the gateway does.
 ANSWER = json.dumps({"choices": [{"index": 0, "text": "~~~~~", "finish_reason": "length"}] * 3})
 PARTS = ("waiting", "streams", "workers")
@@ -118,21 +124,22 @@ def streams(folder: Path, args: argparse.Namespace) -> Iterator[Figure]:
 
 def workers(folder: Path, args: argparse.Namespace) -> Iterator[Figure]:
     counts = WORKERS[:2] if args.quick else WORKERS
-    costs: dict[int, dict[int, list[float]]] = {clients: {} for clients in CLIENTS}
+    costs: dict[str, dict[int, list[float]]] = {what: {} for what in CLIENTS}
     for n in counts:
         inner = folder / str(n)
         inner.mkdir()
         model = echo("m", replicas=n, slots=SLOTS) | {"standby": False}
         with Instance.up(inner, [model]) as instance:
             status = instance.until_settled(within_s=300)
+            watch = (status.gateways[0].pid,)
             orders = {
-                clients: Order(port(status), PATH, body("m"), clients, (status.gateways[0].pid,))
-                for clients in CLIENTS
+                what: Order(port(status), PATH, body("m"), clients(n), watch)
+                for what, clients in CLIENTS.items()
             }
-            for clients, results in by_turns(args, orders).items():
-                costs[clients][n] = [one.cpu_s[0] / one.answers * 1e6 for one in results]
-    for clients, found in costs.items():
-        yield from rows(f"workers, {clients} clients: an answer", found)
+            for what, results in by_turns(args, orders).items():
+                costs[what][n] = [one.cpu_s[0] / one.answers * 1e6 for one in results]
+    for what, found in costs.items():
+        yield from rows(f"workers, {what}: an answer", found)
 
 
 def still(slots: int = 1) -> dict[str, object]:

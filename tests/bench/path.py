@@ -3,8 +3,10 @@
     python -m tests.bench.path
 
 A gateway's own objects, from a connection's `data_received` to its `write`, with sockets that only
-keep what is written: no kernel, no other process. Batches are taken by turns and the quickest of
-each counts, for what else runs on the machine only adds; so small steps can be seen on a busy one.
+keep what is written: no kernel, no other process. Slices of time are taken by turns, each in an
+event loop of its own, for streams that are open have work in every turn of theirs; the quickest
+batch of each counts, for what else runs on the machine only adds. So small steps can be seen on a
+busy one.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from tests.bench.bare import Bare
 
 CLIENTS = 64
 STREAMS = 128
+SLICE_S = 0.2
 BODY = b'{"model": "echo", "prompt": "hello", "max_tokens": 5}'
 STREAM = b'{"model": "echo", "prompt": "hello", "max_tokens": 8000, "stream": true}'
 INFO = ModelInfo(8192, 100_000, True, "echo", "none", "cpu")
@@ -233,37 +236,52 @@ class TheirStreams(Theirs):
         return took / len(self.clients)
 
 
-async def quickest_us(contestants: dict[str, Any], seconds: float) -> dict[str, float]:
-    best = dict.fromkeys(contestants, float("inf"))
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        for name, one in contestants.items():
-            best[name] = min(best[name], 1e6 * await one.batch())
-    return best
+class Contestant:
+    """One of them in an event loop of its own, which stands still while another has its turn."""
+
+    def __init__(self, kind: Callable[[int], Any], count: int) -> None:
+        import uvloop
+
+        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self.best_us = float("inf")
+        self._one = self.runner.run(self._made(kind, count))
+
+    async def _made(self, kind: Callable[[int], Any], count: int) -> Any:
+        return kind(count)
+
+    def turn(self) -> None:
+        self.runner.run(self._turn())
+
+    async def _turn(self) -> None:
+        until = time.monotonic() + SLICE_S
+        while time.monotonic() < until:
+            self.best_us = min(self.best_us, 1e6 * await self._one.batch())
 
 
-async def measure(seconds: float) -> None:
+def measure(seconds: float) -> None:
     keep_out_of_collections()
     logging.disable()  # streams that are cancelled at the end
-    pairs: tuple[tuple[str, Callable[[], dict[str, Any]]], ...] = (
-        ("a request", lambda: {"ours": Ours(CLIENTS), "bare": Theirs(CLIENTS)}),
-        ("a token", lambda: {"ours": OurStreams(STREAMS), "bare": TheirStreams(STREAMS)}),
-    )
-    for what, make in pairs:
-        contestants = make()
-        best = await quickest_us(contestants, seconds)
-        said = ", ".join(f"{name} {us:.2f} µs" for name, us in best.items())
-        print(f"{what}: {said}; bare / ours = {best['bare'] / best['ours']:.2f}", flush=True)
+    pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], int]] = {
+        "a request": (Ours, Theirs, CLIENTS),
+        "a token": (OurStreams, TheirStreams, STREAMS),
+    }
+    for what, (ours, theirs, count) in pairs.items():
+        both = Contestant(ours, count), Contestant(theirs, count)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for one in both:
+                one.turn()
+        mine, bare = (one.best_us for one in both)
+        ratio = f"bare / ours = {bare / mine:.2f}"
+        print(f"{what}: ours {mine:.2f} µs, bare {bare:.2f} µs; {ratio}", flush=True)
+        for one in both:
+            one.runner.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    import uvloop
-
     parser = argparse.ArgumentParser(prog=f"python -m {Path(__file__).stem}", description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each comparison")
-    seconds = parser.parse_args(arguments).seconds
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure(seconds))
+    measure(parser.parse_args(arguments).seconds)
     return 0
 
 

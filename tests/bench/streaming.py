@@ -29,7 +29,7 @@ TOKENS = 2000
 BURST = 16
 STEPS_S = {"paced": 0.005, "flat-out": 0.000001, "bursts": 0.0}
 #: Tokens a second of all streams that the steady ones are set to; what comes of it is measured.
-STEADY = (60_000, 100_000, 140_000, 180_000, 200_000, 220_000, 240_000)
+STEADY = (60_000, 100_000, 140_000, *range(160_000, 270_000, 10_000))
 #: Tokens a write up to which each has one of its own.
 ALONE = 1.1
 
