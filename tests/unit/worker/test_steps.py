@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from servekit.engines.base import StepOutput
-from servekit.wire.messages import Delta, SamplingParams
+from servekit.wire.messages import Delta, Failed, SamplingParams, WorkerToGateway
 from tests.unit.gateway.conftest import until
-from tests.unit.worker.serving import serving, spec
+from tests.unit.worker.serving import deltas_of, serving, spec
 
 SAID = "hello, world"
 STEP_S = 0.001
@@ -43,6 +44,8 @@ async def test_what_came_before_a_failure_of_the_same_turn_is_told_before_it(
     async with serving(spec(tmp_path, step_s=3600.0)) as client:
         asked = client.send(SamplingParams(max_tokens=9), prompt=SAID)
         await until(lambda: client.runner.busy)
+        told: list[Any] = []
+        client.connection.become(WorkerToGateway, told.append, lambda error: None)
         (peer,) = [peer for peer in client.runner.peers if peer.jobs]
         (job_id,) = peer.jobs.values()
         client.runner.emit(
@@ -52,8 +55,10 @@ async def test_what_came_before_a_failure_of_the_same_turn_is_told_before_it(
                 StepOutput(job_id, [], "stop", error="it broke"),
             ]
         )
-        failed = await client.failure(asked)
-        assert (failed.message, text(client.deltas[asked])) == ("it broke", "he")
+        await until(lambda: told and isinstance(told[-1], Failed))
+        *before, failed = told
+        assert text([delta for one in before for delta in deltas_of(one)]) == "he"
+        assert (failed.id, failed.message) == (asked, "it broke")
 
 
 async def test_what_has_been_sent_is_left_out_of_single_tokens_too(tmp_path: Path) -> None:
