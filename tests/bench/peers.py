@@ -1,4 +1,5 @@
-"""`transformers serve`, installed from the package index into an environment of its own."""
+"""`transformers serve`, installed from the package index into an environment of its own; and what
+other peers need for that, too."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ def installed(folder: Path) -> Path:
 
     Of the same versions as ours, torch's CPU build included.
     """
-    python = folder / "bin" / "python"
     if not (folder / "bin" / "transformers").exists():
-        print(f"installing transformers[serving] into {folder} …", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-        install = (str(python), "-m", "pip", "install", "--quiet", "transformers[serving]")
-        subprocess.run([*install, "-c", str(CONSTRAINTS)], check=True, timeout=INSTALL_S)
-    return python
+        install(folder, "transformers[serving]", "-c", str(CONSTRAINTS))
+    return folder / "bin" / "python"
+
+
+def install(folder: Path, *wanted: str) -> None:
+    """Make an environment at `folder`, and have pip install into it."""
+    print(f"installing {wanted[0]} into {folder} …", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
+    subprocess.run([*pip, *wanted], check=True, timeout=INSTALL_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,11 @@ class Peer:
         try:
             yield
         finally:
-            os.killpg(self.pid, signal.SIGSTOP)
+            self.rest()
+
+    def rest(self) -> None:
+        """Be stopped until the next turn."""
+        os.killpg(self.pid, signal.SIGSTOP)
 
 
 @contextlib.contextmanager
@@ -62,40 +71,49 @@ def serve(
     options = ("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", *arguments)
     with started([*command, *options], log, {**environ, "HF_HUB_OFFLINE": "1"}) as process:
         url = f"http://127.0.0.1:{port}"
-        _await_health(process, url, log)
+        await_answer(process, f"{url}/health", log)
         yield Peer(url, process.pid)
 
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    environ: Mapping[str, str] | None = None,
+    *,
+    talks: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which is killed in the end with all of it."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
+    """A process in a group of its own, which is killed in the end with all of it.
+
+    One that `talks` does so over stdin and stdout; else it has none, and both are in the log.
+    """
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if talks else output,
             stderr=output,
             env=environ,
             start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def await_answer(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Wait until a server that is starting answers 200 there."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+            if httpx.get(url, timeout=2).status_code == 200:
                 return
         time.sleep(0.1)
-    raise RuntimeError(f"transformers serve did not start:\n{log.read_text(errors='replace')}")
+    raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text(errors='replace')}")
 
 
 def free_port() -> int:
