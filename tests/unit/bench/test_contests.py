@@ -78,3 +78,11 @@ def test_servekit_is_ahead_where_the_other_takes_longer() -> None:
     assert [row.met for row in rows] == [False, True, None, None]
     assert [row.measured[:4] for row in rows] == ["0.90", "1.50", "1.00", "3.00"]
     assert rows[0].how.endswith("1 of 2 answers the same tokens")
+
+
+def test_to_be_ahead_is_to_be_so_in_each_round() -> None:
+    ours = [Answer([1.0], [2.0], [[1]])] * 3
+    theirs = [Answer([first_s], [9.0], [[1]]) for first_s in (0.9, 2.0, 3.0)]
+    whole, first, *_ = long_prompts.figures({"ours": ours, "batching": theirs})
+    assert (whole.met, first.met) == (True, False)
+    assert first.measured.startswith("2.00; by round 2.00 (0.90–3.00)")
