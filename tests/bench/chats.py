@@ -8,6 +8,7 @@ chats are marked it has nothing. A server may be stopped while another has its t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import time
@@ -120,21 +121,23 @@ async def _ask(
     http: httpx.AsyncClient, server: Server, messages: Sequence[Mapping[str, str]]
 ) -> Answer:
     ask = {**server.body, "messages": messages}
-    began, first_s, text = time.perf_counter(), 0.0, ""
+    began, first_s, text, whole = time.perf_counter(), 0.0, "", False
     async with http.stream("POST", "/v1/chat/completions", json=ask) as answer:
         answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            piece = _content(line)
-            first_s = first_s or (time.perf_counter() - began if piece else 0.0)
-            text += piece
-    return Answer(text, first_s)
+        with contextlib.suppress(httpx.RemoteProtocolError):  # it is cut off
+            async for line in answer.aiter_lines():
+                piece, last = _content(line)
+                first_s = first_s or (time.perf_counter() - began if piece else 0.0)
+                text, whole = text + piece, whole or last
+    return Answer(text if whole else "", first_s)
 
 
-def _content(line: str) -> str:
+def _content(line: str) -> tuple[str, bool]:
+    """The text of an event, and whether it is the last that has any."""
     if not line.startswith("data: {"):
-        return ""
-    choices = json.loads(line[6:]).get("choices") or [{}]
-    return choices[0].get("delta", {}).get("content") or ""
+        return "", False
+    (choice, *_) = json.loads(line[6:]).get("choices") or [{}]
+    return choice.get("delta", {}).get("content") or "", bool(choice.get("finish_reason"))
 
 
 # ---------------------------------------------------------------- what the rounds say

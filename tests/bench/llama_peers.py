@@ -28,6 +28,7 @@ class Setting(msgspec.Struct, frozen=True):
     slots: int
     context: int
     port: int = 0
+    interrupts: bool = False  # one request another, at llama-cpp-python's
 
 
 def installed(folder: Path) -> Path:
@@ -60,7 +61,7 @@ def llama_cpp_python(setting: Setting, python: Path, log: Path) -> Iterator[peer
         "n_threads_batch": setting.threads,
         "flash_attn": True,
         "logits_all": False,
-        "interrupt_requests": False,
+        "interrupt_requests": setting.interrupts,
         "verbose": False,
     }
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]

@@ -6,6 +6,8 @@ SmolLM2-135M-Instruct in Q4_1 on the CPU; for all one thread, as many slots as c
 f16 cache of 8192 tokens, flash attention. Chats, streamed, greedy, that begin unlike each other, so
 that no prompt cache helps. Tokens are counted by the model's own tokenizer, which a start of
 configs/demo.yaml has left in the cache. llama-cpp-python is compiled into --venv if it is missing.
+Its server has one request cut off another unless it is told not to, as it is here; with
+--interrupts it is as it starts. What is cut off is no answer, and its tokens do not count.
 """
 
 from __future__ import annotations
@@ -108,12 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--threads", type=int, default=1, help="of every server's engine")
     parser.add_argument("--prebuilt", action="store_true", help="without llama-cpp-python")
+    parser.add_argument(
+        "--interrupts", action="store_true", help="llama-cpp-python's, as it starts"
+    )
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--venv", type=Path, help="llama-cpp-python's environment, kept")
     options = parser.parse_args(arguments)
     plan = Plan(options.rounds, calm_within_s=options.calm_within)
     file = resolve_file(SMOLLM2, None, lambda progress: None)
-    setting = Setting(str(file), options.threads, max(options.clients), CONTEXT)
+    slots = max(options.clients)
+    setting = Setting(str(file), options.threads, slots, CONTEXT, interrupts=options.interrupts)
     with tempfile.TemporaryDirectory(prefix="servekit-bench-") as name:
         folder, python = Path(name), None
         if not options.prebuilt:
