@@ -46,13 +46,25 @@ class Span:
 
 @dataclass(slots=True)
 class Group:
-    """Decoding requests side by side: `size` rows of `length` gathered keys from `start` on."""
+    """Decoding requests side by side: `size` rows of `length` gathered keys from `start` on.
+
+    `mask` says where there is a key, None that there is one everywhere. What each layer would make
+    of it is made by the first, see `bias`.
+    """
 
     rows: Tensor  # [size] positions in the packed queries
     start: int
     size: int
     length: int
-    mask: Tensor  # [size, 1, 1, length], true where there is a key
+    mask: Tensor | None  # [size, 1, 1, length]
+    _bias: Tensor | None = None
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """The mask as what is added to scores, in the type of the queries."""
+        if self._bias is None and self.mask is not None:
+            zeros = torch.zeros_like(self.mask, dtype=like.dtype)
+            self._bias = zeros.masked_fill_(~self.mask, float("-inf"))
+        return self._bias
 
 
 @dataclass(slots=True)
@@ -130,6 +142,11 @@ def _buckets(spans: list[Span]) -> list[list[Span]]:
 
 def _group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, Tensor]:
     """The group, and what it gathers: [size * length] positions in the packed keys."""
+    if len(spans) == 1:  # its keys are all there is
+        (span,) = spans
+        rows = torch.tensor([span.query], device=device)
+        pick = torch.arange(span.key, span.key + span.keys, device=device)
+        return Group(rows, start, 1, span.keys, None), pick
     length = -(-max(span.keys for span in spans) // _ALIGN) * _ALIGN
     first, count, rows = torch.tensor(
         [[span.key, span.keys, span.query] for span in spans], device=device
@@ -176,6 +193,9 @@ def attend(
     layout: Layout = cache.layout
     keys, values = _exchange(cache, key, value, module.layer_idx, layout, kwargs)
     packed = query[0].transpose(0, 1)
+    if len(layout.groups) == 1 and not layout.chunks:  # all of the batch, in its order
+        out = _decode(layout.groups[0], packed, keys, values, scaling)
+        return out.unsqueeze(0), None
     out = packed.new_empty(*packed.shape[:2], values.shape[-1])
     for group in layout.groups:
         out[group.rows] = _decode(group, packed[group.rows], keys, values, scaling)
@@ -196,7 +216,9 @@ def _decode(
         states[group.start : stop].view(*shape[:3], -1).transpose(1, 2) for states in (keys, values)
     )
     shared = query.view(group.size, keys.shape[1], -1, query.shape[-1])
-    out = scaled_dot_product_attention(shared, key, value, attn_mask=group.mask, scale=scaling)
+    out = scaled_dot_product_attention(
+        shared, key, value, attn_mask=group.bias(query), scale=scaling
+    )
     return out.reshape(group.size, query.shape[1], -1)
 
 

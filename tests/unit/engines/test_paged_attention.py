@@ -33,7 +33,28 @@ def test_decoding_requests_of_like_length_share_a_group() -> None:
     layout = Layout.of([10, 400, 90, 420], [1, 1, 1, 1], CPU)
     assert [group.rows.tolist() for group in layout.groups] == [[0, 2], [1, 3]]
     assert [group.length for group in layout.groups] == [96, 448]
-    assert [group.mask.sum((1, 2, 3)).tolist() for group in layout.groups] == [[11, 91], [401, 421]]
+    masks = [group.mask for group in layout.groups if group.mask is not None]
+    assert [mask.sum((1, 2, 3)).tolist() for mask in masks] == [[11, 91], [401, 421]]
+
+
+def test_a_request_alone_has_all_its_keys_and_nothing_masked() -> None:
+    layout = Layout.of([500, 6], [1, 1], CPU)  # not of like length
+    long, short = layout.groups
+    assert (long.rows.tolist(), long.length, long.mask) == ([0], 501, None)
+    assert (short.rows.tolist(), short.length, short.mask) == ([1], 7, None)
+    assert long.bias(torch.zeros(1)) is None
+    assert layout.gather is not None
+    assert layout.gather.tolist() == list(range(508))
+
+
+def test_a_mask_is_made_into_what_is_added_once_for_all_layers() -> None:
+    (group,) = Layout.of([1, 2], [1, 1], CPU).groups
+    bias = group.bias(torch.zeros(1, dtype=torch.bfloat16))
+    assert bias is not None and group.mask is not None
+    assert bias.dtype == torch.bfloat16
+    assert torch.equal(bias == 0, group.mask)
+    assert torch.equal(bias == float("-inf"), ~group.mask)
+    assert group.bias(torch.zeros(1, dtype=torch.bfloat16)) is bias
 
 
 def test_padding_reads_the_requests_own_keys() -> None:
