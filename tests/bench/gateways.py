@@ -2,9 +2,9 @@
 
     python -m tests.bench.gateways [--rounds 5] [--seconds 2]
 
-Requests flat out, and streams as `tests.bench.streaming` has them steady: of some rates the highest
-at which each token has a write of its own. (Where tokens share writes, the workers and the clients
-are the limit long before one gateway is.)
+Requests flat out, and streams that are steady: of some rates the highest at which each token has a
+write of its own. (Where tokens share writes, the workers and the clients are the limit long before
+one gateway is.)
 
 Wants four cores or more: two gateways, four workers and four load generators in one machine.
 """
@@ -151,7 +151,7 @@ def _row(what: str, found: dict[int, list[Round]]) -> Figure:
         f"{what} of two gateways against one, {GENERATORS * CONNECTIONS} connections",
         f"{ratio:.2f}; {spread(two, 0)} against {spread(one, 0)}",
         f"≥ {AIM}",
-        ratio >= AIM,
+        ratio >= AIM and max(shared) <= streaming.ALONE,
         f"the less busy gateway took {even} of the other's CPU time"
         + (f"; {shared[1]:.2f} and {shared[0]:.2f} tokens a write" if shared[0] else ""),
     )

@@ -41,7 +41,7 @@ def installed(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def model(name: str, replicas: int = 1) -> dict[str, Any]:
+def model(name: str) -> dict[str, Any]:
     """A model of it, for the configuration file."""
     options = {"slots": 512, "max_context": 100_000, "step_s": 1.0}
     return {
@@ -49,7 +49,7 @@ def model(name: str, replicas: int = 1) -> dict[str, Any]:
         "engine": NAME,
         "path": name,
         "device": "cpu",
-        "replicas": replicas,
+        "replicas": 1,
         "options": options,
     }
 

@@ -1,6 +1,6 @@
 """Streams through one gateway, worker hop included, against an application that makes up its own.
 
-Three conditions, for the rate alone would not say what was compared:
+Four conditions, for the rate alone would not say what was compared:
 
     in step   the worker's next step is there as soon as the gateway has read the one before: as
               fast as it can while each token has a write of its own. Takes a core for the worker,

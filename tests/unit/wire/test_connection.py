@@ -196,12 +196,18 @@ class Noted:
         return getattr(self._transport, name)
 
 
-async def test_what_is_sent_in_one_turn_leaves_in_eights_and_the_rest_at_its_end() -> None:
+async def watched() -> tuple[End, socket.socket, list[int]]:
+    """As `raw`, and how many messages each write of the end has."""
     left, peer = await raw()
     transport: Any = left.connection._transport
     writes: list[int] = []
     noted: Any = Noted(transport, writes)
     left.connection._transport = noted
+    return left, peer, writes
+
+
+async def test_what_is_sent_in_one_turn_leaves_in_eights_and_the_rest_at_its_end() -> None:
+    left, peer, writes = await watched()
     for n in range(2 * TOGETHER + 3):
         left.connection.send(Cancel(n))
     assert writes == [TOGETHER, TOGETHER], "the peer is at it while the others come"
@@ -214,11 +220,7 @@ async def test_what_is_sent_in_one_turn_leaves_in_eights_and_the_rest_at_its_end
 
 
 async def test_what_is_gathered_in_a_turn_leaves_with_what_is_sent_in_it() -> None:
-    left, peer = await raw()
-    transport: Any = left.connection._transport
-    writes: list[int] = []
-    noted: Any = Noted(transport, writes)
-    left.connection._transport = noted
+    left, peer, writes = await watched()
     gathered = [7]
 
     def on_turn() -> None:
