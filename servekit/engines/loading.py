@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 from transformers import PreTrainedModel
 
-from servekit.engines import embedding, pooling, preparing, sleeping, weights
+from servekit.engines import embedding, packed_linear, pooling, preparing, sleeping, weights
 from servekit.engines.assembly import Runner, assemble, cpu_threads, vocab_size
 from servekit.engines.base import Report
 from servekit.engines.codec import TokenizerCodec
@@ -67,10 +67,13 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
             model = _model(folder, spec, report, for_embeddings=embeds)
         if ranks is not None:
             ranks.follow(model)
+        with phase("packing"):
+            packed = _pack(model, spec)
         codec = TokenizerCodec(tokenizer)
         attention = str(model.config._attn_implementation)
         with weights.explained(folder, spec):
             runner, info = _run(folder, spec, model, codec, tokenizer, ranks)
+        info = structs.replace(info, detail=info.detail + packed)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -115,6 +118,15 @@ def _model(
 ) -> PreTrainedModel:
     attention = spec.options.get("attention")
     return weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
+
+
+def _pack(model: PreTrainedModel, spec: WorkerSpec) -> str:
+    """Returns what there is to say of it, for people."""
+    size = packed_linear.pack(model, spec)
+    if not size:
+        return ""
+    sleeping.release(sleeping.storages(sleeping.tensors_of(model)))
+    return f"; weights packed, {size / 2**20:.0f} MiB"
 
 
 def _run(

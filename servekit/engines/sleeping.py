@@ -4,7 +4,8 @@
                 and the device's is freed under the tensors, which stay what they are: whoever
                 shares them (a tied head, an adapter's model) need not be told
     on a CPU    weights that are mapped from their file are left to the kernel, which reads them
-                again by itself; those that were converted are dropped, and loaded again
+                again by itself; those that were converted are dropped, and loaded again; so are
+                packed copies, which are made again
 
 Source for freeing under a tensor: `UntypedStorage.resize_`, as FSDP does it.
 """
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from servekit.engines import kv_cache
+from servekit.engines import kv_cache, packed_linear
 from servekit.errors import LoadError
 
 log = logging.getLogger(__name__)
@@ -168,13 +169,15 @@ class DiskBed:
     def __init__(self, model: nn.Module, load: Callable[[], nn.Module] | None) -> None:
         self._model = model
         self._load = load
+        self._packed = packed_linear.packed_in(model)
         self._dropped: dict[int, tuple[UntypedStorage, int]] = {}  # and its bytes
 
     def sleep(self) -> None:
         if self._dropped:
             return
+        packed_linear.drop(self._packed)
         own = storages(tensors_of(self._model))
-        _release(storage for storage in own if not storage.resizable())
+        release(own)
         if self._load is not None:
             converted = [storage for storage in own if storage.resizable()]
             self._dropped = {each._cdata: (each, each.nbytes()) for each in converted}
@@ -182,9 +185,13 @@ class DiskBed:
             storage.resize_(0)
 
     def wake(self) -> None:
-        if not self._dropped or self._load is None:
-            return
-        again = dict(_named(self._load()))
+        if self._dropped and self._load is not None:
+            self._read_again(self._load)
+        if packed_linear.make(self._packed):
+            release(storages(tensors_of(self._model)))
+
+    def _read_again(self, load: Callable[[], nn.Module]) -> None:
+        again = dict(_named(load()))
         for name, tensor in _named(self._model):
             found = self._dropped.pop(tensor.untyped_storage()._cdata, None)
             if found is not None:
@@ -199,12 +206,12 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def _release(mapped: Iterable[UntypedStorage]) -> None:
+def release(own: Iterable[UntypedStorage]) -> None:
     """Have the kernel forget the pages of files that are mapped; it reads them again when used.
 
     Not where anything was written into them, which would be lost.
     """
-    places = [storage.data_ptr() for storage in mapped]
+    places = [storage.data_ptr() for storage in own if not storage.resizable()]
     libc = ctypes.CDLL(None)
     for start, end, written_kb in _mappings(Path("/proc/self/smaps")):
         if not written_kb and any(start <= place < end for place in places):

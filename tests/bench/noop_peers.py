@@ -1,6 +1,7 @@
 """A request that does nothing, through servekit and through other frameworks that have a worker.
 
     python -m tests.bench.noop_peers [--connections 1 16 64] [--rounds 5] [--venv DIR]
+        [--peers mosec litserve]
 
 Each has one process that listens and one that works, as its own documentation starts it, and gives
 the same answer; Mosec once without and once with batches of 64. Beside them stands the bare uvicorn
@@ -32,6 +33,8 @@ from tests.bench.table import Figure, markdown, spread
 from tests.integration.instance import Instance, echo
 
 PEERS = ("mosec", "litserve")
+#: By name, how many requests it may take at once.
+MOSECS = (("mosec", 1), ("mosec in batches", 64))
 START_S, INSTALL_S = 60.0, 900.0
 
 MOSEC = """
@@ -72,13 +75,13 @@ if __name__ == "__main__":
 """
 
 
-def installed(folder: Path) -> Path:
+def installed(folder: Path, peers: Sequence[str]) -> Path:
     """The peers' interpreter, in an environment at `folder` that is made if it is not there."""
     python = folder / "bin" / "python"
     if not (folder / "bin" / "mosec-done").exists():
-        print(f"installing {' and '.join(PEERS)} into {folder} …", file=sys.stderr, flush=True)
+        print(f"installing {' and '.join(peers)} into {folder} …", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-        install = (str(python), "-m", "pip", "install", "--quiet", *PEERS, "uvloop", "httptools")
+        install = (str(python), "-m", "pip", "install", "--quiet", *peers, "uvloop", "httptools")
         subprocess.run(install, check=True, timeout=INSTALL_S)
         (folder / "bin" / "mosec-done").touch()
     return python
@@ -107,7 +110,9 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 @contextlib.contextmanager
-def contestants(folder: Path, python: Path) -> Iterator[dict[str, tuple[int, str]]]:
+def contestants(
+    folder: Path, python: Path, peers: Sequence[str]
+) -> Iterator[dict[str, tuple[int, str]]]:
     """Name → port and path of everybody, all of whom wait while another is asked."""
     mosec = (str(python), "{source}", "--address", "127.0.0.1", "--port", "{port}")
     quiet = (*mosec, "--log-level", "error")
@@ -116,13 +121,14 @@ def contestants(folder: Path, python: Path) -> Iterator[dict[str, tuple[int, str
         status = instance.until_settled()
         answer = httpx.post(status.url + PATH, content=BODY).raise_for_status().text
         found = {"servekit": (urlsplit(status.url).port or 0, PATH)}
-        for name, batch in (("mosec", 1), ("mosec in batches", 64)):
+        for name, batch in MOSECS if "mosec" in peers else ():
             script = MOSEC.format(answer=answer, batch=batch, wait_ms=1 if batch > 1 else 0)
             made = peer(folder, name.replace(" ", "_"), script, "/inference", quiet)
             found[name] = stack.enter_context(made), "/inference"
-        script = LITSERVE.replace("{answer!r}", repr(answer))
-        made = peer(folder, "litserve", script, "/predict", (str(python), "{source}", "{port}"))
-        found["litserve"] = stack.enter_context(made), "/predict"
+        if "litserve" in peers:
+            script = LITSERVE.replace("{answer!r}", repr(answer))
+            made = peer(folder, "litserve", script, "/predict", (str(python), "{source}", "{port}"))
+            found["litserve"] = stack.enter_context(made), "/predict"
         found["bare uvicorn"] = stack.enter_context(bare(answer))[0], "/whole"
         yield found
 
@@ -159,13 +165,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--venv", type=Path, help="the peers' environment, kept; else a fresh one")
     options = parser.parse_args(arguments)
     plan = Plan(options.rounds, options.seconds)
     with tempfile.TemporaryDirectory(prefix="servekit-bench-") as name:
         folder = Path(name)
-        python = installed(options.venv or folder / "venv")
-        with contestants(folder, python) as ports:
+        python = installed(options.venv or folder / "venv", options.peers)
+        with contestants(folder, python, options.peers) as ports:
             rows = [row for n in options.connections for row in _rows(ports, n, plan)]
     print(f"{conditions()}\n\n{markdown(rows)}")
     return 0

@@ -1,0 +1,252 @@
+"""Packed weights are a copy that says the same, and is given up where it would not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from servekit.engines import kv_cache, packed_linear
+from servekit.engines.adapters.skeleton import Skeletons
+from servekit.engines.packed_linear import PackedLinear, pack, packed_in
+from servekit.engines.sleeping import DiskBed
+from servekit.errors import LoadError
+from servekit.wire.messages import WorkerSpec
+from tests.unit.engines.harness import PROMPTS, Harness, make_spec, write_tiny_llama
+
+IDS = torch.tensor([list(range(3, 15))])
+#: Of the linear layers of `wide` in float32.
+SIZE = 4 * (2 * (3 * 1024 * 1024 + 3 * 128 * 1024) + 393 * 1024)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its linear layers are worth being packed."""
+    return write_tiny_llama(tmp_path_factory.mktemp("wide"), hidden_size=1024)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval()
+
+
+def spec_of(folder: Path, wish: bool | None = True, **more: Any) -> WorkerSpec:
+    return make_spec(folder, device="cpu", options={"packed_weights": wish}, **more)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found.float()
+
+
+@pytest.fixture
+def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have this machine's CPU be of some maker."""
+    real = packed_linear._no_gain
+
+    def be(vendor: str) -> None:
+        path = tmp_path / "cpuinfo"
+        path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: some CPU\n")
+        monkeypatch.setattr(packed_linear, "_no_gain", lambda: real(path))
+
+    be("AuthenticAMD")
+    return be
+
+
+# ---------------------------------------------------------------- what it says
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_it_says_what_the_plain_model_says(wide: Path, dtype: torch.dtype, allowed: float) -> None:
+    model = load(wide, dtype)
+    before = logits(model)
+    assert pack(model, spec_of(wide)) == SIZE * dtype.itemsize // 4
+    assert len(packed_in(model)) == 15  # seven in each layer, and the head
+    assert (logits(model) - before).norm() <= allowed * before.norm()
+
+
+def test_a_row_is_the_same_in_any_company(wide: Path) -> None:
+    model = load(wide)
+    pack(model, spec_of(wide))
+    layer = packed_in(model)[0]
+    rows = torch.randn(300, 1024)
+    whole = layer(rows)
+    for count in (2, 3, 4, 7, 8, 31, 64, 255):
+        assert torch.equal(layer(rows[:count]), whole[:count])
+
+
+def test_an_engine_answers_with_them_asleep_and_awake(
+    wide: Path, harness: Callable[..., Harness]
+) -> None:
+    plain, packed = (harness(wide, options={"packed_weights": packed}) for packed in (False, True))
+    assert packed.info.detail.endswith("; weights packed, 29 MiB")
+    assert "packed" not in plain.info.detail
+    expected = plain.generate(PROMPTS[0], max_tokens=12)
+    assert packed.generate(PROMPTS[0], max_tokens=12) == expected
+    packed.engine.sleep()
+    assert all(layer.packed.weight is None for layer in layers_of(packed))
+    packed.engine.wake()
+    assert all(layer.packed.at == layer.weight.data_ptr() for layer in layers_of(packed))
+    assert packed.generate(PROMPTS[0], max_tokens=12) == expected
+
+
+def layers_of(made: Harness) -> list[PackedLinear]:
+    runner: Any = made.engine._runner
+    found = packed_in(runner._model)
+    assert found
+    return found
+
+
+# ---------------------------------------------------------------- copies of layers
+
+
+def test_a_skeleton_shares_the_copy(wide: Path) -> None:
+    model = load(wide)
+    pack(model, spec_of(wide))
+    twin = Skeletons(model, "sdpa").new()
+    pairs = list(zip(packed_in(twin), packed_in(model), strict=True))
+    assert pairs and all(a is not b and a.packed is b.packed for a, b in pairs)
+    assert torch.equal(logits(twin), logits(model))
+
+
+def test_a_copy_with_another_weight_makes_no_use_of_it(wide: Path) -> None:
+    model = load(wide)
+    pack(model, spec_of(wide))
+    layer = packed_in(model)[0]
+    rows = torch.randn(5, 1024)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(rows), nn.functional.linear(rows, layer.weight))
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert not twin(rows).any() and layer(rows).any()
+    layer.weight.data = torch.zeros_like(layer.weight)
+    assert not layer(rows).any()
+
+
+def test_asleep_the_copy_is_given_back(wide: Path) -> None:
+    model = load(wide, torch.bfloat16)
+    pack(model, spec_of(wide))
+    before = logits(model)
+    bed = DiskBed(model, lambda: load(wide, torch.bfloat16))
+    for _ in range(2):
+        bed.sleep()
+        bed.sleep()
+        assert all(layer.packed.weight is None for layer in packed_in(model))
+        bed.wake()
+        bed.wake()
+        assert all(layer.packed.weight is not None for layer in packed_in(model))
+        assert torch.equal(logits(model), before)
+
+
+def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(wide)
+    before = logits(model)
+    pack(model, spec_of(wide))
+    bed = DiskBed(model, lambda: load(wide))
+    bed.sleep()
+
+    def refuse(weight: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(packed_linear, "_reordered", refuse)
+    bed.wake()
+    assert torch.equal(logits(model), before)
+
+
+# ---------------------------------------------------------------- whether it is done
+
+
+def test_by_itself_where_it_has_been_seen_to_help(wide: Path, amd: Callable[[str], None]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert pack(load(wide), spec_of(wide, None)) == SIZE
+        assert pack(load(wide), spec_of(wide, False)) == 0
+        torch.set_num_threads(5)
+        assert pack(load(wide), spec_of(wide, None)) == 0
+        assert pack(load(wide), spec_of(wide)) == SIZE
+        torch.set_num_threads(2)
+        amd("GenuineIntel")
+        assert pack(load(wide), spec_of(wide, None)) == 0
+        assert pack(load(wide), spec_of(wide)) == SIZE
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_small_model_is_left_alone(tiny_model: Path, amd: Callable[[str], None]) -> None:
+    assert pack(load(tiny_model), spec_of(tiny_model, None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("available", "memory", "by_itself", "asked"),
+    [
+        (4 * SIZE, 0, True, True),
+        (4 * SIZE - 4, 0, False, True),
+        (SIZE - 1, 0, False, False),
+        (4 * SIZE, 2 * SIZE, True, True),
+        (4 * SIZE, 2 * SIZE - 1, False, False),
+    ],
+)
+def test_memory_decides(
+    wide: Path,
+    amd: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    available: int,
+    memory: int,
+    by_itself: bool,
+    asked: bool,
+) -> None:
+    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: available)
+    assert bool(pack(load(wide), spec_of(wide, None, memory_bytes=memory))) == by_itself
+    if asked:
+        assert pack(load(wide), spec_of(wide, memory_bytes=memory))
+    else:
+        with pytest.raises(LoadError, match=r"packed they take .* more"):
+            pack(load(wide), spec_of(wide, memory_bytes=memory))
+
+
+@pytest.mark.parametrize("kind", ["wrong", "refused", "none"])
+def test_where_it_cannot_be_had_that_is_said(
+    wide: Path, amd: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model = load(wide)
+    before = logits(model)
+
+    def refuse(weight: Tensor) -> Tensor:
+        raise NotImplementedError("Could not run 'mkldnn::_reorder_linear_weight'\nand more")
+
+    said = {
+        "wrong": r"a product of \(\d+, \d+\) is off by",
+        "refused": "torch cannot pack them: Could not run 'mkldnn::_reorder_linear_weight'$",
+        "none": "no linear layers",
+    }[kind]
+    if kind == "wrong":
+        monkeypatch.setattr(packed_linear, "_product", lambda given, packed, bias: given @ given.T)
+        monkeypatch.setattr(packed_linear, "_error", lambda layer: 0.5)
+    elif kind == "refused":
+        monkeypatch.setattr(packed_linear, "_reordered", refuse)
+        said = said.replace("$", r"\.$")
+    else:
+        monkeypatch.setattr(packed_linear, "_LEAST_BYTES", 2**40)
+    assert pack(model, spec_of(wide, None)) == 0
+    assert torch.equal(logits(model), before)
+    with pytest.raises(LoadError, match=said):
+        pack(model, spec_of(wide))
+
+
+def test_a_layer_that_is_off_is_found_out(wide: Path) -> None:
+    layer = load(wide).model.layers[0].mlp.up_proj
+    assert packed_linear._error(layer) < 1e-5
+    real = packed_linear._product
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_linear, "_product", lambda *given: real(*given) * 1.001)
+        assert packed_linear._error(layer) == pytest.approx(1e-3, rel=0.1)
