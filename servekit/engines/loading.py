@@ -67,11 +67,10 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
             model = _model(folder, spec, report, for_embeddings=embeds)
         if ranks is not None:
             ranks.follow(model)
-        with phase("packing"):
-            packed = _pack(model, spec)
         codec = TokenizerCodec(tokenizer)
         attention = str(model.config._attn_implementation)
         with weights.explained(folder, spec):
+            packed = _pack(model, spec, embeds=embeds) if spec.device == "cpu" else ""
             runner, info = _run(folder, spec, model, codec, tokenizer, ranks)
         info = structs.replace(info, detail=info.detail + packed)
     except BaseException:
@@ -120,12 +119,15 @@ def _model(
     return weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
 
 
-def _pack(model: PreTrainedModel, spec: WorkerSpec) -> str:
+def _pack(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:
     """Returns what there is to say of it, for people."""
-    size = packed_linear.pack(model, spec)
+    half = embeds and model.config.is_encoder_decoder
+    with phase("packing"):
+        size = packed_linear.pack(model.get_encoder() if half else model, spec)
+        if size:
+            sleeping.release(sleeping.storages(sleeping.tensors_of(model)))
     if not size:
         return ""
-    sleeping.release(sleeping.storages(sleeping.tensors_of(model)))
     return f"; weights packed, {size / 2**20:.0f} MiB"
 
 

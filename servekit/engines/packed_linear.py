@@ -9,7 +9,11 @@ where that has been seen to help; which is not tried out, as what else runs mean
 A row's result is then the same whoever is beside it, as long as it is not alone.
 
 It is a copy. The weight itself stays where it is, for whoever reads it (adapters, a tied
-embedding); where it is mapped from a file, its pages are the kernel's to forget.
+embedding); where it is mapped from a file, its pages are the kernel's to forget. A copy of a layer
+is a plain one, so an adapter and the base that it is compared with work alike.
+
+oneDNN keeps a kernel of some 0.6 MiB for each number of rows and each shape, and gives none of it
+back, so rows are filled up to one of a few numbers.
 
 Source for the operators: what torch's own compiler makes of a frozen linear layer
 (torch/_inductor/fx_passes/mkldnn_fusion.py).
@@ -17,15 +21,18 @@ Source for the operators: what torch's own compiler makes of a frozen linear lay
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from servekit.engines import kv_cache
 from servekit.errors import LoadError
@@ -39,20 +46,27 @@ SHARE = 0.25
 _LEAST_BYTES, _LEAST_MODEL_BYTES = 2**16, 2**24
 #: Of the types that a CPU has fast products for, the greatest relative error that is rounding.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-#: Rows of the products that are compared: with one, a few, and many, others are the kernels.
+#: Rows of the products that are compared: with one, a few, and many, others are the kernels; and
+#: how much of a weight: a head can have more than there is memory for a third time.
 _ROWS = (1, 4, 48)
-#: Unless it is asked for, CPUs of this maker, and with no more threads.
-_VENDOR, _MOST_THREADS = "AuthenticAMD", 4
+_COMPARED = 4096
+#: Unless it is asked for, CPUs of this maker that can do this, and with no more threads.
+_VENDOR, _FEATURE, _MOST_THREADS = "AuthenticAMD", "avx512f", 4
+#: What oneDNN's kernels take beside; 106 MiB were seen of SmolLM2's shapes with up to 256 rows.
+_KERNELS_BYTES = 128 * 2**20
+#: Of a claim on the host's memory, what libraries and caches need at least.
+_REST_BYTES = 512 * 2**20
 
 
 class Packed:
     """A weight's copy, for all layers that have this weight; None while there is none."""
 
-    __slots__ = ("at", "weight")
+    __slots__ = ("at", "share", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         self.weight: Tensor | None = None
         self.at = 0  # where the weight lay when it was packed
+        self.share = share  # of the memory available, what it may take with the others
 
     def make(self, weight: Tensor) -> None:
         self.weight = _reordered(weight.detach())
@@ -73,39 +87,70 @@ class PackedLinear(nn.Linear):
             return super().forward(input)
         return _product(input, packed.weight, self.bias)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
-        """Shares what is packed. A copy whose weight is another one makes no use of it."""
-        memo[id(self.packed)] = self.packed
-        twin = PackedLinear.__new__(PackedLinear)
-        memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(v, memo) for name, v in self.__dict__.items()})
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A plain layer: PEFT asks for its very class, and changes weights."""
+        memo[id(self)] = twin = nn.Linear.__new__(nn.Linear)
+        own = {name: value for name, value in self.__dict__.items() if name != "packed"}
+        twin.__dict__.update(copy.deepcopy(own, memo))
         return twin
 
 
 def pack(model: nn.Module, spec: WorkerSpec) -> int:
     """Pack what can be packed, where options, memory and CPU allow it; returns the bytes it takes.
 
-    Raises LoadError where it is asked for and cannot be had.
+    A model on GPUs, or over several ranks, is left alone. Raises LoadError where it is asked for
+    and cannot be had.
     """
     wish: bool | None = spec.options.get("packed_weights")
     if wish is False or spec.device != "cpu" or spec.gpus > 1:
         return 0
     layers = list(_layers(model))
-    size = sum({layer.weight.data_ptr(): layer.weight.nbytes for layer in layers}.values())
+    size = _size_of(layers)
     if not wish and size < _LEAST_MODEL_BYTES:
         return 0
-    why = ("" if wish else _no_gain()) or _lack(size, spec, wish) or _obstacle(layers)
+    with _alone(spec):
+        why = ("" if wish else _no_gain()) or _lack(size, spec, wish) or _obstacle(layers)
+        if not why and not _pack(layers, 1.0 if wish else SHARE):
+            why = "there is no memory for it"
     if why:
         if wish:
             raise LoadError(f"options.packed_weights is true, and {why}.", permanent=False)
         log.info("%s runs with its weights as they are: %s", spec.model, why)
         return 0
-    shared = {layer.weight.data_ptr(): Packed() for layer in layers}
+    return size
+
+
+def _pack(layers: list[nn.Linear], share: float) -> bool:
+    shared = {_place(layer): Packed(share) for layer in layers}
     for layer in layers:
         layer.__class__ = PackedLinear
-        layer.packed = shared[layer.weight.data_ptr()]  # type: ignore[assignment]  # it is one now
-    make(packed_in(model))
-    return size
+        layer.packed = shared[_place(layer)]  # type: ignore[assignment]  # it is one now
+    packed: list[Any] = layers
+    return make(packed)
+
+
+def _place(layer: nn.Linear) -> tuple[int, torch.Size]:
+    return layer.weight.data_ptr(), layer.weight.shape
+
+
+def _size_of(layers: Iterable[nn.Linear]) -> int:
+    """Bytes of their weights, of those that share one once."""
+    return sum({_place(layer): layer.weight.nbytes for layer in layers}.values())
+
+
+@contextlib.contextmanager
+def _alone(spec: WorkerSpec) -> Iterator[None]:
+    """While no other worker of this instance and machine packs, and counts on the same memory."""
+    folder = Path(spec.socket).parent
+    if not spec.socket.startswith("/") or not folder.is_dir():
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def packed_in(model: nn.Module) -> list[PackedLinear]:
@@ -120,17 +165,23 @@ def drop(layers: Iterable[PackedLinear]) -> None:
 
 
 def make(layers: Iterable[PackedLinear]) -> bool:
-    """Make dropped copies again, and say whether any was; with no room for them there are none."""
-    made = False
-    for packed, weight in {layer.packed: layer.weight for layer in layers}.items():
-        if packed.weight is None:
-            try:
-                packed.make(weight)
-            except (RuntimeError, MemoryError) as error:
-                log.warning("weights stay as they are: %s", str(error).splitlines()[0])
-                return made
-            made = True
-    return made
+    """Make dropped copies again, and say whether all are there.
+
+    Where there is no room the layers go on with their weights as they are.
+    """
+    layers = [layer for layer in layers if layer.packed.weight is None]
+    size, room = _size_of(layers), kv_cache.available_host_bytes()
+    try:
+        if layers and size > room * layers[0].packed.share:
+            raise MemoryError(f"{size / 2**30:.1f} GiB for copies, {room / 2**30:.1f} available")
+        for layer in layers:
+            if layer.packed.weight is None:
+                layer.packed.make(layer.weight)
+    except (RuntimeError, MemoryError) as error:
+        drop(layers)
+        log.warning("weights stay as they are: %s", _first_line(error))
+        return False
+    return True
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Linear]:
@@ -151,14 +202,18 @@ def _obstacle(layers: list[nn.Linear]) -> str:
             error = _error(layer)
             if not error <= _TOLERANCE[layer.weight.dtype]:  # NaN is no agreement
                 return f"packed, a product of {tuple(layer.weight.shape)} is off by {error:.1e}"
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
-        return f"this machine's torch cannot pack them: {str(error).splitlines()[0]}"
+    except (RuntimeError, NotImplementedError, AttributeError, MemoryError) as error:
+        return f"this machine's torch cannot pack them: {_first_line(error)}"
     return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @torch.no_grad()
 def _error(layer: nn.Linear) -> float:
-    weight = layer.weight.detach()[:1024]  # enough of a head
+    weight = layer.weight.detach()[:_COMPARED]
     packed = _reordered(weight)
     worst = 0.0
     for rows in _ROWS:
@@ -178,22 +233,25 @@ def _no_gain(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
     vendor = next(named, "unknown")
-    if vendor != _VENDOR:
-        return f"on a CPU of this maker ({vendor}) packing has not been seen to help"
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    if vendor != _VENDOR or _FEATURE not in flags:
+        return f"on a CPU of this kind ({vendor}) packing has not been seen to help"
     if torch.get_num_threads() > _MOST_THREADS:
         return f"with more than {_MOST_THREADS} threads packing has not been seen to help"
     return ""
 
 
 def _lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
-    room = kv_cache.available_host_bytes()
+    """Why memory does not allow it, or ""."""
+    room = kv_cache.available_host_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
     if not wish:
         room = int(room * SHARE)
-    if spec.memory_bytes:
-        room = min(room, spec.memory_bytes - size)
-    if size <= room:
+    if spec.host_memory_bytes:
+        room = min(room, spec.host_memory_bytes - size - _REST_BYTES)
+    if size + _KERNELS_BYTES <= room:
         return ""
-    return f"packed they take {size / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are for that"
+    more, room = size + _KERNELS_BYTES, max(0, room)
+    return f"packed they take {more / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are for that"
 
 
 def _reordered(weight: Tensor) -> Tensor:
@@ -202,5 +260,24 @@ def _reordered(weight: Tensor) -> Tensor:
 
 
 def _product(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., in] → [..., out]."""
+    width = given.shape[-1]
+    rows = given.numel() // width
+    filled = _filled(rows)
+    if filled == rows:
+        return _multiplied(given, packed, bias)
+    flat = pad(given.reshape(rows, width), (0, 0, 0, filled - rows))
+    return _multiplied(flat, packed, bias)[:rows].view(*given.shape[:-1], -1)
+
+
+def _filled(rows: int) -> int:
+    """The number that so many rows are filled up to: four to each power of two, from 5 on."""
+    if rows <= 4:
+        return rows
+    step = 1 << max(1, (rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
+
+
+def _multiplied(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     found: Tensor = torch.ops.mkldnn._linear_pointwise(given, packed, bias, "none", [], "")
     return found

@@ -28,6 +28,8 @@ from servekit.errors import LoadError
 
 log = logging.getLogger(__name__)
 
+_SMAPS = Path("/proc/self/smaps")
+
 Tensors = Callable[[], Iterable[Tensor]]
 
 
@@ -209,11 +211,14 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def release(own: Iterable[UntypedStorage]) -> None:
     """Have the kernel forget the pages of files that are mapped; it reads them again when used.
 
-    Not where anything was written into them, which would be lost.
+    Not where anything was written into them, which would be lost, nor where the kernel does not
+    tell that.
     """
     places = [storage.data_ptr() for storage in own if not storage.resizable()]
     libc = ctypes.CDLL(None)
-    for start, end, written_kb in _mappings(Path("/proc/self/smaps")):
+    if not _SMAPS.exists():
+        return
+    for start, end, written_kb in _mappings(_SMAPS):
         if not written_kb and any(start <= place < end for place in places):
             size = ctypes.c_size_t(end - start)
             libc.madvise(ctypes.c_void_p(start), size, mmap.MADV_DONTNEED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
+from servekit.supervisor import procfs
+from servekit.supervisor.claims import host_claim_bytes
 from servekit.supervisor.placement import Assignment
 from servekit.wire.adapters import AdapterSpec
 from servekit.wire.messages import WorkerSpec
@@ -14,13 +16,14 @@ def worker_spec(
     model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
 ) -> WorkerSpec:
     """What the worker is told to load."""
+    on_gpus = bool(place.gpus or place.elsewhere)
     return WorkerSpec(
         name=place.name,
         model=model.name,
         engine=model.engine,
         path=model.path,
         revision=model.revision,
-        device="cuda" if place.gpus or place.elsewhere else "cpu",
+        device="cuda" if on_gpus else "cpu",
         dtype=model.dtype,
         max_context=model.max_context,
         trust_remote_code=model.trust_remote_code,
@@ -33,6 +36,7 @@ def worker_spec(
         gpus=devices(model, place),
         parallel=parallel(model, place),
         memory_bytes=_share(model, place),
+        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, procfs.memory_bytes()),
         sleeps=model.idle_sleep_s is not None,
     )
 

@@ -170,6 +170,7 @@ class WorkerSpec(Value, frozen=True):
     gpus: int = 1  # how many it sees, on a GPU; it is to use all of them
     parallel: Parallel = ""  # how it is spread over them; "": it has one
     memory_bytes: int = 0  # of each GPU, all that the worker may take; 0: as much as is free
+    host_memory_bytes: int = 0  # on a CPU, what the file lets it take of the host's; 0: unsaid
     sleeps: bool = False  # it will be put to sleep, and should be able to
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,13 +50,13 @@ def logits(model: Any, ids: Tensor = IDS) -> Tensor:
 
 
 @pytest.fixture
-def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have this machine's CPU be of some maker."""
     real = packed_linear._no_gain
 
-    def be(vendor: str) -> None:
+    def be(vendor: str, flags: str = "fpu avx2 avx512f") -> None:
         path = tmp_path / "cpuinfo"
-        path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: some CPU\n")
+        path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n")
         monkeypatch.setattr(packed_linear, "_no_gain", lambda: real(path))
 
     be("AuthenticAMD")
@@ -107,27 +110,46 @@ def layers_of(made: Harness) -> list[PackedLinear]:
 # ---------------------------------------------------------------- copies of layers
 
 
-def test_a_skeleton_shares_the_copy(wide: Path) -> None:
+def test_a_copy_is_plain_and_goes_its_own_way(wide: Path) -> None:
     model = load(wide)
+    before = logits(model)
     pack(model, spec_of(wide))
     twin = Skeletons(model, "sdpa").new()
-    pairs = list(zip(packed_in(twin), packed_in(model), strict=True))
-    assert pairs and all(a is not b and a.packed is b.packed for a, b in pairs)
-    assert torch.equal(logits(twin), logits(model))
+    assert not packed_in(twin) and packed_in(model)
+    assert torch.equal(logits(twin), before)
+    layer, other = model.model.layers[0].mlp.up_proj, twin.model.layers[0].mlp.up_proj
+    assert type(other) is nn.Linear and other.weight.data_ptr() == layer.weight.data_ptr()
+    clone = copy.deepcopy(layer)
+    with torch.no_grad():
+        clone.weight.zero_()
+    rows = torch.randn(5, 1024)
+    assert not clone(rows).any() and layer(rows).any()
 
 
-def test_a_copy_with_another_weight_makes_no_use_of_it(wide: Path) -> None:
+def test_a_layer_with_another_weight_makes_no_use_of_it(wide: Path) -> None:
     model = load(wide)
     pack(model, spec_of(wide))
     layer = packed_in(model)[0]
-    rows = torch.randn(5, 1024)
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(rows), nn.functional.linear(rows, layer.weight))
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert not twin(rows).any() and layer(rows).any()
     layer.weight.data = torch.zeros_like(layer.weight)
-    assert not layer(rows).any()
+    assert not layer(torch.randn(5, 1024)).any()
+
+
+def test_kernels_are_of_few_sizes() -> None:
+    sizes = [packed_linear._filled(rows) for rows in range(1, 1025)]
+    assert sizes[:12] == [1, 2, 3, 4, 6, 6, 8, 8, 10, 10, 12, 12]
+    assert len(set(sizes)) == 34
+    assert all(rows <= size <= max(rows + 1, rows * 1.25) for rows, size in enumerate(sizes, 1))
+
+
+@pytest.mark.parametrize("shape", [(1, 1024), (1, 5, 1024), (3, 3, 1024), (1024,), (0, 1024)])
+def test_rows_are_filled_up_and_cut_off_again(wide: Path, shape: tuple[int, ...]) -> None:
+    model = load(wide)
+    pack(model, spec_of(wide))
+    layer = packed_in(model)[0]
+    given = torch.randn(*shape)
+    expected = nn.functional.linear(given, layer.weight)
+    assert layer(given).shape == expected.shape
+    assert torch.allclose(layer(given), expected, atol=1e-3)
 
 
 def test_asleep_the_copy_is_given_back(wide: Path) -> None:
@@ -145,8 +167,9 @@ def test_asleep_the_copy_is_given_back(wide: Path) -> None:
         assert torch.equal(logits(model), before)
 
 
+@pytest.mark.parametrize("seen", [True, False])
 def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
-    wide: Path, monkeypatch: pytest.MonkeyPatch
+    wide: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     model = load(wide)
     before = logits(model)
@@ -155,17 +178,21 @@ def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
     bed.sleep()
 
     def refuse(weight: Tensor) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise MemoryError
 
-    monkeypatch.setattr(packed_linear, "_reordered", refuse)
+    if seen:
+        monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: SIZE - 1)
+    else:
+        monkeypatch.setattr(packed_linear, "_reordered", refuse)
     bed.wake()
+    assert all(layer.packed.weight is None for layer in packed_in(model))
     assert torch.equal(logits(model), before)
 
 
 # ---------------------------------------------------------------- whether it is done
 
 
-def test_by_itself_where_it_has_been_seen_to_help(wide: Path, amd: Callable[[str], None]) -> None:
+def test_by_itself_where_it_has_been_seen_to_help(wide: Path, amd: Callable[..., None]) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -177,46 +204,98 @@ def test_by_itself_where_it_has_been_seen_to_help(wide: Path, amd: Callable[[str
         torch.set_num_threads(2)
         amd("GenuineIntel")
         assert pack(load(wide), spec_of(wide, None)) == 0
+        amd("AuthenticAMD", "fpu avx2")
+        assert pack(load(wide), spec_of(wide, None)) == 0
         assert pack(load(wide), spec_of(wide)) == SIZE
     finally:
         torch.set_num_threads(threads)
 
 
-def test_a_small_model_is_left_alone(tiny_model: Path, amd: Callable[[str], None]) -> None:
+def test_a_small_model_is_left_alone(tiny_model: Path, amd: Callable[..., None]) -> None:
     assert pack(load(tiny_model), spec_of(tiny_model, None)) == 0
 
 
+TAKEN = SIZE + packed_linear._KERNELS_BYTES
+CLAIM = TAKEN + SIZE + packed_linear._REST_BYTES
+
+
 @pytest.mark.parametrize(
-    ("available", "memory", "by_itself", "asked"),
+    ("available", "claim", "cache", "by_itself", "asked"),
     [
-        (4 * SIZE, 0, True, True),
-        (4 * SIZE - 4, 0, False, True),
-        (SIZE - 1, 0, False, False),
-        (4 * SIZE, 2 * SIZE, True, True),
-        (4 * SIZE, 2 * SIZE - 1, False, False),
+        (4 * TAKEN, 0, None, True, True),
+        (4 * TAKEN - 4, 0, None, False, True),
+        (4 * TAKEN, 0, 4, False, True),
+        (TAKEN - 1, 0, None, False, False),
+        (TAKEN, 0, 1, False, False),
+        (4 * TAKEN, CLAIM, None, True, True),
+        (4 * TAKEN, CLAIM - 1, None, False, False),
     ],
 )
 def test_memory_decides(
     wide: Path,
-    amd: Callable[[str], None],
+    amd: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     available: int,
-    memory: int,
+    claim: int,
+    cache: int | None,
     by_itself: bool,
     asked: bool,
 ) -> None:
+    def spec(wish: bool | None) -> WorkerSpec:
+        options = {"packed_weights": wish, "kv_cache_bytes": cache}
+        return make_spec(wide, options=options, host_memory_bytes=claim)
+
     monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: available)
-    assert bool(pack(load(wide), spec_of(wide, None, memory_bytes=memory))) == by_itself
+    assert bool(pack(load(wide), spec(None))) == by_itself
     if asked:
-        assert pack(load(wide), spec_of(wide, memory_bytes=memory))
+        assert pack(load(wide), spec(True))
     else:
         with pytest.raises(LoadError, match=r"packed they take .* more"):
-            pack(load(wide), spec_of(wide, memory_bytes=memory))
+            pack(load(wide), spec(True))
+
+
+def test_where_packing_fails_half_way_none_is_packed(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(wide)
+    before = logits(model)
+    real, made = packed_linear._reordered, list[Tensor]()
+
+    def give_up(weight: Tensor) -> Tensor:
+        if len(made) == 8:  # one of each of the five shapes is tried before
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        made.append(real(weight))
+        return made[-1]
+
+    monkeypatch.setattr(packed_linear, "_reordered", give_up)
+    with pytest.raises(LoadError, match="there is no memory for it"):
+        pack(model, spec_of(wide))
+    assert len(made) == 8
+    assert all(layer.packed.weight is None for layer in packed_in(model))
+    assert torch.equal(logits(model), before)
+
+
+def test_workers_of_one_instance_pack_one_after_the_other(wide: Path, tmp_path: Path) -> None:
+    spec = spec_of(wide, socket=str(tmp_path / "a.sock"))
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    done = threading.Event()
+
+    def work() -> None:
+        pack(load(wide), spec)
+        done.set()
+
+    packing = threading.Thread(target=work)
+    packing.start()
+    assert not done.wait(0.3)
+    os.close(holder)
+    packing.join(60)
+    assert done.is_set()
 
 
 @pytest.mark.parametrize("kind", ["wrong", "refused", "none"])
 def test_where_it_cannot_be_had_that_is_said(
-    wide: Path, amd: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, kind: str
+    wide: Path, amd: Callable[..., None], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     model = load(wide)
     before = logits(model)
