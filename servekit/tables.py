@@ -99,10 +99,9 @@ def _places(plan: Plan) -> Table:
 
 
 def _needs(plan: Plan) -> Table:
-    """What each model is estimated to take, and what it claims, of each of its GPUs."""
-    table = _table(
-        "MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", "LEAST PER GPU", "CLAIM PER GPU"
-    )
+    """What each model is estimated to take, and what it claims, of each of its GPUs or the host."""
+    each = " PER GPU" if any(place.gpus or place.elsewhere for place in plan.places) else ""
+    table = _table("MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", f"LEAST{each}", f"CLAIM{each}")
     table.add_column("NOTE")
     models = {model.name: model for model in plan.config.models}
     for name, found in plan.estimates.items():

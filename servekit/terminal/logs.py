@@ -49,6 +49,7 @@ def logs(
     from servekit.terminal.lives import Follower
 
     folder = where.folder(run_dir)
+    worker = _unaliased(folder, worker)
     _check(folder, worker, follow=follow)
     tails = _tails(folder, worker) if follow else {}
     noted = Follower(folder, worker)
@@ -57,6 +58,19 @@ def logs(
         _show(noted.lines())
         _show(_news(folder, worker, tails))
         time.sleep(_LOOK_EVERY_S)
+
+
+def _unaliased(folder: Path, worker: str) -> str:
+    """The model that is meant, if this is another name of it: what it writes has its own."""
+    from servekit.log_files import files, is_of
+
+    if not worker or any(is_of(name, worker) for name in files(folder)):
+        return worker
+    try:
+        models = where.status(folder, _ANSWER_S).models
+    except ServekitError:
+        return worker
+    return next((model.name for model in models if worker in model.aliases), worker)
 
 
 def _check(folder: Path, worker: str, *, follow: bool) -> None:

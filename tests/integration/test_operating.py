@@ -181,6 +181,7 @@ def test_logs_are_shown_and_followed_and_move_no_cursor(instance: Instance, tmp_
     done = cli(instance, "logs", "--worker", "a", "-n", "3")
     assert done.stdout.splitlines()[::2] == ["a/0 | no weights", "a/0 | last"]
     assert len(done.stdout) < 10_000
+    assert cli(instance, "logs", "--model", "alpha", "-n", "3").stdout == done.stdout
     assert "gateway/0 | " in cli(instance, "logs").stdout
     with terminal(tmp_path, instance, "logs", "-f", "-n", "1", "--worker", "a/0") as shown:
         shown.until("last")

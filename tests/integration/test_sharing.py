@@ -16,6 +16,7 @@ import pytest
 from tests.integration.instance import PROGRAM, Instance, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_faults_supervisor import cli, complete
+from tests.unit.engines.harness import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,6 +41,21 @@ def test_check_shows_when_models_are_loaded_where_one_comes_and_goes(
     assert ["a/0", "on_start", "echo"] in [words[:3] for words in told]
     assert ["b/0", "on_demand", "echo"] in [words[:3] for words in told]
     assert "LOAD" not in check(write_config(tmp_path, models[:1]), gpus).stdout
+
+
+@pytest.mark.parametrize(("device", "each"), [("cpu", ""), ("cuda", " PER GPU")])
+def test_check_says_of_what_a_model_takes_its_share(
+    tmp_path: Path, gpus: MadeUpGpus, device: str, each: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = {"name": "a", "path": str(write_tiny_llama(folder)), "device": device}
+    [head] = [
+        line
+        for line in check(write_config(tmp_path, [model]), gpus).stdout.split("\n")
+        if line.startswith("MODEL")
+    ]
+    assert re.split(r"  +", head.strip())[-3:] == [f"LEAST{each}", f"CLAIM{each}", "NOTE"]
 
 
 def progress(instance: Instance, name: str) -> str:
