@@ -6,14 +6,14 @@ of SmolLM2 take 0.5 to 0.75 of the time on an AMD EPYC, at 3 to 32 rows in float
 in bfloat16, and those of a prompt 0.85. On an Intel Xeon, for which the library's own are written,
 they gain little with one thread and lose with eight (`tests.bench.packed`). So it is done by itself
 where that has been seen to help; which is not tried out, as what else runs meanwhile would decide.
-A row's result is then the same whoever is beside it, as long as it is not alone.
+A row's result is then the same whoever is beside it.
 
 It is a copy. The weight itself stays where it is, for whoever reads it (adapters, a tied
 embedding); where it is mapped from a file, its pages are the kernel's to forget. A copy of a layer
 is a plain one, so an adapter and the base that it is compared with work alike.
 
 oneDNN keeps a kernel of some 0.6 MiB for each number of rows and each shape, and gives none of it
-back, so rows are filled up to one of a few numbers.
+back, so rows are filled up to one of a few numbers; four of them take less time than one or two.
 
 Source for the operators: what torch's own compiler makes of a frozen linear layer
 (torch/_inductor/fx_passes/mkldnn_fusion.py).
@@ -267,13 +267,14 @@ def _product(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     if filled == rows:
         return _multiplied(given, packed, bias)
     flat = pad(given.reshape(rows, width), (0, 0, 0, filled - rows))
-    return _multiplied(flat, packed, bias)[:rows].view(*given.shape[:-1], -1)
+    found = _multiplied(flat, packed, bias)
+    return found[:rows].view(*given.shape[:-1], found.shape[-1])
 
 
 def _filled(rows: int) -> int:
-    """The number that so many rows are filled up to: four to each power of two, from 5 on."""
+    """The number that so many rows are filled up to: 4, 6, 8, then four to each power of two."""
     if rows <= 4:
-        return rows
+        return 4
     step = 1 << max(1, (rows - 1).bit_length() - 3)
     return -(-rows // step) * step
 
