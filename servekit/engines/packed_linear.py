@@ -1,12 +1,12 @@
 """Linear layers of the CPU whose weights lie as its vector units read them.
 
 A weight is stored row by row, and a product puts it in order first, or goes without: for the few
-rows of a step that decodes that may take as long as the product itself. Packed by oneDNN, products
-of SmolLM2 take 0.5 to 0.75 of the time on an AMD EPYC, at 3 to 32 rows in float32 and at any number
-in bfloat16, and those of a prompt 0.85. On an Intel Xeon, for which the library's own are written,
-they gain little with one thread and lose with eight (`tests.bench.packed`). So it is done by itself
-where that has been seen to help; which is not tried out, as what else runs meanwhile would decide.
-A row's result is then the same whoever is beside it.
+rows of a step that decodes that may take as long as the product itself. Packed by oneDNN, a pass of
+SmolLM2 over 2 to 32 rows takes 0.45 to 0.75 of the time on an AMD EPYC in float32, 0.7 to 0.9 in
+bfloat16, and a prompt in float32 0.85. On an Intel Xeon, for which the library's own products are
+written, it gains little with one thread and loses with eight (`tests.bench.packed`). So it is done
+by itself where that has been seen to help; which is not tried out, as what else runs meanwhile
+would decide. A row's result is then the same whoever is beside it.
 
 It is a copy. The weight itself stays where it is, for whoever reads it (adapters, a tied
 embedding); where it is mapped from a file, its pages are the kernel's to forget. A copy of a layer
@@ -46,9 +46,9 @@ SHARE = 0.25
 _LEAST_BYTES, _LEAST_MODEL_BYTES = 2**16, 2**24
 #: Of the types that a CPU has fast products for, the greatest relative error that is rounding.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-#: Rows of the products that are compared: with one, a few, and many, others are the kernels; and
-#: how much of a weight: a head can have more than there is memory for a third time.
-_ROWS = (1, 4, 48)
+#: Rows of the products that are compared: with few and many, others are the kernels; and how much
+#: of a weight: a head can have more than there is memory for a third time.
+_ROWS = (1, 8, 48)
 _COMPARED = 4096
 #: Unless it is asked for, CPUs of this maker that can do this, and with no more threads.
 _VENDOR, _FEATURE, _MOST_THREADS = "AuthenticAMD", "avx512f", 4
@@ -126,7 +126,12 @@ def _pack(layers: list[nn.Linear], share: float) -> bool:
         layer.__class__ = PackedLinear
         layer.packed = shared[_place(layer)]  # type: ignore[assignment]  # it is one now
     packed: list[Any] = layers
-    return make(packed)
+    if make(packed):
+        return True
+    for layer in layers:
+        del layer.packed
+        layer.__class__ = nn.Linear
+    return False
 
 
 def _place(layer: nn.Linear) -> tuple[int, torch.Size]:

@@ -189,7 +189,7 @@ class DiskBed:
     def wake(self) -> None:
         if self._dropped and self._load is not None:
             self._read_again(self._load)
-        if packed_linear.make(self._packed):
+        if self._packed and packed_linear.make(self._packed):
             release(storages(tensors_of(self._model)))
 
     def _read_again(self, load: Callable[[], nn.Module]) -> None:
