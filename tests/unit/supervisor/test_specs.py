@@ -32,3 +32,11 @@ def test_how_it_is_spread(
     model = ModelConfig.model_validate({"name": "a", "path": "a", **keys})
     spec = worker_spec(model, Assignment("a", 0, GPUS[:count], None), "")
     assert (spec.device, spec.gpus, spec.parallel) == expected
+
+
+@pytest.mark.parametrize(("count", "claim"), [(0, 3 * 2**30), (1, 0)])
+def test_what_it_may_take_of_the_host(count: int, claim: int) -> None:
+    model = ModelConfig.model_validate({"name": "a", "path": "a", "memory": "3GiB"})
+    assert worker_spec(model, Assignment("a", 0, GPUS[:count], None), "").host_memory_bytes == claim
+    unsaid = ModelConfig.model_validate({"name": "a", "path": "a"})
+    assert not worker_spec(unsaid, Assignment("a", 0, (), None), "").host_memory_bytes
