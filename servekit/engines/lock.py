@@ -22,7 +22,7 @@ from servekit.wire.messages import Progress
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.1
+POLL_S = 0.1
 _SHARE_EVERY_S = 0.2
 
 
@@ -35,7 +35,7 @@ def held(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
     descriptor = _open(path)
     shared = path.with_suffix(".progress")
     try:
-        if not _take(descriptor):
+        if not take(descriptor):
             log.info("waiting for another worker that prepares the same model (%s)", path.stem)
             with timed("lock"):
                 _wait(descriptor, shared, report, phase)
@@ -53,7 +53,7 @@ def is_free(path: Path) -> bool:
     """Whether no process, this one included, holds the lock file `path` now."""
     descriptor = _open(path)
     try:
-        return _take(descriptor)
+        return take(descriptor)
     finally:
         os.close(descriptor)
 
@@ -62,7 +62,8 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def _take(descriptor: int) -> bool:
+def take(descriptor: int) -> bool:
+    """Whether the lock is this process's now; it waits for nobody."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -74,12 +75,12 @@ def _wait(descriptor: int, shared: Path, report: Report, phase: str) -> None:
     """Poll rather than block: the wait is spent repeating what the owner reports."""
     last = Progress(phase)
     report(last)
-    while not _take(descriptor):
+    while not take(descriptor):
         now = _read(shared) or last
         if now != last:
             report(now)
             last = now
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def _fresh(shared: Path) -> Path:

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from servekit.engines import kv_cache
+from servekit.engines import kv_cache, lock
 from servekit.errors import LoadError
 from servekit.wire.messages import WorkerSpec
 
@@ -54,6 +54,8 @@ _COMPARED = 4096
 _VENDOR, _FEATURE, _MOST_THREADS = "AuthenticAMD", "avx512f", 4
 #: What oneDNN's kernels take beside; 106 MiB were seen of SmolLM2's shapes with up to 256 rows.
 _KERNELS_BYTES = 128 * 2**20
+#: How long one waits for another that packs.
+_WAIT_S = 60.0
 #: Of a claim on the host's memory, what libraries and caches need at least.
 _REST_BYTES = 512 * 2**20
 
@@ -145,14 +147,19 @@ def _size_of(layers: Iterable[nn.Linear]) -> int:
 
 @contextlib.contextmanager
 def _alone(spec: WorkerSpec) -> Iterator[None]:
-    """While no other worker of this instance and machine packs, and counts on the same memory."""
+    """While no other worker of this instance and machine packs, and counts on the same memory.
+
+    Not for ever: one that is stuck is not to keep the others from serving.
+    """
     folder = Path(spec.socket).parent
     if not spec.socket.startswith("/") or not folder.is_dir():
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _WAIT_S
+        while not lock.take(descriptor) and time.monotonic() < deadline:
+            time.sleep(lock.POLL_S)
         yield
     finally:
         os.close(descriptor)

@@ -215,9 +215,9 @@ def release(own: Iterable[UntypedStorage]) -> None:
     tell that.
     """
     places = [storage.data_ptr() for storage in own if not storage.resizable()]
-    libc = ctypes.CDLL(None)
-    if not _SMAPS.exists():
+    if not places or not _SMAPS.exists():
         return
+    libc = ctypes.CDLL(None)
     for start, end, written_kb in _mappings(_SMAPS):
         if not written_kb and any(start <= place < end for place in places):
             size = ctypes.c_size_t(end - start)

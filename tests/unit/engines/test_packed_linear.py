@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import os
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from servekit.engines import kv_cache, packed_linear
+from servekit.engines import kv_cache, lock, packed_linear
 from servekit.engines.adapters.skeleton import Skeletons
 from servekit.engines.packed_linear import PackedLinear, pack, packed_in
 from servekit.engines.sleeping import DiskBed
@@ -275,22 +274,41 @@ def test_where_packing_fails_half_way_none_is_packed(
     assert torch.equal(logits(model), before)
 
 
-def test_workers_of_one_instance_pack_one_after_the_other(wide: Path, tmp_path: Path) -> None:
+def test_workers_of_one_instance_pack_one_after_the_other(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of(wide, socket=str(tmp_path / "a.sock"))
-    holder = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    done = threading.Event()
+    real, free = packed_linear._reordered, list[bool]()
 
-    def work() -> None:
-        pack(load(wide), spec)
-        done.set()
+    def reordered(weight: Tensor) -> Tensor:
+        free.append(is_free())
+        return real(weight)
 
-    packing = threading.Thread(target=work)
-    packing.start()
-    assert not done.wait(0.3)
-    os.close(holder)
-    packing.join(60)
-    assert done.is_set()
+    def is_free() -> bool:
+        other = os.open(tmp_path, os.O_RDONLY)
+        try:
+            return lock.take(other)
+        finally:
+            os.close(other)
+
+    monkeypatch.setattr(packed_linear, "_reordered", reordered)
+    assert pack(load(wide), spec) == SIZE
+    assert free and not any(free)
+    assert is_free()
+
+
+def test_one_that_is_stuck_is_not_waited_for_for_ever(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = os.open(tmp_path, os.O_RDONLY)
+    assert lock.take(stuck)
+    monkeypatch.setattr(packed_linear, "_WAIT_S", 0.3)
+    began_s = time.monotonic()
+    try:
+        assert pack(load(wide), spec_of(wide, socket=str(tmp_path / "a.sock"))) == SIZE
+        assert time.monotonic() - began_s >= 0.3  # it was waited for
+    finally:
+        os.close(stuck)
 
 
 @pytest.mark.parametrize("kind", ["wrong", "refused", "none"])
@@ -309,7 +327,6 @@ def test_where_it_cannot_be_had_that_is_said(
         "none": "no linear layers",
     }[kind]
     if kind == "wrong":
-        monkeypatch.setattr(packed_linear, "_product", lambda given, packed, bias: given @ given.T)
         monkeypatch.setattr(packed_linear, "_error", lambda layer: 0.5)
     elif kind == "refused":
         monkeypatch.setattr(packed_linear, "_reordered", refuse)
