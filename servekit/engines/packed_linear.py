@@ -116,7 +116,11 @@ def pack(model: nn.Module, spec: WorkerSpec) -> int:
             why = "there is no memory for it"
     if why:
         if wish:
-            raise LoadError(f"options.packed_weights is true, and {why}.", permanent=False)
+            raise LoadError(
+                f"options.packed_weights is true, and {why}. Without that option the model runs with "
+                "its weights as they are.",
+                permanent=False,
+            )
         log.info("%s runs with its weights as they are: %s", spec.model, why)
         return 0
     return size

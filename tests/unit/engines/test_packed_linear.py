@@ -330,7 +330,7 @@ def test_where_it_cannot_be_had_that_is_said(
         monkeypatch.setattr(packed_linear, "_error", lambda layer: 0.5)
     elif kind == "refused":
         monkeypatch.setattr(packed_linear, "_reordered", refuse)
-        said = said.replace("$", r"\.$")
+        said = said.replace("$", r"\. Without that option")
     else:
         monkeypatch.setattr(packed_linear, "_LEAST_BYTES", 2**40)
     assert pack(model, spec_of(wide, None)) == 0
