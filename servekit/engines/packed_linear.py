@@ -117,8 +117,8 @@ def pack(model: nn.Module, spec: WorkerSpec) -> int:
     if why:
         if wish:
             raise LoadError(
-                f"options.packed_weights is true, and {why}. Without that option the model runs with "
-                "its weights as they are.",
+                f"options.packed_weights is true, and {why}. Without that option the model runs "
+                "with its weights as they are.",
                 permanent=False,
             )
         log.info("%s runs with its weights as they are: %s", spec.model, why)
