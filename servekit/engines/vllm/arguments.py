@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from servekit.engines import kv_cache
 from servekit.errors import LoadError
+from servekit.headers import attention
 from servekit.wire.messages import WorkerSpec
 
 #: What a process holds on a GPU beyond what vLLM accounts for: the CUDA context and its modules,
@@ -16,6 +19,8 @@ NCCL_BYTES = 2**30
 SHARE = 0.95
 #: LoRA adapters in one batch, where the file names some and says nothing else.
 LORAS = 8
+#: KV cache on a CPU for a model whose configuration does not tell what a token takes.
+CPU_CACHE_BYTES = 2**30
 
 
 def arguments(
@@ -23,34 +28,76 @@ def arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.EngineArgs`.
 
-    `memory` is total and free on the smallest of the worker's GPUs, in bytes. Raises LoadError if
-    what the worker may take is not enough for anything.
+    `memory` is total and free on the smallest of the worker's GPUs, or of the host for one on the
+    CPU, in bytes. Raises LoadError if what the worker may take is not enough for anything.
     """
+    made = _common(spec, folder, embeds=embeds)
+    made |= _on_cpu(spec, folder, memory[1]) if spec.device == "cpu" else _on_gpus(spec, memory)
     options = spec.options
-    made: dict[str, Any] = {
-        "model": str(folder),
-        "runner": "pooling" if embeds else "generate",
-        "dtype": spec.dtype,
-        "max_model_len": spec.max_context or -1,  # -1: the longest that there is room for
-        "trust_remote_code": spec.trust_remote_code,
-        "tensor_parallel_size": spec.gpus,
-        "gpu_memory_utilization": utilization(spec, *memory),
-        "enable_prefix_caching": bool(options.get("prefix_caching", True)) and not embeds,
-        "enforce_eager": bool(options.get("enforce_eager", False)),
-        "load_format": options.get("load_format", "auto"),
-        "enable_sleep_mode": spec.sleeps,
-        "structured_outputs_config": {"backend": "guidance"},
-        "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
-        "disable_log_stats": False,  # from which its load is known
-    }
     given = {
         "max_num_seqs": options.get("slots"),
         "max_num_batched_tokens": options.get("max_batch_tokens"),
         "kv_cache_memory_bytes": options.get("kv_cache_bytes"),
         "quantization": options.get("quantization"),
+        "enforce_eager": options.get("enforce_eager"),
     }
     made |= {name: value for name, value in given.items() if value is not None}
     return made | lora_arguments(spec, embeds=embeds)
+
+
+def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
+    options = spec.options
+    return {
+        "model": str(folder),
+        "runner": "pooling" if embeds else "generate",
+        "max_model_len": spec.max_context or -1,  # -1: the longest that there is room for
+        "trust_remote_code": spec.trust_remote_code,
+        "tensor_parallel_size": spec.gpus,
+        "enable_prefix_caching": bool(options.get("prefix_caching", True)) and not embeds,
+        "load_format": options.get("load_format", "auto"),
+        "structured_outputs_config": {"backend": "guidance"},
+        "disable_log_stats": False,  # from which its load is known
+    }
+
+
+def _on_gpus(spec: WorkerSpec, memory: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "dtype": spec.dtype,
+        "gpu_memory_utilization": utilization(spec, *memory),
+        "enforce_eager": False,
+        "enable_sleep_mode": spec.sleeps,
+        "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
+    }
+
+
+def _on_cpu(spec: WorkerSpec, folder: Path, free_bytes: int) -> dict[str, Any]:
+    """As the transformers engine there: float32, few slots, and a cache that these can use.
+
+    Compiling takes a C++ compiler and a minute, for little. There is no sleep mode, and vLLM runs
+    its model in a process of its own.
+    """
+    return {
+        "dtype": "float32" if spec.dtype == "auto" else spec.dtype,
+        "max_num_seqs": kv_cache.CPU_SLOTS,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": cpu_cache_bytes(spec, folder, free_bytes),
+        "distributed_executor_backend": "mp",
+    }
+
+
+def cpu_cache_bytes(spec: WorkerSpec, folder: Path, free_bytes: int) -> int:
+    """A KV cache for all slots or for one full context, within the memory that there is."""
+    room = int(min(free_bytes, spec.host_memory_bytes or free_bytes) * kv_cache.CPU_FRACTION)
+    try:
+        shape = attention.of_config(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError):  # recurrent, or of a kind that is not known
+        return min(room, CPU_CACHE_BYTES)
+    context = spec.max_context or shape.max_context
+    slots = spec.options.get("slots") or kv_cache.CPU_SLOTS
+    # rounded up: vLLM's blocks there have 128 tokens, of which the last is never full
+    tokens = max(slots * kv_cache.CPU_TOKENS_PER_SLOT, context + 2 * 128)
+    number = 4 if spec.dtype in ("auto", "float32") else 2
+    return min(room, tokens * shape.numbers(1024, latent=True) // 1024 * number)
 
 
 def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:

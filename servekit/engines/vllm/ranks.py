@@ -1,24 +1,65 @@
-"""What has to be done inside the processes that run the model, which import this by name.
+"""vLLM's worker, with what servekit has to do inside the processes that run the model.
 
-One runs on each GPU. Of vLLM's own worker two things are wanting: to say whether there is memory
-to wake up in, and to go on with a seed where another worker stopped. vLLM draws a request's noise
-from a generator that is seeded once; each token moves it on by the same step, so that it can be
-put where the next token finds the very noise that it would have had.
+vLLM imports it by name; one runs on each GPU, or on the CPU. vLLM's own worker does not say whether
+there is memory to wake up in, and does not go on where another worker stopped: neither with a seed
+nor in the middle of a bad word. vLLM has two model runners, and draws the noise of a seeded request
+in two ways:
+
+    V1      from a generator that is seeded once; each token moves it on by the same step. So it is
+            put where the next token finds the very noise that it would have had
+    V2      by seed and position in the text: tokens of another worker are a part of the prompt, so
+            the noise goes on by itself
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
-from vllm.v1.worker.gpu_worker import Worker
+from vllm.platforms import current_platform
+from vllm.v1.sample.ops import bad_words, topk_topp_sampler
 
-from servekit.engines.vllm.requests import DONE
+from servekit.engines.base import TOLD_TO_FAIL
+from servekit.engines.vllm.requests import BEFORE, DONE
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+_ban_in_a_row = bad_words._apply_bad_words_single_batch
+
+
+class BadWords(list[list[int]]):
+    """Bad words of a request, and the last tokens of another worker, after which it goes on."""
+
+    def __init__(self, words: Sequence[list[int]], before: Sequence[int]) -> None:
+        super().__init__(words)
+        self.before = list(before)
+
+
+def _ban(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
+    """Ban the last token of each bad word that `past` ends with, but for that token.
+
+    The first model runner takes for `past` what it has produced itself. The second one does this in
+    a kernel, which misses a bad word that another worker has begun.
+    """
+    before = words.before if isinstance(words, BadWords) else []
+    _ban_in_a_row(logits, words, before + past if before else past)
+
+
+bad_words._apply_bad_words_single_batch = _ban
 
 
 class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
-    """vLLM's worker of one GPU."""
+    """vLLM's worker of one GPU, or of the CPU."""
+
+    _fails = False
 
     def lacking_bytes(self) -> int:
         """How much less is free on the GPU than was given back by sleeping; 0 where it is enough.
@@ -30,7 +71,18 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
         free, _ = torch.cuda.mem_get_info()
         return max(0, int(CuMemAllocator.get_instance().get_current_usage()) - int(free))
 
+    def fail_next_step(self) -> None:
+        """Raise in the next step: `servekit chaos` wishes to see what becomes of it."""
+        self._fails = True
+
     def execute_model(self, scheduler_output: Any) -> Any:
+        if self._fails:
+            raise RuntimeError(TOLD_TO_FAIL)
+        for new in scheduler_output.scheduled_new_reqs:
+            brought = new.sampling_params and new.sampling_params.extra_args
+            if brought and (before := brought.get(BEFORE)):
+                words = BadWords(new.sampling_params.bad_words_token_ids, before)
+                new.sampling_params._bad_words_token_ids = words
         output = super().execute_model(scheduler_output)  # draws nothing: `sample_tokens` does
         for new in scheduler_output.scheduled_new_reqs:
             brought = new.sampling_params and new.sampling_params.extra_args
@@ -38,12 +90,87 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
                 self._go_on(new.req_id, int(done))
         return output
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with self._unread_draw_nothing():
+            return super().sample_tokens(grammar_output)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        loaded = super().load_model(*args, **kwargs)
+        if self._on_cpu and hasattr(topk_topp_sampler, "compiled_random_sample"):
+            # up to 0.28 that ignores seeds as soon as one request of the batch has none
+            sampler = self.model_runner.sampler.topk_topp_sampler
+            sampler.forward = sampler.forward_native
+        if self._on_cpu and self.vllm_config.lora_config is not None:
+            runner = self.model_runner
+            runner._get_prompt_logprobs_dict = self._one_prompt_at_a_time(
+                runner._get_prompt_logprobs_dict
+            )
+        return loaded
+
+    def _one_prompt_at_a_time(self, score: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+        """Score prompts where there are adapters, on a CPU.
+
+        vLLM computes the logits of a prompt's tokens while its adapters are told of one token for
+        each request: the numbers differ, and it raises, which loses all requests. So the adapters
+        are told of each prompt before it is scored.
+        """
+        runner = self.model_runner
+
+        def score_each(hidden: torch.Tensor, scheduled: Mapping[str, int]) -> dict[str, Any]:
+            wanted: dict[str, int] = runner.num_prompt_logprobs
+            scored: dict[str, Any] = {}
+            for name in [name for name in wanted if name in scheduled]:
+                request = runner.requests[name]
+                left = len(request.prompt_token_ids) - 1 - request.num_computed_tokens
+                if (rows := min(int(scheduled[name]), left)) > 0:
+                    lora = request.lora_request
+                    mapping = (lora.lora_int_id if lora else 0,) * rows
+                    runner._set_active_loras(mapping, mapping, {lora} if lora else set())
+                runner.num_prompt_logprobs = {name: wanted[name]}
+                scored |= score(hidden, scheduled)
+                if name not in runner.num_prompt_logprobs:  # it is scored whole
+                    del wanted[name]
+            runner.num_prompt_logprobs = wanted
+            return scored
+
+        return score_each
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(current_platform.is_cpu())
+
+    @contextmanager
+    def _unread_draw_nothing(self) -> Iterator[None]:
+        """Keep the generators of prompts that are read in part only out of a step, on a CPU.
+
+        vLLM draws for them as well and moves the generator back after, which one of a CPU cannot
+        do: it raises, and all requests are lost.
+        """
+        if not self._on_cpu or self.use_v2_model_runner:
+            yield
+            return
+        batch = self.model_runner.input_batch
+        unread = np.nonzero(self.model_runner.discard_request_mask.np[: batch.num_reqs])[0]
+        kept = {
+            int(at): batch.generators.pop(int(at)) for at in unread if int(at) in batch.generators
+        }
+        try:
+            yield
+        finally:
+            batch.generators.update(kept)
+
     def _go_on(self, name: str, done: int) -> None:
         if self.use_v2_model_runner:
-            return  # vLLM's next one, off by default, draws by seed and position
+            return
         generator = self.model_runner.requests[name].generator
-        if generator is not None:  # not greedy
+        if generator is None:  # greedy
+            return
+        if not self._on_cpu:
             generator.set_offset(done * self._stride)
+            return
+        logits = torch.zeros(1, int(self.model_config.get_vocab_size()))
+        for _ in range(done):  # as the sampler draws: how far that goes is its own business
+            self.model_runner.sampler.topk_topp_sampler(logits.clone(), {0: generator}, None, None)
 
     @cached_property
     def _stride(self) -> int:

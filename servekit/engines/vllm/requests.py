@@ -17,18 +17,27 @@ import numpy as np
 from servekit.engines.base import Job, StepOutput
 from servekit.engines.choosing import LEAST, Sampling
 from servekit.engines.grammar import Constraint, serialized
-from servekit.wire.messages import TokenLogprob
+from servekit.errors import RequestError
+from servekit.wire.messages import PromptToken, TokenLogprob
 
-#: Under which a request's `extra_args` hold its grammar, the tokens that it goes on after, and for
-#: its noise how many they are.
+#: Under which a request's `extra_args` hold its grammar, the tokens that it goes on after, for its
+#: noise how many they are, and for its bad words the last of them.
 GRAMMAR, EMITTED, DONE = "servekit_grammar", "servekit_emitted", "servekit_done"
+BEFORE = "servekit_before"
 #: Of `vllm.v1.engine.FinishReason`; the others are failures.
 _STOP, _LENGTH = 0, 1
 _MASK = 2**63 - 1
+#: What vLLM's second model runner has room for in a request; with one more its core dies.
+MOST_BIASES = 1024
+MOST_STOP_TOKENS = 128
+MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS = 128, 1024
 
 
-def request(name: str, ids: list[int], lora: Any, **params: Any) -> Any:
-    """An `EngineCoreRequest`; one of `sampling_params` and `pooling_params` is given."""
+def request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any) -> Any:
+    """An `EngineCoreRequest`, which shares prefixes with those of the same `salt`.
+
+    One of `sampling_params` and `pooling_params` is given.
+    """
     from vllm.v1.engine import EngineCoreRequest
 
     fields = {"sampling_params": None, "pooling_params": None} | params
@@ -38,7 +47,7 @@ def request(name: str, ids: list[int], lora: Any, **params: Any) -> Any:
         mm_features=None,
         arrival_time=time.time(),
         lora_request=lora,
-        cache_salt=None,
+        cache_salt=salt or None,
         data_parallel_rank=None,
         **fields,
     )
@@ -66,15 +75,18 @@ def sampling_arguments(
         "min_tokens": max(0, sampling.min_tokens - done),
         "ignore_eos": job.params.ignore_eos and job.constraint is None,
         "logprobs": sampling.logprobs,
+        "prompt_logprobs": job.params.prompt_logprobs,
         "detokenize": False,
         "skip_clone": True,
     }
     if job.params.seed is not None:
         made["seed"] = job.params.seed & _MASK  # to vLLM -1 is none at all
-    if not made["ignore_eos"]:
-        made["stop_token_ids"] = sorted(set(eos) - {primary_eos})
+    own = set(job.params.stop_token_ids)
+    ends = own if made["ignore_eos"] else own | (set(eos) - {primary_eos})
+    if ends:
+        made["stop_token_ids"] = sorted(ends)
     if bias := _bias(job, sampling):
-        made["logit_bias"] = bias
+        made["logit_bias"] = bias if len(bias) <= MOST_BIASES else _strongest(bias, sampling)
     if brought := _brought(job):
         made["extra_args"] = brought
     return made
@@ -89,6 +101,9 @@ def _brought(job: Job) -> dict[str, Any]:
             brought[EMITTED] = job.emitted
     if job.emitted and job.params.seed is not None:
         brought[DONE] = len(job.emitted)
+    longest = max(map(len, job.banned), default=0)
+    if job.emitted and longest > 1:
+        brought[BEFORE] = list(job.emitted[1 - longest :])
     return brought
 
 
@@ -101,10 +116,38 @@ def _bias(job: Job, sampling: Sampling) -> dict[int, float]:
     return bias
 
 
+def _strongest(bias: dict[int, float], sampling: Sampling) -> dict[int, float]:
+    """As many as there is room for: those that were asked for, and the strongest penalties.
+
+    Raises RequestError where what was asked for are too many.
+    """
+    asked = dict(sampling.logit_bias)
+    if len(asked) > MOST_BIASES:
+        raise RequestError(
+            f"vLLM takes a logit_bias of at most {MOST_BIASES} tokens, and these are {len(asked)}.",
+            param="logit_bias",
+        )
+    others = sorted(bias.keys() - asked.keys(), key=lambda token: -abs(bias[token]))
+    return {token: bias[token] for token in [*asked, *others[: MOST_BIASES - len(asked)]]}
+
+
+def check_room(params: Any) -> None:
+    """Raise RequestError for `SamplingParams` that the second model runner has no room for."""
+    words = params.bad_words_token_ids or ()
+    for name, what, count, most in (
+        ("stop_token_ids", "tokens", len(params.all_stop_token_ids), MOST_STOP_TOKENS),
+        ("bad_words", "words", len(words), MOST_BAD_WORDS),
+        ("bad_words", "tokens", sum(map(len, words)), MOST_BAD_WORD_TOKENS),
+    ):
+        if count > most:
+            sentence = f"vLLM takes {name} of at most {most} {what}, and these are {count}."
+            raise RequestError(sentence, param=name)
+
+
 def is_plain(output: Any) -> bool:
     """Whether an `EngineCoreOutput` brings tokens and nothing else, as most of most steps do."""
     told = output.finish_reason is None and output.new_logprobs is None
-    return told and output.prefill_stats is None
+    return told and output.prefill_stats is None and output.new_prompt_logprobs_tensors is None
 
 
 def output_of(
@@ -123,9 +166,13 @@ def output_of(
         case reason if reason == _LENGTH:
             return StepOutput(job_id, ids, "length", logprobs=logprobs, cached_tokens=cached)
         case reason if reason == _STOP:
-            if ids and ids[-1] in eos:
+            # of several ends vLLM names those that were not its primary one
+            ended = output.stop_reason if isinstance(output.stop_reason, int) else -1
+            if ids and (ids[-1] in eos or ids[-1] == ended):
                 ids, logprobs = ids[:-1], logprobs and logprobs[:-1]
-            return StepOutput(job_id, ids, "stop", logprobs=logprobs, cached_tokens=cached)
+            return StepOutput(
+                job_id, ids, "stop", logprobs=logprobs, cached_tokens=cached, stop_token=ended
+            )
     return StepOutput(job_id, [], error="vLLM gave the request up; its log says why.")
 
 
@@ -135,6 +182,23 @@ def scores(found: Any, count: int, piece: Callable[[int], bytes]) -> list[TokenL
     return [
         _score(np.asarray(ids).tolist(), np.asarray(logs).tolist(), piece) for ids, logs in rows
     ]
+
+
+def prompt_scores(
+    found: Any, prompt_ids: Sequence[int], piece: Callable[[int], bytes]
+) -> list[PromptToken]:
+    """From vLLM's `LogprobsTensors`, which begin with the second token of what it has read.
+
+    It has read what another worker had produced, too, which is no prompt here.
+    """
+    count = len(prompt_ids) - 1
+    told = [PromptToken(prompt_ids[0], piece(prompt_ids[0]))]
+    columns = (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
+    for ids, logs, rank in zip(*(column[:count].tolist() for column in columns), strict=True):
+        logs = [max(log, LEAST) if math.isfinite(log) else LEAST for log in logs]
+        best = [(token, piece(token), log) for token, log in zip(ids[1:], logs[1:], strict=True)]
+        told.append(PromptToken(ids[0], piece(ids[0]), logs[0], rank, tuple(best)))
+    return told
 
 
 def _score(

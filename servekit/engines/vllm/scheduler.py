@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
+from servekit.engines.vllm import causes
 from servekit.engines.vllm.requests import EMITTED, GRAMMAR
 
 
@@ -23,6 +24,7 @@ class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not i
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_grammars(self.structured_output_manager)
+        causes.tell(self.vllm_config)
 
 
 class InStep(Scheduler):  # type: ignore[misc] # as above
@@ -31,6 +33,7 @@ class InStep(Scheduler):  # type: ignore[misc] # as above
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_grammars(self.structured_output_manager)
+        causes.tell(self.vllm_config)
 
 
 def take_grammars(manager: Any) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from servekit.engines.vllm.core import Core, first_line
+from servekit.engines.vllm.causes import first_line
+from servekit.engines.vllm.core import Core
 from servekit.errors import LoadError
 
 

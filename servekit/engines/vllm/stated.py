@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 
+from servekit.engines.dialect import turn_ends
 from servekit.engines.grammar import Grammars
 from servekit.headers import safetensors
 
@@ -41,6 +42,7 @@ def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
     for source in (tokenizer, own, config.get_text_config()):
         value = getattr(source, "eos_token_id", None)
         found += value if isinstance(value, (list, tuple)) else [value]
+    found += turn_ends(tokenizer)
     known = [token for token in found if isinstance(token, int) and 0 <= token < vocab_size]
     stated = own.to_diff_dict()
     sampling = {name: stated[name] for name in _DEFAULTS if stated.get(name) is not None}

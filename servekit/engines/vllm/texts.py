@@ -13,8 +13,9 @@ from typing import Any
 
 from servekit.engines.base import EmbedJob, StepOutput
 from servekit.engines.guard import Limits, check_inputs
-from servekit.engines.vllm.core import Core, first_line
-from servekit.engines.vllm.held import GONE, Held
+from servekit.engines.vllm.causes import first_line
+from servekit.engines.vllm.core import Core
+from servekit.engines.vllm.held import Held
 from servekit.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class Texts:
             self._fail(StepOutput(job.id, [], error=error.message, param=error.param))
         except Exception as error:
             log.warning("cannot send texts: %s", first_line(error))
-            self._fail(StepOutput(job.id, [], error=why(self._core, error)))
+            if not self._core.dead:  # else the job goes on in another worker
+                self._fail(StepOutput(job.id, [], error=why(error)))
         if job.id not in self._held:
             # Given up meanwhile, and the abort may have come before the last of them. To the core
             # what it does not know, or has done, is nothing.
@@ -74,6 +76,6 @@ class Texts:
             self._core.add([self._make(name, ids) for name, ids in batch])
 
 
-def why(core: Core, error: Exception) -> str:
+def why(error: Exception) -> str:
     """What to say of a request that could not be sent."""
-    return GONE if core.dead else f"vLLM cannot be sent this request: {first_line(error)}"
+    return f"vLLM cannot be sent this request: {first_line(error)}"

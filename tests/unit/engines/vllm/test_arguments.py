@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,43 @@ def test_adapters_in_the_file_make_room_for_some() -> None:
 def test_without_a_gpu_it_is_said() -> None:
     with pytest.raises(LoadError, match="vLLM needs a GPU, and NVML says"):
         arguments.memory_of("0")
+
+
+def on_cpu(folder: Path, free: int = 16 * GIB, **fields: Any) -> dict[str, Any]:
+    spec = make_spec(str(folder), engine="vllm", device="cpu", **fields)
+    return arguments.arguments(spec, folder, (free, free), embeds=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configuration whose tokens take 2 × 2 layers × 2 heads × 8 numbers in the cache."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"hidden_size": 32, "max_position_embeddings": 2048, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+def test_on_a_cpu_it_is_exact_and_awake_and_asks_for_no_share_of_a_gpu(folder: Path) -> None:
+    found = on_cpu(folder, sleeps=True)
+    assert (found["dtype"], found["enforce_eager"], found["max_num_seqs"]) == ("float32", True, 32)
+    assert found["distributed_executor_backend"] == "mp"
+    assert not {"gpu_memory_utilization", "enable_sleep_mode"} & found.keys()
+    asked = on_cpu(folder, dtype="bfloat16", options={"enforce_eager": False, "slots": 3})
+    assert (asked["dtype"], asked["enforce_eager"], asked["max_num_seqs"]) == ("bfloat16", False, 3)
+
+
+def test_on_a_cpu_the_cache_is_what_slots_can_use_within_the_memory(folder: Path) -> None:
+    token = 2 * 2 * 2 * 8 * 4
+    assert on_cpu(folder)["kv_cache_memory_bytes"] == 32 * 512 * token
+    one = on_cpu(folder, options={"slots": 1})  # a full context, and what blocks round up
+    assert one["kv_cache_memory_bytes"] == (2048 + 256) * token
+    assert on_cpu(folder, dtype="bfloat16")["kv_cache_memory_bytes"] == 32 * 512 * token // 2
+    assert on_cpu(folder, 10**6)["kv_cache_memory_bytes"] == 400_000
+    claimed = on_cpu(folder, host_memory_bytes=10**6)
+    assert claimed["kv_cache_memory_bytes"] == 400_000
+    stated = on_cpu(folder, options={"kv_cache_bytes": 2**21})
+    assert stated["kv_cache_memory_bytes"] == 2**21
+
+
+def test_on_a_cpu_a_model_of_an_unknown_shape_has_a_cache_too(tmp_path: Path) -> None:
+    assert on_cpu(tmp_path)["kv_cache_memory_bytes"] == arguments.CPU_CACHE_BYTES

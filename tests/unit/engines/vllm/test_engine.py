@@ -10,10 +10,10 @@ import pytest
 
 from servekit.engines.base import StepOutput
 from servekit.engines.vllm.engine import VllmEngine
-from servekit.engines.vllm.held import GONE, Embedding
+from servekit.engines.vllm.held import Embedding
 from servekit.engines.vllm.slumber import Broken, Slumber
 from servekit.engines.vllm.stated import Stated
-from servekit.errors import EngineFailed, LoadError
+from servekit.errors import LoadError, WorkerLost
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.vllm.recording import RecordingCore
 
@@ -52,7 +52,8 @@ class Bench:
 
 
 def output(name: str, ids: list[int], reason: int | None = None, **more: Any) -> Any:
-    fields = {"new_logprobs": None, "prefill_stats": None, "pooling_output": None} | more
+    fields = {"new_logprobs": None, "prefill_stats": None, "pooling_output": None}
+    fields |= {"stop_reason": None, "new_prompt_logprobs_tensors": None} | more
     return SimpleNamespace(request_id=name, new_token_ids=ids, finish_reason=reason, **fields)
 
 
@@ -112,11 +113,14 @@ def test_a_core_that_is_half_awake_is_given_up() -> None:
     bench = Bench()
     bench.engine.sleep()
     bench.hold(1)
+    died: list[BaseException | None] = []
+    bench.engine.on_death = lambda: died.append(bench.engine.fatal)
     with pytest.raises(Broken):
         bench.engine.wake()
-    assert isinstance(bench.engine.fatal, Broken)
-    assert [(one.id, one.error) for one in bench.outputs] == [(1, GONE)]
-    with pytest.raises(EngineFailed):
+    [cause] = died
+    assert isinstance(cause, Broken)
+    assert bench.outputs == [], "what it held goes on elsewhere"
+    with pytest.raises(WorkerLost):
         bench.hold(2)
     calls = len(bench.core.calls)
     with pytest.raises(LoadError, match="being restarted"):

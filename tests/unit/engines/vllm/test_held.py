@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from servekit.engines.base import StepOutput
-from servekit.engines.vllm.held import GONE, Embedding, Held
-from servekit.errors import EngineFailed, RequestError
+from servekit.engines.vllm.held import Embedding, Held
+from servekit.errors import RequestError, WorkerLost
 
 
 class Told:
@@ -134,12 +134,12 @@ def test_an_id_is_held_once(held: Held) -> None:
         held.begin(1, ["1#9"])
 
 
-def test_at_its_end_everybody_is_told_and_nobody_is_taken(held: Held, told: Told) -> None:
-    held.cancel(2)
-    held.end(told)
-    assert told.ids == [1, 3] and {output.error for output in told.outputs} == {GONE}
-    assert len(held) == 0
-    with pytest.raises(EngineFailed):
+def test_after_its_end_nobody_is_told_and_nobody_is_taken(held: Held, told: Told) -> None:
+    since, made = held.left, step(1, 2, 3)
+    held.end()
+    held.tell(made, since, told)
+    assert told.outputs == [] and len(held) == 0
+    with pytest.raises(WorkerLost):
         held.begin(5, ["5#0"])
 
 

@@ -1,0 +1,134 @@
+"""Why a core has died: its process tells the worker, whose client learns no more than that it has.
+
+vLLM logs the reason as an error, with the exception where there is one, before it says that the
+core is dead. A handler in the core's process sends that to a socket of the worker's, whose name is
+made of `VllmConfig.instance_id`: both processes have it. Where vLLM words its log otherwise, only
+the detail is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import time
+from typing import Any
+
+_MOST_BYTES = 4096
+_EXIT_CODE = re.compile(r"exit code: (-?\d+|None)")
+#: How long a process that has just ended may take to be one that has.
+_ENDED_S = 0.5
+#: In the lines that vLLM logs when a core ends; other errors are of one request.
+_OF_DEATH = ("encountered a fatal error", "died unexpectedly")
+
+
+class Causes:
+    """The worker's end. Made before the core is started."""
+
+    def __init__(self, config: Any) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(_address(config))
+        self._first = ""
+
+    def first(self, patience_s: float) -> str:
+        """The first error that the core has told, which may be on its way yet; "" if none comes."""
+        if not self._first:
+            self._socket.settimeout(patience_s)
+            try:
+                self._first = self._socket.recv(_MOST_BYTES).decode(errors="replace")
+            except OSError:  # nothing was told in time, or this is closed
+                return ""
+        return self._first
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Teller(logging.Handler):
+    """The core's end: a handler of vLLM's log."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(logging.ERROR)
+        self._address = _address(config)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = record.getMessage()
+        if not any(words in told for words in _OF_DEATH):
+            return
+        if record.exc_info and record.exc_info[1] is not None:
+            told = in_words(record.exc_info[1])
+        elif (found := _EXIT_CODE.search(told)) and found[1] == "None":
+            told = f"exit code: {_code_of_a_child()}"  # vLLM asks sooner than the kernel knows
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as teller:
+                teller.setblocking(False)
+                teller.sendto(told.encode()[:_MOST_BYTES], self._address)
+        except OSError:  # nobody listens, or has read what was told before
+            pass
+
+
+def tell(config: Any) -> None:
+    """Have this process, a core's, tell its errors."""
+    logging.getLogger("vllm").addHandler(Teller(config))
+
+
+def _code_of_a_child() -> int | None:
+    """The exit code of a child that has ended, which is left to be asked for by whoever waits."""
+    until = time.monotonic() + _ENDED_S
+    while time.monotonic() < until:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody has asked for it
+            return None
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        time.sleep(0.001)
+    return None
+
+
+def in_words(error: BaseException) -> str:
+    """An exception's kind and the first line of what it says."""
+    said = first_line(error)
+    kind = type(error).__name__
+    return said if kind in (said, "RuntimeError", "Exception") else f"{kind}: {said}"
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of what an error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:500]
+
+
+def of_exit(code: int | None) -> str:
+    """What has ended a process: "was killed by SIGKILL", "ended with exit code 1"."""
+    if code is None:
+        return "has died"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def sentence(told: str, code: int | None) -> str:
+    """Why a core has died, of what it has told and of its exit code, None while it is not known."""
+    if code is not None and code < 0:
+        return f"vLLM's engine core {of_exit(code)}."
+    if not told:
+        return f"vLLM's engine core {of_exit(code)}; its log says why."
+    if found := _EXIT_CODE.search(
+        told
+    ):  # "Worker proc VllmWorker-0 died unexpectedly (exit code: …"
+        return f"A process of vLLM's that runs the model {of_exit(_number(found[1]))}."
+    return f"vLLM's engine core has died: {told}"
+
+
+def _number(text: str) -> int | None:
+    return None if text == "None" else int(text)
+
+
+def _address(config: Any) -> str:
+    return f"\0servekit-vllm-{config.instance_id}"
