@@ -4,7 +4,6 @@
 """
 
 # No annotations as text: typer reads each several times, which takes most of the time of --help.
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -104,9 +103,8 @@ def _ask(run_dir: Path | None, question: "ToSupervisor", kind: type[A], timeout_
     import asyncio
 
     from servekit.supervisor.control import ask
-    from servekit.supervisor.run_dir import default_path
 
-    path = (run_dir or default_path(os.environ)) / "control.sock"
+    path = where.instance(run_dir) / "control.sock"
     answer = asyncio.run(ask(path, question, timeout_s))
     if not isinstance(answer, kind):
         raise ServekitError("the supervisor gave an answer that does not belong to the question")

@@ -3,6 +3,7 @@
 ServekitError                     500 internal_error
 ├─ ConfigError                    the file is wrong: exit code 2, nothing was started
 ├─ StartError                     the machine is in the way (port, run directory, disk): exit code 1
+│  └─ NobodyRuns                  a command needs an instance, and there is none
 ├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
 ├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
 ├─ …                              400, 404, 409, 503 of administration: servekit.gateway.admin
@@ -19,10 +20,12 @@ ServekitError                     500 internal_error
    ├─ ClientClosed                499 client_closed          nobody is left to read it
    ├─ QueueFull                   429 queue_full             (Retry-After)
    ├─ RateLimited                 429 rate_limit_exceeded    (Retry-After)
+   ├─ SourceQuarantined           429 source_quarantined     its requests take workers down
    ├─ EngineFailed                500 engine_error           the engine gave up on this request
    ├─ RequestQuarantined          500 request_quarantined    it has taken workers down with it
    ├─ EndpointFailed              502 endpoint_error         a remote endpoint did
    ├─ WorkerLost                  503 worker_lost            died; the request can't be run again
+   ├─ ModelChanged                503 model_changed          replaced in the middle of an answer
    ├─ ModelUnavailable            503 model_unavailable      (Retry-After)
    └─ DeadlineExceeded            504 timeout
 """
@@ -34,6 +37,17 @@ from typing import ClassVar
 
 #: Characters of what a client is told: a sentence, not its own request again.
 LONGEST_MESSAGE = 1000
+
+
+def describe_error(error: BaseException) -> str:
+    """Say in one line which error it is: its type and the first line of its words, or ours alone.
+
+    Libraries' errors run over many lines: advice, tensors' shapes, C++ stacks.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ServekitError) and lines:
+        return lines[0][:LONGEST_MESSAGE]
+    return ": ".join([type(error).__name__, *lines[:1]])[:LONGEST_MESSAGE]
 
 
 class ServekitError(Exception):
@@ -57,6 +71,10 @@ class StartError(ServekitError):
     """The service cannot start here: busy port, run directory in use, no disk. Exit code 1."""
 
     code = "start_error"
+
+
+class NobodyRuns(StartError):
+    """A command needs a running instance, and there is none."""
 
 
 class LoadError(ServekitError):
@@ -147,6 +165,11 @@ class RateLimited(RequestError):
     code = "rate_limit_exceeded"
 
 
+class SourceQuarantined(RequestError):
+    status = 429
+    code = "source_quarantined"
+
+
 class EngineFailed(RequestError):
     status = 500
     code = "engine_error"
@@ -165,6 +188,11 @@ class RequestQuarantined(RequestError):
 class WorkerLost(RequestError):
     status = 503
     code = "worker_lost"
+
+
+class ModelChanged(RequestError):
+    status = 503
+    code = "model_changed"
 
 
 class ModelUnavailable(RequestError):

@@ -18,6 +18,7 @@ from servekit.engines.base import StepOutput
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.decode import wishes
 from servekit.engines.decode.path import Wish
+from servekit.engines.dialect import turn_ends
 from servekit.engines.phases import phase
 from servekit.engines.rows import Row
 from servekit.engines.spread import plan
@@ -81,7 +82,7 @@ def assemble(
             except LoadError:
                 raise
             except Exception as error:
-                if way.decode is None and not isinstance(error, _NOT_PAGEABLE):
+                if way.decode is None and not _not_pageable(error):
                     raise
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
@@ -90,6 +91,14 @@ def assemble(
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("%s runs one request at a time: %s", spec.model, reason)
     return _static(model, spec, chat, "" if wish == "static" else f": {reason}")
+
+
+def _not_pageable(error: Exception) -> bool:
+    """torch says a plain RuntimeError of shapes: keys wider than values, for example.
+
+    A device that failed, or is full, is a subclass, and no reason to try it another way.
+    """
+    return isinstance(error, _NOT_PAGEABLE) or type(error) is RuntimeError
 
 
 class _Way(NamedTuple):
@@ -282,14 +291,26 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
         found += value if isinstance(value, (list, tuple)) else [value]
-    known = range(vocab_size(model))
-    return frozenset(token for token in found if isinstance(token, int) and token in known)
+    known = range(head_size(model))
+    stated = [token for token in found if isinstance(token, int)]
+    return frozenset(token for token in (*stated, *turn_ends(tokenizer)) if token in known)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the embedding: every token id that the model can read."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
+
+
+def head_size(model: PreTrainedModel) -> int:
+    """Rows of the head: every token id that the model can say.
+
+    There may be fewer of them than of the embedding: ids that stand for images are read only.
+    """
+    library: Any = model  # untyped there
+    rows = getattr(library.get_output_embeddings(), "out_features", None)
+    size = vocab_size(model)
+    return min(rows, size) if isinstance(rows, int) else size
 
 
 def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:

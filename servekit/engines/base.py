@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from servekit.engines.identity import identify
 from servekit.errors import Unsupported
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.messages import (
@@ -30,12 +31,16 @@ from servekit.wire.messages import (
     Grammar,
     ModelInfo,
     Progress,
+    PromptToken,
     SamplingParams,
     TokenLogprob,
     WorkerSpec,
 )
 
 Report = Callable[[Progress], None]
+
+#: What an engine dies of after `fail_step`.
+TOLD_TO_FAIL = "this step was told to fail, by an experiment"
 
 
 @dataclass(slots=True)
@@ -54,6 +59,9 @@ class Job:
     emitted: list[int] = field(default_factory=list)
     constraint: object | None = None  # what `Engine.constrain` made of `params.grammar`
     adapter: str = ""  # one that is loaded; "": the base model
+    #: What must not come: the last of each, where the completion ends with those before it.
+    banned: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""  # a prefix cache is shared with jobs of the same one only
 
 
 @dataclass(slots=True)
@@ -83,6 +91,8 @@ class StepOutput(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] | None = None  # of `token_ids`, where asked for
     vectors: list[bytes] | None = None  # of all inputs, float32 [embedding_size], little-endian
     cached_tokens: int = 0  # of the prompt, those taken from a prefix cache; any output may say
+    prompt: list[PromptToken] | None = None  # all of them, with the first output, where asked for
+    stop_token: int = -1  # with "stop": that of `params.stop_token_ids` that ended it, if one did
 
 
 Emit = Callable[[Sequence[StepOutput]], None]
@@ -129,6 +139,9 @@ class Codec(Protocol):
         does for a text that has no more than `limit`.
         """
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a piece of text: nothing is added to it."""
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -156,11 +169,29 @@ class Engine(ABC):
 
     codec: Codec
     vocab_size: int
-    #: Set by an engine whose loop has died; its worker then exits, to be replaced.
-    fatal: Exception | None = None
+    #: Called as soon as `fatal` is set, by the thread that sets it; the worker puts itself here.
+    on_death: Callable[[], None] | None = None
+    _fatal: BaseException | None = None
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """The error that the engine has died of; None while it lives.
+
+        An engine sets it when its loop cannot go on, from any thread, after it has emitted what
+        its completed steps brought, and emits nothing more. An engine's death is its worker's:
+        the worker sends what was emitted, and exits at once to be replaced. So the engine says
+        nothing of the jobs that it had: they go on in other workers.
+        """
+        return self._fatal
+
+    @fatal.setter
+    def fatal(self, error: BaseException | None) -> None:
+        self._fatal = error
+        if error is not None and self.on_death is not None:
+            self.on_death()
 
     @classmethod  # noqa: B027 - not every engine has something to prepare
     def prepare(cls, spec: WorkerSpec) -> None:
@@ -172,6 +203,22 @@ class Engine(ABC):
     @abstractmethod
     def load(self, report: Report) -> ModelInfo:
         """Fetch and load; raises LoadError with a sentence for the user."""
+
+    def identify(self, *, portable: bool = False) -> str:
+        """A digest of the files that `load` has read; see `engines.identity`.
+
+        Workers whose digests differ do not go on with each other's answers. "" for an engine whose
+        `path` is no file, and not the name of any.
+        """
+        spec = self.spec
+        return identify(
+            *(spec.path, spec.revision), portable=portable, trust_remote_code=spec.trust_remote_code
+        )
+
+    def identify_adapter(self, adapter: AdapterSpec, *, portable: bool = False) -> str:
+        """The same of an adapter that it has loaded, with its name."""
+        found = identify(adapter.path, adapter.revision, portable=portable, adapter=True)
+        return f"{adapter.path}@{adapter.revision or ''}.{found}"
 
     @abstractmethod
     def start(self, emit: Emit) -> None:
@@ -230,6 +277,13 @@ class Engine(ABC):
     def load_now(self) -> Load:
         """Cheap: called for every Ping."""
 
+    def fail_step(self) -> None:
+        """Have the next step raise, as `servekit chaos` wishes; from the worker's I/O thread.
+
+        Called only in a worker that was started for such experiments.
+        """
+        raise Unsupported("this engine cannot be made to fail in a step")
+
     @abstractmethod
     def close(self) -> None:
-        """Stop the loop and free the device."""
+        """Stop the loop and free the device. Not called once the engine has died."""

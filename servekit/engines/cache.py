@@ -28,8 +28,8 @@ import msgspec
 
 from servekit.engines import lock
 from servekit.engines.base import Report
-from servekit.engines.folder import damage
 from servekit.errors import LoadError
+from servekit.headers.model_folder import damage
 
 log = logging.getLogger(__name__)
 

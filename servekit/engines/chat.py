@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from servekit.errors import RequestError
 from servekit.wire.messages import ChatMessage, ToolCall
 
@@ -26,6 +28,12 @@ _TAKEN = {"messages", "raise_exception", "strftime_now", "self", "loop"}
 #: Longest part of a template's own words that is repeated.
 _MAX_WORDS = 300
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+#: What stands around the definitions of tools where the template has no place for them.
+_TOOLS = "You can call these functions, each given as JSON:"
+_HOW_TO_CALL = (
+    'To call a function, answer with {"name": its name, "arguments": {its arguments by name}} and'
+    " nothing else."
+)
 #: A name that stands in no template, to see what becomes of it.
 SENTINEL = "sentinel_tool"
 SENTINEL_TOOL: dict[str, Any] = {
@@ -87,6 +95,7 @@ class ChatTemplate:
         comes last. Raises RequestError if the template refuses, or `template` has a reserved name.
         """
         self._check(messages, template or {}, continues)
+        messages, tools = self._in_words(messages, tools)
         if continues and not messages[-1].content:
             messages, continues = messages[:-1], False
         dicts, template = self._as_dicts(messages), template or {}
@@ -134,6 +143,52 @@ class ChatTemplate:
                 **template,
             )
         )
+
+    # ---------------------------------------------------------------- tools in words
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of the tools it is given."""
+        return SENTINEL in self._rendered(SENTINEL_TURNS[:1], [SENTINEL_TOOL])
+
+    @cached_property
+    def _takes_calls(self) -> bool:
+        """Whether it repeats the calls that the model has made."""
+        return SENTINEL in self._rendered(SENTINEL_TURNS, [SENTINEL_TOOL])
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return SENTINEL in self._rendered([ChatMessage("system", SENTINEL), SENTINEL_TURNS[0]])
+
+    def _rendered(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of a sentinel; "" where the template refuses."""
+        try:
+            return self.render_turns(messages, tools)
+        except Exception:  # the template is the model's code, and may raise anything
+            return ""
+
+    def _in_words(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]]]:
+        """Tools, calls and results as plain text, where the template has no place for them."""
+        called = any(message.tool_calls or message.role == "tool" for message in messages)
+        if called and not self._takes_calls:
+            messages = _calls_in_words(messages)
+        if tools and not self.takes_tools:
+            messages, tools = self._told(messages, _definitions(tools)), ()
+        return messages, tools
+
+    def _told(self, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+        """With `text` at the end of the system message; before the first message, where there is
+        none that the template takes."""
+        first, *others = messages
+        if self._takes_system and first.role != "system":
+            return [ChatMessage("system", text), first, *others]
+        parts = (first.content, text) if first.role == "system" else (text, first.content)
+        content = "\n\n".join(part for part in parts if part)
+        return [replace(first, content=content), *others]
 
     def render_turns(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -191,6 +246,41 @@ class ChatTemplate:
             if SENTINEL in turn and '\\"' not in turn:  # not quoted twice
                 return form
         return _Form()
+
+
+def _definitions(tools: Sequence[Mapping[str, Any]]) -> str:
+    named = [{"name": "", **_filled_in(tool)["function"]} for tool in tools]  # the name comes first
+    functions = [json.dumps(function, ensure_ascii=False) for function in named]
+    return "\n".join([_TOOLS, *functions, "", _HOW_TO_CALL])
+
+
+def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Calls as the JSON that they were written as, results as what the user says.
+
+    A user's message that follows results is one with them: templates want turns to alternate.
+    """
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    told: list[ChatMessage] = []
+    results = False  # the last one in `told` is made of them
+    for message in messages:
+        joins = results and message.role in ("tool", "user")
+        results = message.role == "tool"
+        if message.role == "tool":
+            name = message.name or names.get(message.tool_call_id or "", "the function")
+            message = ChatMessage("user", f"Result of {name}: {message.content}")
+        elif message.tool_calls:
+            lines = [message.content] if message.content else []
+            lines += [
+                json.dumps({"name": call.name, "arguments": _as_object(call.arguments)},
+                           ensure_ascii=False)
+                for call in message.tool_calls
+            ]  # fmt: skip
+            message = replace(message, content="\n".join(lines), tool_calls=())
+        if joins:
+            told[-1] = replace(told[-1], content=f"{told[-1].content}\n\n{message.content}")
+        else:
+            told.append(message)
+    return told
 
 
 def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:

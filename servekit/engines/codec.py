@@ -50,6 +50,9 @@ class Prompts(ABC):
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return self._ids_within(limit, text, special=True)
 
+    def encode_plain(self, text: str) -> list[int]:
+        return self._ids(text, special=False)
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -102,6 +105,19 @@ class TokenizerCodec(Prompts):
         """
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(piece): int(token) for token, piece in added.items() if str(piece) in texts}
+
+    def token_bytes(self) -> int:
+        """Bytes of text, white space left out, that one token stands for at most; 0: not known.
+
+        It is known where each byte comes to be in some token: for byte-level tokenizers that at
+        most compose characters (NFC), three code points into one.
+        """
+        backend: Any = self._backend
+        normalizer = type(getattr(backend, "normalizer", None)).__name__
+        if not is_byte_level(backend) or normalizer not in ("NoneType", "NFC"):
+            return 0
+        longest = max(len(piece.encode()) for piece in backend.get_vocab())
+        return longest * (1 if normalizer == "NoneType" else 3)
 
     def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
         kept = frozenset(token for token, text in self._special.items() if text in markers)

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from servekit.engines import groups, hooks, paged_attention, processor
+from servekit.engines import groups, hooks, paged_attention, processor, prompt_scores
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.adapters.mixing import Mixing, Part
 from servekit.engines.base import StepOutput
@@ -72,6 +72,7 @@ class ContinuousRunner:
         self.plan = plan
         self._ranks = ranks
         self._mixing = Mixing(model)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.plain_attention = str(model.config._attn_implementation)
         self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
         self._sampling = hooks.SamplingHook()
@@ -189,9 +190,26 @@ class ContinuousRunner:
         self._idle_steps = 0
         model = self._lay_out()
         self._let_inputs_arrive()
-        processor._generation_step(model)
+        if spans := self._spans():
+            hidden = prompt_scores.Hidden(model)
+            with hidden.kept():
+                processor._generation_step(model)
+            prompt_scores.score(hidden, spans, self._vocab_size)
+        else:
+            processor._generation_step(model)
         processor.update_batch()
         return self._collect()
+
+    def _spans(self) -> list[prompt_scores.Span]:
+        """Where in the batch log probabilities of prompts are wanted."""
+        found, at = [], 0
+        for future in self._processor.inputs_and_outputs.requests_in_batch:
+            row, count = self._rows[future.state.request_id], future.query_length
+            past = future.state.position_offset - count
+            if one := prompt_scores.span(row, at, past, count):
+                found.append(one)
+            at += count
+        return found
 
     def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Run rows to their end; by key, all their logits, float32 [tokens, vocabulary]."""
@@ -295,6 +313,8 @@ class ContinuousRunner:
                 row = self._rows[future.state.request_id]
                 output = row.push(future.state.generated_tokens[-1])
                 output.cached_tokens = row.cached_tokens or 0
+                if row.prompt_scores:
+                    row.tell_prompt(output)
                 if output.finish or output.error:
                     self._finish(row, future.state)
                 outputs.append((row, output))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from servekit.engines.chat import SENTINEL, SENTINEL_TOOL, SENTINEL_TURNS, ChatTemplate
 from servekit.wire.dialects import MARKERS, THOUGHTS
-from servekit.wire.messages import ChatMessage, Dialect
+from servekit.wire.messages import Capability, ChatMessage, Dialect
 
 _QUESTION = SENTINEL_TURNS[0]
 _ANSWER = "sentinel_answer"
@@ -98,7 +98,34 @@ def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") ->
 
 def takes_tools(template: ChatTemplate) -> bool:
     """Whether the template tells the model of the tools it is given."""
-    return SENTINEL in _rendered(lambda: template.render_turns([_QUESTION], [SENTINEL_TOOL]))
+    return template.takes_tools
+
+
+def tool_capabilities(
+    template: ChatTemplate, dialect: Dialect, parser: str, *, grammars: bool
+) -> tuple[Capability, ...]:
+    """What a model can be served with. `parser`: `tool_parser` of the file, "none" leaves calls in
+    the text. Where a template has no tools, a grammar can still make the model call them."""
+    if takes_tools(template) and (dialect.tools or parser == "none"):
+        return ("tools",)
+    return ("forced_tools",) if grammars and template.source and parser != "none" else ()
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """The special token with which the chat template closes the assistant's turn, if it does.
+
+    A model ends its answers with it, whether or not its generation config says so.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token): int(id) for id, token in added.items() if token.special}
+    if not special or not getattr(tokenizer, "chat_template", None):
+        return []
+    template = ChatTemplate(tokenizer)
+    turns = [_QUESTION, ChatMessage("assistant", _ANSWER)]
+    rest = _turn(_rendered(lambda: template.render_turns(turns))).partition(_ANSWER)[2].lstrip()
+    # Of two that begin alike the longer one is meant.
+    found = max((text for text in special if rest.startswith(text)), key=len, default="")
+    return [special[found]] if found else []
 
 
 def _rendered(render: Callable[[], str]) -> str:

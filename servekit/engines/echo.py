@@ -30,7 +30,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.base import (
+    TOLD_TO_FAIL,
+    EmbedJob,
+    Emit,
+    Engine,
+    Job,
+    Load,
+    Report,
+    StepOutput,
+)
 from servekit.engines.echo_cache import BLOCK, EchoCache
 from servekit.engines.echo_run import EchoCodec, Run
 from servekit.engines.transforms import TRANSFORMS, Transform, transform_of
@@ -55,7 +64,8 @@ COUNTED = ("crash_after_tokens", "leak_bytes_per_token")
 #: takes: it has one candidate, which they keep. It never ends by itself, as min_tokens and
 #: ignore_eos have it.
 SERVES: tuple[Capability, ...] = (
-    *("generate", "embed", "tokenize", "detokenize", "logprobs"),
+    *("generate", "embed", "tokenize", "detokenize"),
+    *("logprobs", "stop_token_ids", "prompt_logprobs"),
     "adapters",
 )
 
@@ -76,6 +86,7 @@ class EchoEngine(Engine):
         self._options: dict[str, Any] = spec.options
         self._runs: dict[int, Run] = {}
         self._hung = False
+        self._fails = ""  # why the next step is to raise
         self._size: int = spec.options.get("embedding_size", 16)
         self._progress_at = time.monotonic()
         self._changed = threading.Condition()
@@ -125,11 +136,14 @@ class EchoEngine(Engine):
             prefix_tokens=0 if self._cache is None else self._cache.tokens,
         )
 
+    def identify(self, *, portable: bool = False) -> str:
+        return ""  # its path is but a name
+
     def start(self, emit: Emit) -> None:
         self._emit = emit
         self._step_s: float = self._options.get("step_s", 0.0)
         self._slots: int = self._options.get("slots", 64)
-        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def _load_adapters(self) -> tuple[list[AdapterInfo], dict[str, str]]:
@@ -179,6 +193,9 @@ class EchoEngine(Engine):
     def embed(self, job: EmbedJob) -> None:
         for ids in job.inputs:
             self._misbehave(ids)
+        if self._fails:
+            self._wake_up()  # the step that would embed them raises
+            return
         vectors = [_vector(ids, self._size) for ids in job.inputs]
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
 
@@ -194,7 +211,7 @@ class EchoEngine(Engine):
         if self._cache is not None:
             run.cached, run.unread_s = self._cache.read(job)
         short = run.limit - run.done <= BURST and not run.unread_s
-        if not self._step_s and not self._hung and short:
+        if not self._step_s and not self._hung and not self._fails and short:
             self._tell([run.take(BURST)])  # a short answer needs no thread
             return
         with self._changed:
@@ -217,9 +234,8 @@ class EchoEngine(Engine):
         while self._options.get("ignore_sigterm"):
             time.sleep(1)
         self._ending.set()
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed = True
+        self._wake_up()
         if self._thread is not None:
             self._thread.join(timeout=5)
         for child in self._grandchildren:
@@ -229,17 +245,35 @@ class EchoEngine(Engine):
 
     # ---- the loop
 
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            self.fatal = error
+
     def _loop(self) -> None:
         _be_punctual()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._runs and not self._hung))
+                self._changed.wait_for(self._is_due)
                 if self._closed:
                     return
             pause_s = self._step_s + self._read()
             if pause_s and self._ending.wait(pause_s):
                 return
             self._step()
+
+    def _is_due(self) -> bool:
+        """There is a step to run, or none will be any more."""
+        return self._closed or bool(self._fails) or (bool(self._runs) and not self._hung)
+
+    def fail_step(self) -> None:
+        self._fails = TOLD_TO_FAIL
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _read(self) -> float:
         """How long it takes to read the prompts that are new."""
@@ -253,6 +287,8 @@ class EchoEngine(Engine):
         return unread_s
 
     def _step(self) -> None:
+        if self._fails:
+            raise RuntimeError(self._fails)
         count = 1 if self._step_s else BURST
         with self._changed:
             batch = [run for run in self._runs.values() if not run.unread_s][: self._slots]
@@ -267,11 +303,13 @@ class EchoEngine(Engine):
 
     def _misbehave(self, ids: list[int]) -> None:
         options = self._options
-        if not (options.get("crash_on") or options.get("hang_on")):
+        if not (options.get("crash_on") or options.get("hang_on") or options.get("raise_on")):
             return
         text = "".join(map(chr, ids))
         if (mark := options.get("crash_on")) and mark in text:
             os.kill(os.getpid(), signal.SIGKILL)
+        if (mark := options.get("raise_on")) and mark in text:
+            self._fails = f"the prompt contains {mark!r}"
         if (mark := options.get("hang_on")) and mark in text:
             self._hung = True
             if options.get("hang_holding_gil"):

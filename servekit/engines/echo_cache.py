@@ -1,7 +1,8 @@
 """The echo engine's prefix cache: it keeps nothing but what a real one would have kept.
 
 Whole blocks of tokens, known by the hash of all before them and their own, as in `vllm` and in
-transformers' paged cache; those of each adapter apart. The least recently used are forgotten first.
+transformers' paged cache; those of each adapter and each salt apart. The least recently used are
+forgotten first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class EchoCache:
 
         The last token is always read, since the first of the answer comes of it.
         """
-        ids, last, found, known = job.prompt_ids, hash(job.adapter), 0, True
+        ids, last, found, known = job.prompt_ids, hash((job.adapter, job.cache_salt)), 0, True
         chain = []
         for at in range(0, len(ids) - BLOCK + 1, BLOCK):
             last = hash((last, tuple(ids[at : at + BLOCK])))

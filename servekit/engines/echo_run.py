@@ -9,7 +9,7 @@ from typing import Any
 
 from servekit.engines.base import Job, StepOutput
 from servekit.engines.transforms import Transform, transformed
-from servekit.wire.messages import ChatMessage, TokenLogprob
+from servekit.wire.messages import ChatMessage, PromptToken, TokenLogprob
 
 #: Halves of UTF-16 characters are code points, but no characters, and UTF-8 cannot say them.
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -31,6 +31,9 @@ class EchoCodec:
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return list(map(ord, text))
 
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -41,6 +44,9 @@ class EchoCodec:
     ) -> list[int]:
         return list(map(ord, messages[-1].content))
 
+    def token_bytes(self) -> int:
+        return 4
+
     def decoder(self, markers: Collection[str] = ()) -> EchoDecoder:
         return EchoDecoder()
 
@@ -48,7 +54,9 @@ class EchoCodec:
 class Run:
     """One job under way: what it will say, and how far it is."""
 
-    __slots__ = ("best", "cached", "done", "id", "limit", "prompt", "seed", "unread_s")
+    __slots__ = (
+        *("best", "cached", "done", "ends", "id", "limit", "prompt", "seed", "told", "unread_s"),
+    )
 
     def __init__(self, job: Job, transform: Transform | None = None) -> None:
         params = job.params
@@ -60,6 +68,10 @@ class Run:
         self.limit = params.max_tokens or len(job.prompt_ids)
         self.done = min(len(job.emitted), self.limit)
         self.best = params.logprobs
+        self.told: list[PromptToken] | None = None  # of its prompt, with the first output
+        if params.prompt_logprobs is not None:
+            self.told = _certain_prompt(job.prompt_ids, params.prompt_logprobs)
+        self.ends = frozenset(params.stop_token_ids)
         self.cached, self.unread_s = 0, 0.0  # of its prompt: tokens, and what is yet to be read
         self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
 
@@ -73,11 +85,25 @@ class Run:
             tokens += self.prompt[: count - len(tokens)]
         self.done += count
         output = StepOutput(self.id, tokens, "length" if count == left else None)
+        if self.ends and not self.ends.isdisjoint(tokens):
+            at = next(at for at, token in enumerate(tokens) if token in self.ends)
+            output.stop_token, output.finish = tokens[at], "stop"
+            output.token_ids = tokens = tokens[:at]
         if self.cached:
             output.cached_tokens = self.cached
+        if self.told is not None:
+            output.prompt, self.told = self.told, None
         if self.best is not None:
             output.logprobs = [_certain(token, self.best) for token in tokens]
         return output
+
+
+def _certain_prompt(ids: list[int], best: int) -> list[PromptToken]:
+    texts = [EchoDecoder().push([token]).encode() for token in ids]
+    made = [PromptToken(ids[0], texts[0])]
+    for token, text in zip(ids[1:], texts[1:], strict=True):
+        made.append(PromptToken(token, text, 0.0, 1, ((token, text, 0.0),) if best else ()))
+    return made
 
 
 def _certain(token: int, best: int) -> TokenLogprob:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from servekit.engines.base import Report
-from servekit.engines.gguf_header import Header, read_header
 from servekit.errors import LoadError
+from servekit.headers.gguf_header import Header, read_header
 from servekit.wire.messages import Progress
 
 log = logging.getLogger(__name__)
 
 #: Raised when the conversion's result changes; part of the key of cached conversions.
-CONVERTER = "gguf-1"
+CONVERTER = "gguf-2"
 FLOAT32_BELOW = 1_000_000_000
 _TEXT_BYTES = 64 * 2**20  # tokenizer and configuration, generously
 
@@ -53,6 +53,7 @@ def convert(path: Path, folder: Path, report: Report) -> None:
         with _hastened(report, header.tensors):
             tokenizer = _load_tokenizer(path, header)
             model = _load(path, header)
+        _name_ends(model, header)
         tokenizer.save_pretrained(folder)
         _save_model(model, folder)
     report(Progress("convert", header.tensors, header.tensors, "tensors"))
@@ -90,6 +91,17 @@ def _load(path: Path, header: Header) -> Any:
         lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise LoadError(f"{path} lacks {len(lacking)} tensors of its model, first {lacking[0]}.")
     return model
+
+
+def _name_ends(model: Any, header: Header) -> None:
+    """Name every end of a generation: the library reads `tokenizer.ggml.eos_token_id` alone.
+
+    A file whose end of turn is another token (Gemma 3: 1 and 106) would run on to its limit.
+    """
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    ends = [token for token in header.end_ids if 0 <= token < rows]
+    if len(ends) > 1 or (ends and model.generation_config.eos_token_id is None):
+        model.generation_config.eos_token_id = ends
 
 
 def _save_model(model: Any, folder: Path) -> None:

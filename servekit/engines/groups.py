@@ -7,13 +7,17 @@ by side, as `adapters.mixing` wants them.
 
 The library shares blocks of equal tokens between requests. Keys and values under one adapter are
 not those under another: blocks are told apart by adapter, in that the tokens they are known by are
-changed, by something that only this adapter has, wherever they are looked up or written down.
+changed, by something that only this adapter has, wherever they are looked up or written down. So
+are those of requests with different salts, which are not to learn of each other.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from transformers.generation.continuous_batching.scheduler import (
@@ -121,13 +125,15 @@ SCHEDULER_MAPPING[NAME] = GroupScheduler
 
 
 def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row]) -> None:
-    """Have the library's cache share blocks between requests of one adapter only, and tell them."""
+    """Have the library's cache share blocks within one adapter and one salt only, and tell them."""
     search = cache.search_prefix_match
 
     def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
         row = rows[request_id]
-        uid = row.adapter_uid
-        found: int = search(request_id, _salted(prompt_ids, uid) if uid else prompt_ids)
+        if row.unscored:  # all of its prompt has to be read
+            return 0
+        changes = _changes(row.adapter_uid, row.job.cache_salt)
+        found: int = search(request_id, _salted(prompt_ids, changes) if changes else prompt_ids)
         row.note_cached(found)
         return found
 
@@ -140,8 +146,9 @@ def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row]) -> None:
 def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
     def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:
         row = rows.get(state.request_id)
-        if complete_blocks and row is not None and row.adapter_uid:
-            state = _Disguised(state, row.adapter_uid)
+        if complete_blocks and row is not None:
+            changes = _changes(row.adapter_uid, row.job.cache_salt)
+            state = _Disguised(state, changes) if changes else state
         mark(state, complete_blocks)
 
     return mark_complete_blocks
@@ -150,20 +157,34 @@ def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
 class _Disguised:
     """A request's state as the cache reads it, with other tokens."""
 
-    def __init__(self, state: Any, uid: int) -> None:
+    def __init__(self, state: Any, changes: Sequence[int]) -> None:
         self.request_id = state.request_id
         self.status = state.status
-        self.initial_tokens = _salted(state.initial_tokens + state.generated_tokens, uid)
+        self.initial_tokens = _salted(state.initial_tokens + state.generated_tokens, changes)
         self.generated_tokens: list[int] = []
 
 
-def _salted(tokens: Iterable[int], uid: int) -> list[int]:
-    """Other tokens for each uid; the same for the same, and different for different tokens.
+def _changes(uid: int, salt: str) -> Sequence[int]:
+    """What the first tokens are changed by, 30 bits each; none for the base without a salt."""
+    if not uid and not salt:
+        return ()
+    changes = [uid * _SALT * (2 * place + 1) & _MASK30 for place in range(_SALTED)]
+    return changes if not salt else [a ^ b for a, b in zip(changes, _words(salt), strict=True)]
+
+
+@lru_cache(1024)
+def _words(salt: str) -> tuple[int, ...]:
+    digest = hashlib.sha256(salt.encode()).digest()
+    return tuple(word & _MASK30 for word in struct.unpack(f"<{_SALTED}I", digest))
+
+
+def _salted(tokens: Iterable[int], changes: Sequence[int]) -> list[int]:
+    """Other tokens for each adapter and salt; the same for the same, and different for different
+    tokens.
 
     Eight tokens by thirty bits each: that two adapters' prompts ever look alike is out of the
     question, where a single changed token might be another's.
     """
     changed = list(tokens)
-    for place, token in enumerate(changed[:_SALTED]):
-        changed[place] = token ^ (uid * _SALT * (2 * place + 1) & _MASK30)
+    changed[: len(changes)] = [a ^ b for a, b in zip(changed, changes, strict=False)]
     return changed

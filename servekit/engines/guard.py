@@ -16,10 +16,14 @@ from servekit.wire.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a job must keep to. `max_context` counts prompt and completion tokens together."""
+    """What a job must keep to. `max_context` counts prompt and completion tokens together.
+
+    `head_size` is how many token ids the model can say; 0: all that it reads.
+    """
 
     vocab_size: int
     max_context: int
+    head_size: int = 0
 
 
 def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
@@ -34,9 +38,10 @@ def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
             "The prompt is empty; the model needs at least one token.", param="prompt"
         )
     _check_ids(job.prompt_ids, limits.vocab_size)
-    _check_ids(job.emitted, limits.vocab_size)
+    _check_ids(job.emitted, limits.head_size or limits.vocab_size)
     _check_params(job.params)
-    _check_bias(job.params, limits.vocab_size)
+    _check_bias(job.params, limits)
+    _check_stops(job.params, limits.vocab_size)
     _check_length(job, limits)
 
 
@@ -78,6 +83,16 @@ def _check_length(job: Job, limits: Limits) -> None:
         )
 
 
+def _check_stops(params: SamplingParams, vocab_size: int) -> None:
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"stop_token_ids names token {token}, which is not in the model's vocabulary "
+                f"(0 to {vocab_size - 1}).",
+                param="stop_token_ids",
+            )
+
+
 #: Inclusive ranges. The gateway checks them too; here they keep NaN out of everyone's batch.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 1e6),
@@ -100,12 +115,14 @@ def _check_params(params: SamplingParams) -> None:
             raise RequestError(f"{name} must be between {low:g} and {high:g}.", param=name)
 
 
-def _check_bias(params: SamplingParams, vocab_size: int) -> None:
+def _check_bias(params: SamplingParams, limits: Limits) -> None:
+    size = limits.head_size or limits.vocab_size
     for token, value in params.logit_bias:
-        if not 0 <= token < vocab_size:
+        if not 0 <= token < size:
+            read = 0 <= token < limits.vocab_size
+            what = "which the model reads but cannot say" if read else "not in its vocabulary"
             raise RequestError(
-                f"logit_bias names token {token}, which is not in the model's vocabulary "
-                f"(0 to {vocab_size - 1}).",
+                f"logit_bias names token {token}, {what} (0 to {size - 1}).",
                 param="logit_bias",
             )
         if not _BIAS[0] <= value <= _BIAS[1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
@@ -12,7 +13,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampler
+from servekit.engines.sampling import Sampler, best
 
 
 class Discard(OutputRouter):
@@ -23,6 +24,15 @@ class Discard(OutputRouter):
 
     def deliver_batch(self, outputs: Any) -> None:
         return None
+
+
+def choose(scores: Tensor, output_ids: Tensor) -> None:
+    """Take the best tokens, in the place of the library's `ModelRunner._sample`.
+
+    `scores` [1, requests, vocabulary] float32; ids are written to the start of `output_ids[0]`.
+    """
+    tokens = best(scores[0])
+    output_ids[0, : len(tokens)].copy_(tokens)
 
 
 class SamplingHook(ContinuousBatchingLogitsProcessorList):

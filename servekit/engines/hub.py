@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from servekit.engines import folder as model_folder
 from servekit.engines.base import Report
 from servekit.engines.cache import Cache, Key, disk_free_bytes
 from servekit.engines.phases import phase
 from servekit.errors import LoadError
+from servekit.headers import model_folder
 from servekit.wire.messages import Progress
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,7 @@ def fetch(
     cannot be reached and its cache does not hold the model either.
     """
     wanted = revision or "main"
-    kept_as = ("adapter",) if adapter else ("hub",)
-    key = Key(f"{repo} {file}", (*kept_as, repo, file, wanted, str(trust_remote_code)))
-    path = cache.root / ".pins" / f"{key.name}.json"
+    key, path = _place(repo, file, revision, trust_remote_code, adapter, cache)
     pin = _read(path)
     if pin is None or not _is_here(pin):
         with cache.locked(key, report, phase="fetch") as shared:
@@ -83,6 +81,28 @@ def fetch(
                 _write(path, pin)
     _announce(pin, path)
     return _snapshot(pin), pin.commit
+
+
+def pinned(
+    repo: str,
+    file: str,
+    revision: str | None,
+    trust_remote_code: bool = False,
+    *,
+    adapter: bool = False,
+    cache: Cache | None = None,
+) -> Pin | None:
+    """What `fetch` has resolved a name to, with the same arguments; None if it never has."""
+    return _read(_place(repo, file, revision, trust_remote_code, adapter, cache or Cache())[1])
+
+
+def _place(
+    repo: str, file: str, revision: str | None, code: bool, adapter: bool, cache: Cache
+) -> tuple[Key, Path]:
+    """What is locked to resolve a name, and where its pin is."""
+    kept_as = "adapter" if adapter else "hub"
+    key = Key(f"{repo} {file}", (kept_as, repo, file, revision or "main", str(code)))
+    return key, cache.root / ".pins" / f"{key.name}.json"
 
 
 def import_library() -> None:

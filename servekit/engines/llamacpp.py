@@ -18,7 +18,7 @@ from msgspec import structs
 
 from servekit.engines.base import EmbedJob, Job, Report
 from servekit.engines.choosing import resolve
-from servekit.engines.dialect import find_dialect, takes_tools
+from servekit.engines.dialect import find_dialect, tool_capabilities
 from servekit.engines.grammar import Constraint, Grammars
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.llama.codec import LlamaCodec
@@ -27,8 +27,9 @@ from servekit.engines.llama.generation import GenerationRunner
 from servekit.engines.llama.loading import Loaded, load
 from servekit.engines.llama.row import LlamaRow
 from servekit.engines.loop import LoopedEngine
-from servekit.engines.underway import EmbedRow
+from servekit.engines.underway import EmbedRow, ends_of
 from servekit.errors import Unsupported
+from servekit.headers.gguf import quantization
 from servekit.wire.dialects import markers
 from servekit.wire.messages import Capability, Dialect, Grammar, ModelInfo
 
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
+    *("stop_token_ids", "bad_words", "prompt_logprobs"),
 )
 #: Sampling that a file may ask for, by `Sampling` field.
 _STATED = {
@@ -60,7 +62,8 @@ class LlamaCppEngine(LoopedEngine):
         self._loaded = loaded = load(self.spec, report)
         vocabulary = loaded.model.vocabulary
         generates = loaded.pooling is None
-        self.codec = codec = LlamaCodec(vocabulary, loaded.model.chat_template if generates else "")
+        template = self.spec.chat_template or loaded.model.chat_template
+        self.codec = codec = LlamaCodec(vocabulary, template if generates else "")
         self.vocab_size = vocabulary.size
         self._limits = Limits(vocabulary.size, loaded.plan.max_context)
         info = self._info(loaded)
@@ -91,10 +94,13 @@ class LlamaCppEngine(LoopedEngine):
             slots=loaded.context.sequences,
             chat=False,
             architecture=loaded.header.architecture,
-            dtype=model.description.rpartition(" ")[2],
+            dtype=quantization(loaded.header.metadata, model.description),
             device="cuda:0" if self.spec.device == "cuda" else "cpu",
             parameters=model.parameters,
             kv_cache_bytes=plan.cache_bytes,
+            weights_bytes=model.size_bytes,
+            prefix_block=1 if model.rewinds and loaded.pooling is None else 0,
+            prefix_tokens=plan.context if model.rewinds and loaded.pooling is None else 0,
             detail=f"{loaded.binding.library.binding}, cache of {plan.context} tokens{where}",
         )
 
@@ -125,9 +131,8 @@ class LlamaCppEngine(LoopedEngine):
 
     def _served(self, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
-        read = dialect.tools or self.spec.tool_parser == "none"  # calls in the text, as wished
-        told = read and takes_tools(cast(LlamaCodec, self.codec).template)
-        tools: tuple[Capability, ...] = ("tools",) if told else ()
+        template, parser = cast(LlamaCodec, self.codec).template, self.spec.tool_parser
+        tools = tool_capabilities(template, dialect, parser, grammars=bool(grammar))
         return (*SERVES, *grammar, *tools)
 
     # ---------------------------------------------------------------- requests
@@ -140,9 +145,9 @@ class LlamaCppEngine(LoopedEngine):
         bound = job.constraint is not None
         if bound != (job.params.grammar is not None):
             raise ValueError("a job with a grammar comes with what `constrain` made of it")
-        eos = self._eos if bound or not job.params.ignore_eos else frozenset()
+        ends = ends_of(job, self._eos)
         row = LlamaRow(
-            *(self._key(job.id), job, sampling, eos, job.params.max_tokens or 1),
+            *(self._key(job.id), job, sampling, ends, job.params.max_tokens or 1),
             piece=self._model().vocabulary.piece,
             constraint=cast(Constraint | None, job.constraint),
         )

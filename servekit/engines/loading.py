@@ -16,7 +16,7 @@ from msgspec import structs
 from transformers import PreTrainedModel
 
 from servekit.engines import embedding, packed_linear, pooling, preparing, sleeping, weights
-from servekit.engines.assembly import Runner, assemble, cpu_threads, vocab_size
+from servekit.engines.assembly import Runner, assemble, cpu_threads, head_size, vocab_size
 from servekit.engines.base import Report
 from servekit.engines.codec import TokenizerCodec
 from servekit.engines.phases import phase
@@ -46,6 +46,10 @@ class Loaded:
     @property
     def vocab_size(self) -> int:
         return vocab_size(self.model)
+
+    @property
+    def head_size(self) -> int:
+        return head_size(self.model)
 
 
 def load(spec: WorkerSpec, report: Report) -> Loaded:

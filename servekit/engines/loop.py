@@ -2,8 +2,8 @@
 cancelled, run one step, emit what it brought, all of it at once. Nothing but that thread touches
 the runner.
 
-Should a step raise, the loop cannot be trusted any more: every request under way gets an error,
-`fatal` is set, and the worker is expected to exit and be started again.
+Should a step raise, the loop cannot be trusted any more: `fatal` is set, which ends the worker, and
+the requests under way go on in other workers. Nothing more is said of them here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
-from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, StepOutput
+from servekit.engines.base import TOLD_TO_FAIL, EmbedJob, Emit, Engine, Job, Load, StepOutput
 from servekit.errors import EngineFailed, RequestError
 from servekit.wire.messages import WorkerSpec
 
@@ -59,12 +59,11 @@ class LoopedEngine(Engine):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self.fatal: Exception | None = None
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._rows: dict[int, Request] = {}
         self._serial = count()
-        self._closing = False
+        self._closing = self._fails = False
         self._thread: threading.Thread | None = None
         self._progress_at = time.monotonic()
 
@@ -115,17 +114,21 @@ class LoopedEngine(Engine):
         self._commands.append(command)
         self._changed.notify()
 
+    def fail_step(self) -> None:
+        with self._changed:
+            self._fails = True
+
     # ---------------------------------------------------------------- the engine's thread
 
     def _run(self) -> None:
         try:
             while self._await_work():
                 self._step()
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             log.exception("the engine's loop has failed")
-            self._fail(error)
-        finally:
-            self._runner.close()
+            self._die(error)
+        else:
+            self._runner.close()  # not after a failure: a broken device may never answer
 
     def _await_work(self) -> bool:
         """Carry out commands; wait until there is a step to run. False when closing."""
@@ -151,6 +154,8 @@ class LoopedEngine(Engine):
             self._deliver([(row, ended)])
 
     def _step(self) -> None:
+        if self._fails:
+            raise RuntimeError(TOLD_TO_FAIL)
         outputs = self._runner.step()
         self._progress_at = time.monotonic()
         self._deliver(outputs)
@@ -171,11 +176,8 @@ class LoopedEngine(Engine):
     def _end(self, row: Request) -> None:
         """A request is over; those of the engine's own, below 0, are told here alone."""
 
-    def _fail(self, error: Exception) -> None:
+    def _die(self, error: BaseException) -> None:
         with self._changed:
-            self.fatal = error
-            lost, self._rows = [key for key in self._rows if key >= 0], {}
+            self._rows = {}
             self._commands.clear()
-        message = f"The engine failed: {type(error).__name__}: {error}"
-        if lost:
-            self._emit([StepOutput(job_id, [], error=message) for job_id in lost])
+            self.fatal = error

@@ -30,6 +30,7 @@ class Masks:
         ]
         self._indices = [index for index, _, _ in bound]
         words = max((mask_words(constraint.vocab_size) for _, constraint, _ in bound), default=0)
+        self._size = 32 * words
         self._bits = np.zeros((len(bound), words), np.int32)
         for bits, (_, constraint, end_unwanted) in zip(self._bits, bound, strict=True):
             constraint.fill(bits, avoid_end=end_unwanted)
@@ -42,4 +43,7 @@ class Masks:
         places = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (bits >> places).bitwise_and_(1).bool().flatten(1)[:, : logits.shape[1]]
         where = torch.tensor(self._indices, device=logits.device)
-        logits[where] = logits[where].masked_fill(~allowed, -torch.inf)
+        masked = logits[where]
+        masked[:, : self._size].masked_fill_(~allowed, -torch.inf)
+        masked[:, self._size :] = -torch.inf  # rows of the head that no token has
+        logits[where] = masked

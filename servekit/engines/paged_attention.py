@@ -12,6 +12,7 @@ cache object, where every layer finds it.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.eager_paged import eager_paged_attention_forward
 
 from servekit.engines.decode.step import Step
 
@@ -31,7 +33,9 @@ _SHORT = 128
 #: Lengths are rounded up to this, which GPU kernels want of a mask.
 _ALIGN = 32
 #: What other attentions can do and this one cannot; silence would be wrong text.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices")
+#: The name of the library's eager attention over its paged cache.
+_EAGER = "paged|eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +188,7 @@ def attend(
 
     Returns [1, tokens, heads, width].
     """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention with {name}")
+    _refuse_unsupported(kwargs)
     if isinstance(cache.layout, Step):  # one token of each request, all of it on the device
         layer: Any = module.layer_idx
         return cache.layout.attend(layer, query, key, value, scaling), None
@@ -258,7 +260,52 @@ def _exchange(
     return keys, values
 
 
+def attend_eagerly(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The model's own eager attention, over the whole packed batch.
+
+    The library's leaves out what only some models have, such as Gemma 2's soft cap. It is called
+    for models that have no function of their own, and only where they ask for nothing of that.
+    """
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    library: Any = eager_paged_attention_forward
+    if own is None:
+        _refuse_unsupported(kwargs)
+        return library(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling, cache=cache, **kwargs
+        )
+    layer: Any = module.layer_idx
+    if hasattr(cache, "layer_to_allocator"):  # from 5.2x on
+        keys, values = cache.update(key, value, layer, kwargs)
+    else:
+        read = cache.update(key, value, layer, kwargs["read_index"], kwargs["write_index"])
+        keys, values = (states.transpose(0, 1).unsqueeze(0) for states in read)
+    if isinstance(attention_mask, dict):
+        windowed = getattr(module, "sliding_window", 1) not in (1, None)
+        attention_mask = attention_mask["sliding_attention" if windowed else "full_attention"]
+    extra = {name: kwargs[name] for name in _UNSUPPORTED if name in kwargs}
+    return own(  # type: ignore[no-any-return]
+        module, query, keys, values, attention_mask, scaling=scaling, dropout=dropout, **extra
+    )
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention with {name}")
+
+
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(_EAGER, attend_eagerly)
 
 
 def suits(config: Any) -> bool:

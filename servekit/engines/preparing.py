@@ -33,6 +33,7 @@ class Prepared:
     vocab_size: int = 0
     eos: frozenset[int] = frozenset()
     grammars: Grammars | None = None
+    template: str = ""  # the configuration's chat template
 
 
 #: A process prepares for one model.
@@ -46,17 +47,19 @@ def prepare(spec: WorkerSpec) -> None:
     folder = Path(resolve(spec.path, spec.revision, lambda progress: None))
     tokenizer = weights.load_tokenizer(folder, spec)
     if pooling.is_embedder(folder):
-        _prepared = Prepared(folder, tokenizer)
+        _prepared = Prepared(folder, tokenizer, template=spec.chat_template)
         return
     with weights.explained(folder, spec):
         model = _outline(folder, spec)
         size, eos = vocab_size(model), eos_ids(model, tokenizer)
-    _prepared = Prepared(folder, tokenizer, size, eos, _make(tokenizer, size, eos))
+    made = _make(tokenizer, size, eos)
+    _prepared = Prepared(folder, tokenizer, size, eos, made, spec.chat_template)
 
 
 def tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     """The model's tokenizer, prepared or loaded now. Raises LoadError."""
-    if _prepared is not None and _prepared.folder == folder:
+    of = (folder, spec.chat_template)
+    if _prepared is not None and (_prepared.folder, _prepared.template) == of:
         return _prepared.tokenizer
     return weights.load_tokenizer(folder, spec)
 

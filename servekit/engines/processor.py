@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from servekit.engines import groups
+from servekit.engines import groups, hooks
 from servekit.engines.kv_cache import Plan
 from servekit.engines.lazy_zeros import LazyZeros
 
@@ -59,6 +59,7 @@ def create(made: Any) -> Any:
     """A processor with an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
     with LazyZeros():
         processor = made._create_batch_processor()
+    processor.model_runner._sample = hooks.choose
     processor.cache.layout = None  # of a step; `paged_attention` finds it there
     return processor
 

@@ -69,9 +69,9 @@ class Row(Underway):
 
     @property
     def ends_itself(self) -> bool:
-        """Ended by its grammar, of which the library knows nothing."""
-        return self.constraint is not None and (
-            self.constraint.ended or bool(self.constraint.failure)
+        """Ended by its grammar, or by logits that are NaN, of which the library knows nothing."""
+        return self.broken or (
+            self.constraint is not None and (self.constraint.ended or bool(self.constraint.failure))
         )
 
     def bias(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -87,12 +87,14 @@ class Row(Underway):
     def history(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Times each token is in the completion, and whether it is anywhere in the context.
 
-        Two tensors [vocabulary], float32 and bool, kept and brought up to date here.
+        Two tensors [vocabulary], float32 and bool, kept and brought up to date here. Tokens of the
+        prompt that are beyond them are read only, and are left out.
         """
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros(vocab_size, device=device)
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[torch.tensor(self.job.prompt_ids, device=device)] = True
+            read = [token for token in self.job.prompt_ids if token < vocab_size]
+            self._seen[torch.tensor(read, dtype=torch.int64, device=device)] = True
         new = self.completion[self._counted :]
         if new:
             ids = torch.tensor(new, device=device)

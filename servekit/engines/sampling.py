@@ -15,7 +15,7 @@ these hold for greedy rows too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from servekit.engines.choosing import CANDIDATES, Sampling, noise_keys
 from servekit.engines.logprobs import Report
 from servekit.engines.masks import Masks
+from servekit.engines.underway import NOT_A_NUMBER
 
 if TYPE_CHECKING:
     from servekit.engines.rows import Row
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 #: Noise is made for this many logits at a time, so that a big batch needs no gigabytes for it.
 _NOISE_CHUNK = 8 * 2**20
 _MASK32 = 0xFFFFFFFF
+
+
+def best(logits: Tensor) -> Tensor:
+    """The best token of each row; NOT_A_NUMBER where a logit is NaN.
+
+    `logits` [rows, vocabulary]; returns ids [rows] int64. Nothing here waits for the device: the
+    host hears of it with the token.
+    """
+    most, tokens = logits.max(-1)  # NaN is more than any number
+    return tokens.masked_fill_(most.isnan(), NOT_A_NUMBER)
 
 
 class Sampler:
@@ -49,7 +60,9 @@ class Sampler:
             if row.sampling.logit_bias:
                 logits[index].index_add_(0, *row.bias(logits.device))
             if row.eos_forbidden:
-                logits[index, list(row.eos)] = -torch.inf
+                logits[index, _within(row.eos, logits)] = -torch.inf
+            if row.job.banned:
+                logits[index, _within(row.forbidden(), logits)] = -torch.inf
         masks.apply(logits)
         self._draw(rows, logits)
         report.tell(logits)
@@ -64,6 +77,11 @@ class Sampler:
                 [rows[index].position for index in drawn],
             )
             logits[where, tokens] = torch.inf
+
+
+def _within(tokens: Iterable[int], logits: Tensor) -> list[int]:
+    """Those that the model can say: its embedding may have more rows than its head."""
+    return [token for token in tokens if token < logits.shape[-1]]
 
 
 def _penalise(row: Row, logits: Tensor) -> None:

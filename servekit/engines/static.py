@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from servekit.engines import prompt_scores
 from servekit.engines.adapters.adapter import Adapter
 from servekit.engines.adapters.mixing import Mixing, Part
 from servekit.engines.base import StepOutput
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampler
+from servekit.engines.sampling import Sampler, best
 
 
 class StaticRunner:
@@ -73,14 +74,16 @@ class StaticRunner:
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Read a chunk of the prompt, or make a token."""
         row = self._row or self._begin(self._waiting.popleft())
-        logits = self._read(row.adapter)
+        logits = self._read(row)
         if self._unread:
             return []
         if row.noted is not None:
             row.noted.append(logits[0].clone())
         self._sampler.apply([row], logits)
-        token = int(logits.argmax(-1))
+        token = int(best(logits))
         output = row.push(token)
+        if row.prompt_scores:
+            row.tell_prompt(output)
         self._unread = [token]
         if output.finish or output.error:
             self._drop()
@@ -112,13 +115,15 @@ class StaticRunner:
     def _drop(self) -> None:
         self._row, self._unread, self._seen, self._cache = None, [], 0, {}
 
-    def _read(self, adapter: Adapter | None) -> torch.Tensor:
+    def _read(self, row: Row) -> torch.Tensor:
         """Feed unread tokens; returns the logits after the last one, float32 [1, vocabulary]."""
         size = self._chunk if self._in_pieces() else len(self._unread)
         now, self._unread = self._unread[:size], self._unread[size:]
+        adapter = row.adapter
         own = None if adapter is None else adapter.model
         model, first = self._model if own is None else own, self._seen == 0
         self._mixing.lay_out([Part(adapter, self._seen, len(now))])
+        wanted = prompt_scores.span(row, 0, self._seen, len(now))
         self._seen += len(now)
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([now], device=model.device),
@@ -127,10 +132,22 @@ class StaticRunner:
             use_cache=True,
             **self._cache,
         )
-        outputs = model(**inputs, return_dict=True)
+        if wanted is None:
+            outputs = model(**inputs, return_dict=True)
+        else:
+            hidden = prompt_scores.Hidden(model)
+            with hidden.kept():
+                outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+            prompt_scores.score(hidden, [wanted], outputs.logits.shape[-1])
         self._cache = model._update_model_kwargs_for_generation(outputs, {})
         logits: torch.Tensor = outputs.logits[:, -1].float()
         return logits
+
+    @staticmethod
+    def _last_logits(model: Any) -> dict[str, int]:
+        """Have the model make no logits but the last token's, where it can be told to."""
+        supports = getattr(model, "_supports_logits_to_keep", lambda: False)
+        return {"logits_to_keep": 1} if supports() else {}
 
     def _in_pieces(self) -> bool:
         """A recurrent model reads its prompt at one go; attention may read it bit by bit."""

@@ -15,8 +15,9 @@ from typing import Any, cast
 
 from msgspec import structs
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from servekit.engines import embedding, loading, preparing
+from servekit.engines import embedding, loading, preparing, prompt_scores
 from servekit.engines.adapters.shelf import Shelf
 from servekit.engines.adapters.skeleton import BaseChanged
 from servekit.engines.assembly import CausalRunner, Runner, eos_ids, sampling_defaults
@@ -24,7 +25,7 @@ from servekit.engines.base import EmbedJob, Job, Report
 from servekit.engines.between import Between
 from servekit.engines.choosing import resolve
 from servekit.engines.codec import TokenizerCodec
-from servekit.engines.dialect import find_dialect, takes_tools
+from servekit.engines.dialect import find_dialect, tool_capabilities
 from servekit.engines.grammar import Constraint
 from servekit.engines.guard import Limits, check, check_inputs
 from servekit.engines.loop import LoopedEngine, Request
@@ -34,6 +35,7 @@ from servekit.engines.rest import Rest
 from servekit.engines.rows import Row
 from servekit.engines.spread import plan
 from servekit.engines.spread.leader import Ranks
+from servekit.engines.underway import ends_of
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.wire.adapters import AdapterInfo, AdapterSpec
 from servekit.wire.dialects import markers
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 #: What every causal model is served with.
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
+    *("stop_token_ids", "bad_words"),
 )
 EMBEDS_ONLY = "This model makes embeddings only."
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
@@ -69,9 +72,12 @@ class TransformersEngine(LoopedEngine):
     def load(self, report: Report) -> ModelInfo:
         loaded = loading.load(self.spec, report)
         self._runner, self._ranks = loaded.runner, loaded.ranks
+        if self._ranks is not None:
+            self._ranks.report_death(self._lose_rank)
         self.codec: TokenizerCodec = loaded.codec
         self.vocab_size = loaded.vocab_size
-        self._limits = Limits(self.vocab_size, loaded.info.max_context)
+        self._head_size = loaded.head_size
+        self._limits = Limits(self.vocab_size, loaded.info.max_context, self._head_size)
         self._between = Between(self, cast(CausalRunner, loaded.runner))
         bed = loading.bed(loaded, self.spec, self._tensors)
         self._rest = Rest(loaded.runner, bed, loaded.ranks)
@@ -89,7 +95,7 @@ class TransformersEngine(LoopedEngine):
         with phase("grammars"):
             self._grammars = preparing.grammars(tokenizer, self.vocab_size, self._eos)
         dialect = self._dialect()
-        info = structs.replace(loaded.info, serves=self._served(dialect), dialect=dialect)
+        info = structs.replace(loaded.info, serves=self._served(model, dialect), dialect=dialect)
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
@@ -104,13 +110,16 @@ class TransformersEngine(LoopedEngine):
         tokens = [(text, token) for text, token in known.items() if token not in self._eos]
         return structs.replace(found, tokens=tuple(tokens))
 
-    def _served(self, dialect: Dialect) -> tuple[Capability, ...]:
+    def _served(self, model: PreTrainedModel, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
-        read = dialect.tools or self.spec.tool_parser == "none"  # calls in the text, as wished
-        told = read and takes_tools(self.codec.template)
-        tools: tuple[Capability, ...] = ("tools",) if told else ()
+        tools = tool_capabilities(
+            self.codec.template, dialect, self.spec.tool_parser, grammars=bool(grammar)
+        )
         adapters: tuple[Capability, ...] = () if plan.is_spread(self.spec) else ("adapters",)
-        return (*SERVES, *adapters, *grammar, *tools)
+        # a rank's head is a part of it, and run by all of them together only
+        scored = prompt_scores.base_of(model) is not None and not plan.over_ranks(self.spec)
+        scores: tuple[Capability, ...] = ("prompt_logprobs",) if scored else ()
+        return (*SERVES, *adapters, *grammar, *tools, *scores)
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -125,13 +134,13 @@ class TransformersEngine(LoopedEngine):
             raise Unsupported(EMBEDS_ONLY, param="model")
         adapter = self._adapting().get(job.adapter) if job.adapter else None
         check(job, self._limits, adapter.virtual_tokens if adapter else 0)
-        sampling = resolve(job.params, self._defaults, self.vocab_size)
+        sampling = resolve(job.params, self._defaults, self._head_size)
         bound = job.constraint is not None
         if bound != (job.params.grammar is not None):
             raise ValueError("a job with a grammar comes with what `constrain` made of it")
-        eos = self._eos if bound or not job.params.ignore_eos else frozenset()
         limit = job.params.max_tokens or 1
-        row = Row(self._key(job.id), job, sampling, eos, limit, self._pieces.of)
+        ends = ends_of(job, self._eos)
+        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.of)
         row.constraint = cast(Constraint | None, job.constraint)
         row.adapter = adapter
         self._take(row)
@@ -186,6 +195,13 @@ class TransformersEngine(LoopedEngine):
         super().close()
         if self._ranks is not None:
             self._ranks.close()
+
+    def _die(self, error: BaseException) -> None:
+        if self._ranks is None or not self._ranks.dying:  # else `_lose_rank` knows better
+            super()._die(error)
+
+    def _lose_rank(self, reason: str) -> None:
+        self.fatal = EngineFailed(reason)
 
     # ---------------------------------------------------------------- for `Between`
 

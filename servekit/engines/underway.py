@@ -6,14 +6,21 @@ Nothing here needs torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from servekit.engines.base import EmbedJob, Job, StepOutput
-from servekit.engines.choosing import Sampling
+from servekit.engines.choosing import LEAST, Sampling
 from servekit.engines.grammar import Constraint
-from servekit.wire.messages import TokenLogprob
+from servekit.wire.messages import PromptToken, TokenLogprob
+
+#: In the place of a token: the model computed NaN, so that there is none.
+NOT_A_NUMBER = -1
+_BROKEN = (
+    "The model computed values that are not numbers (NaN) for this request. Its weights, or those "
+    "of its adapter, overflow the model's dtype: serve it in bfloat16 or float32."
+)
 
 
 class Scores(NamedTuple):
@@ -27,6 +34,18 @@ def _nameless(token: int) -> bytes:
     return b""
 
 
+def ends_of(job: Job, eos: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a job: the model's `eos`, unless it ignores them, and its own.
+
+    With a grammar the model's are never ignored: the text may have to end there.
+    """
+    ignored = job.params.ignore_eos and job.constraint is None
+    own = job.params.stop_token_ids
+    if not own:
+        return frozenset() if ignored else eos
+    return frozenset(own) | (frozenset() if ignored else eos)
+
+
 @dataclass(slots=True, eq=False)
 class Underway:
     """A job, the tokens it has so far, and how it chooses the next one.
@@ -38,16 +57,37 @@ class Underway:
     key: str
     job: Job
     sampling: Sampling
-    eos: frozenset[int]  # empty when the request ignores the end of sequence and has no grammar
+    eos: frozenset[int]  # see `ends_of`
     max_tokens: int
     piece: Callable[[int], bytes] = _nameless  # the bytes of a token
     constraint: Constraint | None = None
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
     scores: Scores | None = None  # of the token that is about to be pushed
+    broken: bool = False  # its logits were no numbers
+    unscored: bool = False  # log probabilities of its prompt are wanted, and not all there
+    prompt_scores: list[PromptToken] = field(default_factory=list)  # those that are there
 
     def __post_init__(self) -> None:
         self.completion = list(self.job.emitted)
+        if self.job.params.prompt_logprobs is not None:
+            first = self.job.prompt_ids[0]
+            self.prompt_scores.append(PromptToken(first, self.piece(first)))
+            self.unscored = len(self.job.prompt_ids) > 1
+
+    def note_prompt(
+        self, token: int, logprob: float, rank: int, best: Sequence[tuple[int, float]]
+    ) -> None:
+        """Take the next token of the prompt whose log probability is known."""
+        named = tuple((other, self.piece(other), max(value, LEAST)) for other, value in best)
+        known = PromptToken(token, self.piece(token), max(logprob, LEAST), rank, named)
+        self.prompt_scores.append(known)
+        self.unscored = len(self.prompt_scores) < len(self.job.prompt_ids)
+
+    def tell_prompt(self, output: StepOutput) -> None:
+        """Let its first output tell what is known of the prompt."""
+        if self.prompt_scores:
+            output.prompt, self.prompt_scores = self.prompt_scores, []
 
     @property
     def position(self) -> int:
@@ -68,6 +108,15 @@ class Underway:
         early = self.position < self.sampling.min_tokens
         return early and bool(self.eos) and self.constraint is None
 
+    def forbidden(self) -> list[int]:
+        """The last tokens of banned words whose other tokens the completion ends with."""
+        done = self.completion
+        return [
+            word[-1]
+            for word in self.job.banned
+            if len(word) == 1 or done[-(len(word) - 1) :] == list(word[:-1])
+        ]
+
     @property
     def end_unwanted(self) -> bool:
         """A grammar is to go on while it can."""
@@ -84,15 +133,20 @@ class Underway:
     def steered(self) -> bool:
         """Something changes its logits before the best of them is its token."""
         sampling = self.sampling
-        return sampling.penalised or bool(sampling.logit_bias) or self.eos_forbidden
+        changed = sampling.penalised or sampling.logit_bias or self.job.banned
+        return bool(changed) or self.eos_forbidden
 
     def push(self, token: int) -> StepOutput:
         """Take the token of this step."""
+        if token == NOT_A_NUMBER:
+            self.broken = True
+            return StepOutput(self.job.id, [], error=_BROKEN)
         constraint = self.constraint
         if constraint is not None and constraint.failure:
             return self._failed(constraint)
         if token in self.eos:
-            return StepOutput(self.job.id, [], "stop")
+            asked = token in self.job.params.stop_token_ids
+            return StepOutput(self.job.id, [], "stop", stop_token=token if asked else -1)
         self.completion.append(token)
         output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
         if self.scores is not None:

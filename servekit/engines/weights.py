@@ -29,11 +29,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
-    """The model's tokenizer, with its chat template if it has one."""
+    """The model's tokenizer, with the configuration's chat template, or its own if it has one."""
     with explained(folder, spec):
-        return transformers.AutoTokenizer.from_pretrained(
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
         )
+    if spec.chat_template:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
 
 
 def load_model(

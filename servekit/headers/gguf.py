@@ -1,7 +1,7 @@
 """A GGUF file, or one in parts: its metadata, and how large its weights are.
 
 Source: the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
-`engines.gguf_header` checks that a file is whole; this reads only what an estimate takes.
+`headers.gguf_header` checks that a file is whole; this reads only what an estimate takes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,44 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING, ARRAY = 8, 9
 #: Longer arrays are vocabularies; per-layer numbers are shorter.
 _MOST_KEPT = 1024
 _PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _MALFORMED = (struct.error, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
+#: general.file_type, as llama.cpp's llama_ftype has it, to the name that files are published under.
+_FILE_TYPES: dict[int, str] = {
+    int(number): name
+    for number, name in re.findall(
+        r"(\d+):(\w+)",
+        "0:F32 1:F16 2:Q4_0 3:Q4_1 7:Q8_0 8:Q5_0 9:Q5_1 10:Q2_K 11:Q3_K_S 12:Q3_K_M 13:Q3_K_L"
+        " 14:Q4_K_S 15:Q4_K_M 16:Q5_K_S 17:Q5_K_M 18:Q6_K 19:IQ2_XXS 20:IQ2_XS 21:Q2_K_S"
+        " 22:IQ3_XS 23:IQ3_XXS 24:IQ1_S 25:IQ4_NL 26:IQ3_S 27:IQ3_M 28:IQ2_S 29:IQ2_M 30:IQ4_XS"
+        " 31:IQ1_M 32:BF16 36:TQ1_0 37:TQ2_0 38:MXFP4 39:NVFP4 40:Q1_0",
+    )
+}
+#: What a description says instead of the last letter of a name.
+_MIXES = {"Small": "_S", "Medium": "_M", "Large": "_L"}
+
+
+def quantization(metadata: Mapping[str, Any], description: str = "") -> str:
+    """Return what a file's weights are, such as "Q4_K_M"; "" where nothing tells.
+
+    `description` is llama.cpp's own ("llama 8B Q4_K - Medium"), for files that state no type.
+    """
+    stated = metadata.get("general.file_type")
+    if isinstance(stated, int) and stated in _FILE_TYPES:
+        return _FILE_TYPES[stated]
+    found = re.search(r"\b((?:[A-Z]*Q\d|B?F\d|MXFP4)\w*)(?: - (\w+))?", description)
+    if found is None:
+        return ""
+    return f"{found[1]}{_MIXES.get(found[2] or '', '')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +65,7 @@ class Gguf:
 
 def read(path: Path) -> Gguf:
     """Raises ValueError, OSError."""
-    first, *others = (_read(part) for part in _parts(path))
+    first, *others = (_read(part) for part in parts(path))
     return Gguf(
         first.metadata,
         first.elements + sum(other.elements for other in others),
@@ -45,7 +73,8 @@ def read(path: Path) -> Gguf:
     )
 
 
-def _parts(path: Path) -> list[Path]:
+def parts(path: Path) -> list[Path]:
+    """All files of a model, by the name of its first."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]
@@ -77,9 +106,9 @@ class Cursor:
         """A metadata value; long arrays are skipped over: vocabularies, of no use here."""
         if kind == _STRING:
             return self._string()
-        if kind == _ARRAY:
+        if kind == ARRAY:
             return self._array()
-        return self._unpack(_scalar(kind))[0]
+        return self._unpack(scalar(kind))[0]
 
     def _array(self) -> list[Any] | None:
         kind, count = self._unpack("IQ")
@@ -121,7 +150,8 @@ class _Reader(Cursor):
         return math.prod(shape)
 
 
-def _scalar(kind: int) -> str:
+def scalar(kind: int) -> str:
+    """The layout of a scalar of GGUF's type `kind`, as `struct` writes it. Raises ValueError."""
     if kind not in _SCALARS:
         raise ValueError(f"it has a metadata value of unknown type {kind}")
     return _SCALARS[kind]

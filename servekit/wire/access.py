@@ -5,6 +5,8 @@ Imported by way of `servekit.wire.messages`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from servekit.wire.value import Value
 
 
@@ -68,3 +70,9 @@ class AccessRules(Value, frozen=True):
     runtime_adapters: bool = False  # without keys: whoever reaches the port may load adapters
     open_metrics: bool = False  # with keys: /metrics is read without one
     tracing: Tracing = Tracing()
+    unknown_parameters: Literal["warn", "refuse", "ignore"] = "warn"
+    default_model: str = ""  # of requests that name none; "": the first
+    max_queue_bytes: int = 256 * 2**20  # of what waits at one gateway
+    write_timeout_s: float = 60.0  # for none of an answer to leave
+    trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
+    prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only

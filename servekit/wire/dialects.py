@@ -49,6 +49,8 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "function": (),
     # gpt-oss: channels for thoughts, calls and the answer
     "harmony": ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"),
+    # {"name": …, "arguments": {…}} and nothing around it; one on each line
+    "json": (),
     # JSON as Hermes has it, between the model's own markers: `tool_begin`, `tool_end`
     "template": (),
 }

@@ -8,6 +8,10 @@ import signal
 
 #: In the environment of one child and of all that it starts, whatever group they move to.
 CHILD_MARK = "SERVEKIT_CHILD"
+#: "1" in the environment of an instance, or of a model (`env`), whose engines may be told to fail:
+#: its workers take FAIL_STEP for the order to have the next step raise. It ends other workers.
+CHAOS = "SERVEKIT_CHAOS"
+FAIL_STEP = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 

@@ -6,13 +6,14 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
                            Remember · Renew
-    worker → supervisor    Loading · Ready · BootFailed · Pong · Asleep · Awake · NotDone
-                           AdapterLoaded · AdapterUnloaded · AdapterRefused · Phased · Greeted
+    worker → supervisor    Loading · Ready · BootFailed · EngineDied · Pong
+                           Asleep · Awake · NotDone · Phased · Greeted
+                           AdapterLoaded · AdapterUnloaded · AdapterRefused
     supervisor → gateway   Topology · Drain · Stop · Spent, of the others · Renew
     gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused · Told
                            Wanted · KeepAlive · Counted
-    gateway → worker       Hello · Generate · Cancel
-    worker → gateway       Hello · OneEach · Tokens · Failed · Alone · Together
+    gateway → worker       Hello · Generate · Cancel · Borrow
+    worker → gateway       Hello · OneEach · Tokens · Failed · Alone · Together · Cancelled · Lent
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
                            AddAdapter · RemoveAdapter · GetAdapters · Reside · GetMetrics
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
@@ -47,6 +48,7 @@ from servekit.wire.value import Message
 from servekit.wire.values import (
     Capability,
     ChatMessage,
+    Continuation,
     Delta,
     Dialect,
     GatewayStatus,
@@ -56,6 +58,8 @@ from servekit.wire.values import (
     ModelStatus,
     OneEach,
     Progress,
+    Prompt,
+    PromptToken,
     ReplicaHistory,
     ReplicaStatus,
     SamplingParams,
@@ -73,12 +77,16 @@ __all__ = [
     "AccessRules",
     "Alone",
     "BootFailed",
+    "Borrow",
     "Cancel",
+    "Cancelled",
     "Capability",
     "ChatMessage",
+    "Continuation",
     "Delta",
     "Dialect",
     "Drain",
+    "EngineDied",
     "Failed",
     "FromGateway",
     "FromSupervisor",
@@ -93,6 +101,7 @@ __all__ = [
     "Hello",
     "KeyRule",
     "KeyUse",
+    "Lent",
     "Load",
     "Loading",
     "Message",
@@ -102,6 +111,8 @@ __all__ = [
     "Ping",
     "Pong",
     "Progress",
+    "Prompt",
+    "PromptToken",
     "Quarantined",
     "Ready",
     "Refused",
@@ -129,7 +140,7 @@ __all__ = [
     "WorkerToGateway",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 #: New tokens that show that it isn't this request that kills workers; see `gateway.fate`.
 PROOF_TOKENS = 2
 
@@ -172,6 +183,12 @@ class BootFailed(Message, frozen=True):
     permanent: bool
 
 
+class EngineDied(Message, frozen=True):
+    """The engine has died, and the worker exits at once; `cause` is the first line of its error."""
+
+    cause: str
+
+
 class Pong(Message, frozen=True):
     seq: int
     progress_age_s: float  # since the engine loop last made progress; 0 when it has no work
@@ -186,11 +203,16 @@ class Pong(Message, frozen=True):
 
 
 class Quarantined(Message, frozen=True):
-    """A request that takes workers down: a gateway reports it, and every Topology repeats it."""
+    """A request that takes workers down: a gateway reports it, and every Topology repeats it.
 
-    fingerprint: str  # sha256 over model, prompt and parameters, hex
+    Or all of a key, or of an address, to this model.
+    """
+
+    fingerprint: str  # sha256 over model, prompt and parameters, hex; or "key:…", "address:…"
     model: str
-    until: float  # Unix time, s; identical requests are refused until then
+    until: float  # Unix time, s, by its gateway's clock: for people
+    for_s: float = 0.0  # it is refused for so long from when this is sent
+    generation: str = ""  # that it takes down; another one is free of it
 
 
 class Topology(Message, frozen=True):
@@ -244,7 +266,9 @@ class Generate(Message, frozen=True):
     """Run one request. Exactly one of `prompt` and `messages` is set.
 
     A request that was under way elsewhere is continued: `emitted` are the token ids that worker
-    had reported, `sent_chars` how many characters of their text have gone to the client.
+    had reported, `sent_chars` how many characters of their text have gone to the client. A worker
+    of another generation than `continuation` says refuses it with the code "model_changed"; one
+    with less room ends it sooner, by "length".
 
     A request that is suspected of killing workers is started beside nothing unproven, from
     whichever gateway, once the gateways have been told with `Alone`; and nothing is started
@@ -268,10 +292,31 @@ class Generate(Message, frozen=True):
     one_call: bool = False  # at most; likewise
     request: str = ""  # what its client knows it by, for the log
     trace: str = ""  # W3C traceparent of the span that it is; "": it is not traced
+    continuation: Continuation | None = None  # as a worker told it: only its like may go on
+    cache_salt: str = ""  # the prefix cache is shared with requests of the same one only
 
 
 class Cancel(Message, frozen=True):
     id: int
+    tells: bool = False  # answer with Cancelled once it can do no harm any more
+
+
+class Borrow(Message, frozen=True):
+    """Lend us slots that other gateways do not use: requests wait, and our share is in use.
+
+    It holds until a later one; a `share` of 0 gives back what was lent.
+    """
+
+    share: int  # slots that we use without asking
+
+
+class Lent(Message, frozen=True):
+    """So many slots may be used beyond the share; said again with each change.
+
+    Fewer than are in use: those in use run on, and what ends makes room for others.
+    """
+
+    slots: int
 
 
 class Tokens(Message, frozen=True):
@@ -288,6 +333,12 @@ class Failed(Message, frozen=True):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+
+
+class Cancelled(Message, frozen=True):
+    """A request has left the engine, the step that ran when it was cancelled included."""
+
+    id: int
 
 
 class Alone(Message, frozen=True):
@@ -308,12 +359,13 @@ _OfAdapters = a.LoadAdapter | a.UnloadAdapter | a.Remember
 ToWorker = Load | Ping | Drain | Stop | Renew | _OfAdapters | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.NotDone
-FromWorker = Loading | Ready | BootFailed | Pong | _OnAdapters | _OnResidency | s.Phased | s.Greeted
+_OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.Phased | s.Greeted
+FromWorker = _OnLife | _OnAdapters | _OnResidency
 ToGateway = Topology | Drain | Stop | Spent | Ping | Renew
 _Use = r.Wanted | r.KeepAlive
 FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told | _Use | c.Counted
-GatewayToWorker = Hello | Generate | Cancel
-WorkerToGateway = Hello | OneEach | Tokens | Failed | Alone | Together
+GatewayToWorker = Hello | Generate | Cancel | Borrow
+WorkerToGateway = Hello | OneEach | Tokens | Failed | Alone | Together | Cancelled | Lent
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
 ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.Reside | c.GetMetrics
 FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures

@@ -18,7 +18,7 @@ WorkerState = Literal[
     "starting",
     "loading",
     "ready",
-    "stalled",  # makes no progress: it is sent nothing new, and about to be dumped and killed
+    "stalled",  # makes no progress, or its engine has died: it is sent nothing new, and ended
     "draining",
     "backoff",
     "failed",
@@ -39,14 +39,28 @@ Capability = Literal[
     "penalties",
     "min_p",
     "grammar",
+    "stop_token_ids",
+    "bad_words",
+    "prompt_logprobs",
     "tools",
+    "forced_tools",  # calls that a grammar asks for, of a model whose template has no tools
     "adapters",
 ]
 
 
 #: How one replica is spread over its GPUs: each layer over all; layer after layer; as llama.cpp.
 Parallel = Literal["", "tensor", "device_map", "split"]
-GrammarParam = Literal["response_format", "tools", "text.format"]
+#: What a grammar is made of: parameters of ours, and of vLLM's in their older and newer form.
+GrammarParam = Literal[
+    "response_format",
+    "tools",
+    "text.format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+]
 
 
 class Grammar(Value, frozen=True):
@@ -67,7 +81,7 @@ class SamplingParams(Value, frozen=True):
     Ranges are checked at the gateway; an engine may rely on them.
     """
 
-    max_tokens: int | None = None  # None: up to the end of the context
+    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt alone
     temperature: float | None = None  # >= 0; 0 is greedy
     top_p: float | None = None  # (0, 1]
     top_k: int | None = None  # >= 0; 0 is off
@@ -83,6 +97,12 @@ class SamplingParams(Value, frozen=True):
     logprobs: int | None = None  # report log probabilities, and those of so many best, 0 to 20
     grammar: Grammar | None = None
     clamp: bool = False  # lower max_tokens to the room there is, rather than refuse the request
+    stop_token_ids: tuple[int, ...] = ()  # these end the text as the end of sequence does
+    include_stop: bool = False  # what ended the text, a string or one of these, is a part of it
+    bad_words: tuple[str, ...] = ()  # whose tokens, written as such, never come
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens
+    echo: bool = False  # tell the prompt's text
+    truncate_prompt: int = 0  # keep so many tokens of the prompt's end; 0: all; -1: those that fit
 
 
 class ToolCall(Value, frozen=True):
@@ -147,6 +167,11 @@ class ModelInfo(Value, frozen=True):
     sleeps: bool = False  # it can give its device's memory back, and take it again
     prefix_block: int = 0  # tokens in a block of its prefix cache; 0: it has none
     prefix_tokens: int = 0  # that its prefix cache holds at most; 0: not known
+    #: What it has loaded, as far as it decides what is said: the spec's `edition`, a dot, and the
+    #: files' digest. Workers of one generation go on with each other's answers. "": not known.
+    generation: str = ""
+    token_bytes: int = 0  # of a text that one token stands for, at most; 0: not known
+    weights_bytes: int = 0  # 0: as many as its parameters have in `dtype`
 
 
 class WorkerSpec(Value, frozen=True):
@@ -172,6 +197,8 @@ class WorkerSpec(Value, frozen=True):
     memory_bytes: int = 0  # of each GPU, all that the worker may take; 0: as much as is free
     host_memory_bytes: int = 0  # on a CPU, what the file lets it take of the host's; 0: unsaid
     sleeps: bool = False  # it will be put to sleep, and should be able to
+    edition: str = ""  # a digest of what of this decides what is said
+    chat_template: str = ""  # jinja text; "": the model's own
 
 
 class ReplicaStatus(Value, frozen=True):
@@ -197,6 +224,7 @@ class ReplicaStatus(Value, frozen=True):
     kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, told in steps
     trouble: str = ""  # a sentence while it is ready and yet cannot serve: its endpoint is down
     held_bytes: tuple[int, ...] = ()  # of each of its `gpus`
+    generation: str = ""  # of its ModelInfo; until it is ready the beginning: its `edition`
 
 
 class ScaleStatus(Value, frozen=True):
@@ -241,6 +269,36 @@ class TokenLogprob(Value, frozen=True):
     best: tuple[tuple[bytes, float], ...] = ()  # the most probable first
 
 
+class Continuation(Value, frozen=True):
+    """What another worker needs beside the tokens so far, to go on with a request as it began."""
+
+    generation: str  # of its worker and, after a plus sign, of the adapter that it names
+    max_tokens: int  # as it was settled for the worker that began
+    #: Token ids of the prompt, where a chat template made it, which may tell the time: unsigned, 4
+    #: bytes each, little-endian. b"": the request's own prompt makes the same ones again.
+    prompt: bytes = b""
+
+
+class PromptToken(Value, frozen=True):
+    """A token of a prompt, and how probable it was after those before it.
+
+    The first comes after nothing: its `logprob` is None. The most probable token has rank 1.
+    """
+
+    id: int
+    token: bytes
+    logprob: float | None = None
+    rank: int = 0
+    best: tuple[tuple[int, bytes, float], ...] = ()  # ids, texts, log probabilities
+
+
+class Prompt(Value, frozen=True):
+    """What a request wanted to know of its own prompt."""
+
+    text: str = ""  # with `echo`
+    tokens: list[PromptToken] = []  # with `prompt_logprobs`: all
+
+
 class Delta(Value, frozen=True):
     """What one engine step brought to one request.
 
@@ -265,6 +323,9 @@ class Delta(Value, frozen=True):
     # of a request that is traced, with `finish`: Unix times in ns at which it was accepted, given
     # to the engine, brought its first token, and ended
     times_ns: tuple[int, ...] = ()
+    stop_token: int = -1  # that of `stop_token_ids` that ended it, if one did
+    continuation: Continuation | None = None  # on the first with tokens, where more are to come
+    prompt: Prompt | None = None  # with the first one, where asked for
 
 
 class OneEach(Message, frozen=True):

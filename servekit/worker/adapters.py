@@ -71,6 +71,7 @@ class Adapters:
         if name in served:
             raise RequestError(f"the adapter {name!r} is loaded already")
         info = await asyncio.to_thread(self._runner.engine.load_adapter, order.adapter)
+        await asyncio.to_thread(self._runner.identify_adapters, [order.adapter])
         served[name] = info.virtual_tokens
         log.info("adapter loaded", adapter=name, kind=info.kind, mode=info.mode)
         return AdapterLoaded(order.seq, info)

@@ -30,15 +30,25 @@ def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
             param="model",
         )
     for capability, param in _asked(request):
-        if capability not in info.serves:
+        if capability not in info.serves and not _forced(capability, request, info):
             what = "keep calls to a schema" if (capability, param) == _ORDERED else "take it"
             raise Unsupported(
                 f"{param}: the {spec.engine} engine of '{spec.model}' does not {what}", param=param
             )
 
 
+def _forced(capability: Capability, request: Generate, info: ModelInfo) -> bool:
+    """Whether calls that a grammar asks for are all that is needed."""
+    return (
+        capability == "tools"
+        and "forced_tools" in info.serves
+        and request.params.grammar is not None
+        and request.params.grammar.param == "tools"
+    )
+
+
 def check_text(request: Generate, spec: WorkerSpec) -> None:
-    """Raise Unsupported for token ids, to an engine that takes text only."""
+    """Raise Unsupported for what needs tokens, to an engine that takes text only."""
     ids = isinstance(request.prompt, list) or any(isinstance(one, list) for one in request.inputs)
     if ids:
         param = "prompt" if isinstance(request.prompt, list) else "input"
@@ -46,6 +56,15 @@ def check_text(request: Generate, spec: WorkerSpec) -> None:
             f"{param}: the {spec.engine} engine of '{spec.model}' takes text, not token ids",
             param=param,
         )
+    for asked, param in (
+        (request.params.include_stop, "include_stop_str_in_output"),
+        (request.params.truncate_prompt, "truncate_prompt_tokens"),
+        (request.params.echo, "echo"),
+    ):
+        if asked:
+            raise Unsupported(
+                f"{param}: the {spec.engine} engine of '{spec.model}' does not take it", param=param
+            )
 
 
 def _hint(request: Generate, info: ModelInfo) -> str:
@@ -73,5 +92,11 @@ def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
         yield "penalties", "repetition_penalty"
     if params.grammar is not None:
         yield "grammar", params.grammar.param
+    if params.stop_token_ids:
+        yield "stop_token_ids", "stop_token_ids"
+    if params.prompt_logprobs is not None:
+        yield "prompt_logprobs", "echo" if params.echo else "prompt_logprobs"
+    if params.bad_words:
+        yield "bad_words", "bad_words"
     if request.tools:
         yield "tools", "tools"

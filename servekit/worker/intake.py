@@ -2,12 +2,15 @@
 
 What takes long is done in threads: long prompts one after the other in one, for each may take a
 gigabyte while it is tokenised; long texts of which only the tokens are asked in another; grammars
-in two of their own, so that whoever sends explosive ones waits for himself.
+in others. The engine bounds what a grammar may take, and how many wait for others to be compiled;
+no clock runs here while a request waits for its turn, or for its prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +18,7 @@ import msgspec
 
 from servekit.engines.base import Engine, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError
-from servekit.wire.messages import ChatMessage, Generate, ModelInfo
+from servekit.wire.messages import ChatMessage, Continuation, Generate, ModelInfo
 from servekit.worker.capability import check
 
 #: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
@@ -23,11 +26,8 @@ LONG_PROMPT_CHARS = 16_384
 #: Tokens of a text that are told one by one, as many as a client may send: each is an object here
 #: and at the gateway.
 MAX_TOKENS_TOLD = 2**20
-#: Grammars that are compiled at once.
-COMPILERS = 2
-#: How long a grammar may take, the wait for its turn included. The engine has limits of its own,
-#: which end the work; this one ends the wait on a machine that is too busy.
-COMPILE_TIMEOUT_S = 5.0
+#: Threads that compile grammars, or, most of them, wait until some other is compiled.
+COMPILERS = 64
 
 
 class Prepared(msgspec.Struct):
@@ -35,6 +35,7 @@ class Prepared(msgspec.Struct):
 
     ids: list[int] = []
     constraint: object | None = None
+    banned: tuple[tuple[int, ...], ...] = ()
     inputs: list[list[int]] = []
     text: str = ""
 
@@ -66,7 +67,9 @@ class Intake:
             case "embed":
                 return Prepared(inputs=self._inputs(request.inputs))
             case _:
-                return Prepared(self._prompt(request), self._constraint(request))
+                return Prepared(
+                    self._prompt(request), self._constraint(request), self._banned(request)
+                )
 
     async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
         """In another thread, unless it is not `wanted` any more at its turn. Raises RequestError.
@@ -77,17 +80,21 @@ class Intake:
         def prepare() -> Prepared:
             return self.prepare(request) if wanted() else Prepared()
 
+        def prepare_prompt() -> Prepared:
+            check(request, self._info, self._engine.spec)
+            return Prepared(self._prompt(request)) if wanted() else Prepared()
+
+        def constrain() -> object | None:
+            return self._constraint(request) if wanted() else None
+
         loop = asyncio.get_running_loop()
-        if request.params.grammar is None:
+        if request.params.grammar is None or request.task != "generate":
             return await loop.run_in_executor(self._thread_for(request), prepare)
-        try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                return await loop.run_in_executor(self._compilers, prepare)
-        except TimeoutError:
-            raise RequestError(
-                f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s; simplify it",
-                param=request.params.grammar.param,
-            ) from None
+        if _length(request) <= LONG_PROMPT_CHARS:
+            return await loop.run_in_executor(self._compilers, prepare)
+        prepared = await loop.run_in_executor(self._reader, prepare_prompt)
+        prepared.constraint = await loop.run_in_executor(self._compilers, constrain)
+        return prepared
 
     def _thread_for(self, request: Generate) -> ThreadPoolExecutor | None:
         """None: one of the event loop's own, where the text is short and something else is not."""
@@ -98,13 +105,44 @@ class Intake:
     def _prompt(self, request: Generate) -> list[int]:
         """What is to be gone on with; refused early where it is far longer than the context."""
         context, params = self._room(request), request.params
+        if params.truncate_prompt:
+            return self._truncated(request, context)
         try:
-            return self._encode(request, context)
+            ids = self._encode(request, context)
+            if params.prompt_logprobs is not None:
+                _check_told(len(ids), params.prompt_logprobs + 1)
+            return ids
         except TooManyTokens as error:
             found = f"more than {error.count}"
             raise _too_long(context, found, params.max_tokens) from None
 
+    def _truncated(self, request: Generate, context: int) -> list[int]:
+        """The end of the prompt: as many tokens as are asked for, or as there is room for."""
+        kept = request.params.truncate_prompt
+        if kept < 0:
+            kept = max(1, context - (request.params.max_tokens or 1))
+        try:
+            ids = self._encode(request, MAX_TOKENS_TOLD)[-kept:]
+        except TooManyTokens as error:
+            raise _too_long(context, f"more than {error.count}", None) from None
+        if request.params.prompt_logprobs is not None:
+            _check_told(len(ids), request.params.prompt_logprobs + 1)
+        return ids
+
+    def _banned(self, request: Generate) -> tuple[tuple[int, ...], ...]:
+        """The tokens of bad words, as they begin a text and as they follow a space in it."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in request.params.bad_words:
+            for text in (word, " " + word.lstrip(" ")):
+                if ids := tuple(self._engine.codec.encode_plain(text)):
+                    found[ids] = None
+        return tuple(found)
+
     def _encode(self, request: Generate, limit: int | None = None) -> list[int]:
+        if (began := request.continuation) is not None:
+            if began.prompt:
+                return unpacked(began.prompt)
+            limit = None  # it has fitted where it began; what fits here is for its length to say
         if request.messages is not None:
             return self._engine.codec.render_chat(
                 request.messages, request.tools, request.template, request.continues, limit
@@ -180,6 +218,29 @@ def completion_limit(
     return max(1, min(asked, room)) if clamp else asked
 
 
+def limit_of_continuation(prompt: int, began: Continuation, limits: tuple[int, int | None]) -> int:
+    """How many tokens may be generated in all of what another worker has begun: what it settled,
+    or as many as there is room for. 0 or less where the prompt itself does not fit.
+    """
+    return min(began.max_tokens, limits[0] - prompt)
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Token ids as `Continuation.prompt` has them."""
+    found = array("I", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()
+
+
+def unpacked(ids: bytes) -> list[int]:
+    """What `packed` has packed. Raises ValueError."""
+    found = array("I", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
 def _too_long(context: int, prompt: str, asked: int | None) -> ContextLengthExceeded:
     wanted = f" and max_tokens is {asked}" if asked is not None else ""
     return ContextLengthExceeded(
@@ -187,6 +248,16 @@ def _too_long(context: int, prompt: str, asked: int | None) -> ContextLengthExce
         "Shorten the prompt or ask for fewer tokens",
         param="messages" if asked is None else "max_tokens",
     )
+
+
+def _check_told(tokens: int, each: int) -> None:
+    """Raise RequestError where a prompt has more log probabilities than are told at once."""
+    if tokens * each > MAX_TOKENS_TOLD:
+        raise RequestError(
+            f"the prompt has {tokens} tokens, and {each} log probabilities of each are over the "
+            f"limit of {MAX_TOKENS_TOLD}; ask for fewer, or shorten it",
+            param="logprobs",
+        )
 
 
 def _too_many_to_tell(tokens: str) -> RequestError:

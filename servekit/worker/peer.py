@@ -10,6 +10,7 @@ from servekit.errors import RequestError, WireError
 from servekit.wire.connection import Connection
 from servekit.wire.messages import (
     PROTOCOL,
+    Borrow,
     Cancel,
     Delta,
     Failed,
@@ -98,14 +99,19 @@ class Peer:
         if isinstance(message, Generate) and self.greeted:
             self.runner.accept(self, message)
         elif isinstance(message, Cancel):
-            self.runner.cancel(self, message.id)
+            self.runner.cancel(self, message.id, tells=message.tells)
+        elif isinstance(message, Borrow):
+            self.runner.lending.borrow(self, message.share)
         elif isinstance(message, Hello) and message.protocol == PROTOCOL:
             self.meet(message)
         else:
             raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
 
     def meet(self, hello: Hello) -> None:
-        """Answer its Hello; requests may come after."""
+        """Answer its Hello; requests may come after, unless the engine has died."""
+        if self.runner.dead:
+            self.connection.abort()
+            return
         self.greeted = True
         own = Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
         self.connection.send(own)

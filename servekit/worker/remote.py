@@ -41,6 +41,7 @@ class Remote(Port):
 
     role = "worker"
     incoming = ToWorker
+    is_remote = True
 
     def __init__(self, post: Post) -> None:
         super().__init__(post)
@@ -50,6 +51,9 @@ class Remote(Port):
 
     async def serve(self, spec: WorkerSpec, runner: Runner) -> None:
         self._runner = runner
+
+    def stop_serving(self) -> None:
+        """Nothing to do: the port is the supervisor's, too, and no dead engine greets gateways."""
 
     async def dial(self, factory: Factory) -> Connection[object]:
         host, _ = host_and_port(self._post.listen)

@@ -6,6 +6,7 @@ Everything here runs on the worker's event loop; only `emit` may be called from 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,19 +19,29 @@ from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
 from servekit.engines.text import TextEngine, TextJob
 from servekit.errors import (
     EngineFailed,
+    ModelChanged,
     ModelNotFound,
     RequestError,
     Unsupported,
     WireError,
     WorkerLost,
 )
+from servekit.wire.adapters import AdapterSpec
 from servekit.wire.connection import Connection
-from servekit.wire.messages import Delta, GatewayToWorker, Generate, ModelInfo
+from servekit.wire.messages import (
+    Cancelled,
+    Delta,
+    GatewayToWorker,
+    Generate,
+    ModelInfo,
+    Prompt,
+)
 from servekit.worker.capability import check, check_text
-from servekit.worker.intake import Intake, Prepared, completion_limit
+from servekit.worker.intake import Intake, Prepared, completion_limit, limit_of_continuation
+from servekit.worker.lending import Lending
 from servekit.worker.peer import Peer
 from servekit.worker.stopwatch import Stopwatch
-from servekit.worker.task import ScoredTask, Task, TextTask, failure
+from servekit.worker.task import ScoredTask, SilentTask, Task, TextTask, failure
 from servekit.worker.text import CountedText, TextStream
 from servekit.worker.ward import Held, Ward
 
@@ -38,6 +49,10 @@ log: Any = structlog.get_logger("servekit.worker")
 
 #: A request that was cancelled may be in the step that runs, and kill yet.
 STEP_S = 0.1
+#: How long gateways may take to read what an engine brought before it died.
+LAST_WORDS_S = 1.0
+#: The same, where the engine has nothing else to do: a step that began with it may be a long one.
+IDLE_S = 1.0
 #: Requests of adapters that are noted before ended ones are looked for.
 ADAPTED = 256
 
@@ -52,11 +67,15 @@ class Runner:
         self.loop = asyncio.get_running_loop()
         self.peers: set[Peer] = set()
         self.ward = Ward(self)
+        self.lending = Lending(self)
         self.draining = False
+        self.dead = False  # the engine has died
         self.asleep = False  # or about to be
         self.engine_turn = asyncio.Lock()  # for what changes the engine beside its jobs
         # Those that take requests, and how much of the context their virtual tokens take.
         self.adapters = {adapter.name: adapter.virtual_tokens for adapter in info.adapters}
+        self.portable = False  # generations are compared across machines
+        self._adapter_files: dict[str, str] = {}  # by adapter, which files it is of
         self._adapted: dict[int, str] = {}  # job id → adapter; ended ones stay until it is pruned
         self._prune_at = ADAPTED
         self._on_idle = on_idle
@@ -69,6 +88,8 @@ class Runner:
         self._stopwatch = Stopwatch()
         self._intake = Intake(engine, info, self._context)
         self._encoding: set[asyncio.Task[None]] = set()
+        self._going: dict[tuple[Peer, int], float] = {}  # cancelled, and since when
+        self._watching: asyncio.Task[None] | None = None
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
         self._stepped_at = 0.0  # when the last step is over in which a cancelled request may be
@@ -88,14 +109,19 @@ class Runner:
     def accept(self, peer: Peer, request: Generate) -> None:
         if request.id in peer.jobs:
             raise WireError(f"request {request.id} is in flight already")
-        if self.draining or self.asleep:
-            peer.fail(request.id, WorkerLost("the worker is draining, or asleep"))
+        if self._takes_no_more(request):
+            peer.fail(request.id, WorkerLost("the worker is draining, asleep, or about to end"))
             return
         if request.adapter and (refusal := self._refuse_adapter(request)) is not None:
             peer.fail(request.id, refusal)
             return
+        if (refusal := self._refuse_generation(request)) is not None:
+            peer.fail(request.id, refusal)
+            return
         self._next_job += 1
         peer.jobs[request.id] = self._next_job
+        if self.lending.active:
+            self.lending.change()
         if request.trace:
             self._stopwatch.accept(self._next_job)
         if request.adapter:
@@ -119,6 +145,32 @@ class Runner:
                 self._start(peer, request, job_id, self._intake.prepare(request))
         except Exception as error:
             self._refuse(peer, request, job_id, error)
+
+    def _takes_no_more(self, request: Generate) -> bool:
+        """While it drains, and has something left to do, it finishes for its like what they began:
+        there may be no other.
+        """
+        begun = request.continuation is not None and self._leaving is None
+        dead = self.engine.fatal is not None
+        return dead or self.asleep or (self.draining and not begun)
+
+    def _refuse_generation(self, request: Generate) -> RequestError | None:
+        """Why what another worker has begun is not gone on with."""
+        began = request.continuation
+        if began is None or began.generation == self.generation(request.adapter):
+            return None
+        return ModelChanged("this worker has loaded another model than the one that began")
+
+    def generation(self, adapter: str) -> str:
+        """What decides what it says, to requests of an adapter or, with "", of the model."""
+        known = self.info.generation
+        return f"{known}+{self._adapter_files.get(adapter, '')}" if adapter else known
+
+    def identify_adapters(self, adapters: Sequence[AdapterSpec]) -> None:
+        """Look which files these have been loaded from; reads them."""
+        for one in adapters:
+            found = self.engine.identify_adapter(one, portable=self.portable)
+            self._adapter_files[one.name] = found
 
     def _refuse_adapter(self, request: Generate) -> RequestError | None:
         """Why an adapter cannot answer this. Tokens are the base model's, whoever asks."""
@@ -156,7 +208,7 @@ class Runner:
     def cleared(self, held: Held) -> bool:
         """A suspect that was started need not be alone any more."""
         if held.peer.jobs.get(held.request.id) != held.job_id:
-            return True
+            return self.loop.time() >= self._stepped_at  # cancelled, it may be in a step yet
         task = self._tasks.get(held.job_id)
         return task is not None and task.proven and held.request.alone_until == "proven"
 
@@ -172,9 +224,14 @@ class Runner:
             self._refuse(peer, request, job_id, error)
 
     def _refuse(self, peer: Peer, request: Generate, job_id: int, error: Exception) -> None:
-        """Whatever a request does wrong is answered to it alone."""
+        """Whatever a request does wrong is answered to it alone.
+
+        What an engine that has just died says is no such answer: the request runs elsewhere.
+        """
         # in a frame of its own: one that the error went through would be held by it, and hold it
-        if not isinstance(error, RequestError):
+        if self.engine.fatal is not None and not _is_clients(error):
+            error = WorkerLost("the engine died before it took this request")
+        elif not isinstance(error, RequestError):
             log.exception("request refused", request=request.request or request.id)
             error = EngineFailed("the engine failed to take this request")
         self._tasks.pop(job_id, None)
@@ -196,16 +253,26 @@ class Runner:
         ids = prepared.ids
         params = request.params
         limits = self._limits(request)
-        limit = completion_limit(len(ids), params.max_tokens, limits, clamp=params.clamp)
+        if (began := request.continuation) is not None:
+            limit = limit_of_continuation(len(ids), began, limits)
+        else:
+            asked = params.max_tokens if params.max_tokens != 0 else 1  # one that is not told
+            limit = completion_limit(len(ids), asked, limits, clamp=params.clamp)
         if params.max_tokens != limit:
             params = replace(params, max_tokens=limit)
         text = self._begin(peer, request, job_id, len(ids))
+        if params.echo or params.prompt_logprobs is not None:
+            told = self._text_of(ids) if params.echo else ""
+            self._tasks[job_id].prompt = Prompt(told)
         if len(request.emitted) >= limit or text.stopped:
             self._deliver([StepOutput(job_id, [], "length")], stepped=False)
             return
+        if began is None:
+            self._tasks[job_id].begins = ids, limit
         emitted, constraint = list(request.emitted), prepared.constraint
         self._stopwatch.note(job_id)
-        self.engine.submit(Job(job_id, ids, params, emitted, constraint, request.adapter))
+        whose = request.adapter, prepared.banned, request.cache_salt
+        self.engine.submit(Job(job_id, ids, params, emitted, constraint, *whose))
 
     def _ask(self, engine: TextEngine, peer: Peer, request: Generate, job_id: int) -> None:
         check(request, self.info, engine.spec)
@@ -216,13 +283,21 @@ class Runner:
 
     def _begin(self, peer: Peer, request: Generate, job_id: int, prompt_tokens: int) -> TextStream:
         params, decoder = request.params, self._decoder(request)
+        if params.max_tokens == 0:
+            text = TextStream(decoder, ())
+            self._tasks[job_id] = SilentTask(peer, request, prompt_tokens, text)
+            return text
         if params.logprobs is None or not params.stop:
-            text = TextStream(decoder, params.stop, request.sent_chars)
+            text = TextStream(decoder, params.stop, request.sent_chars, params.include_stop)
             self._tasks[job_id] = Task(peer, request, prompt_tokens, text)
             return text
-        counted = CountedText(decoder, params.stop, request.sent_chars)
+        counted = CountedText(decoder, params.stop, request.sent_chars, params.include_stop)
         self._tasks[job_id] = ScoredTask(peer, request, prompt_tokens, counted)
         return counted
+
+    def _text_of(self, ids: list[int]) -> str:
+        decoder = self.engine.codec.decoder()
+        return decoder.push(ids) + decoder.flush()
 
     def _embed(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
         count = sum(map(len, prepared.inputs))
@@ -254,7 +329,12 @@ class Runner:
         default = self.engine.spec.sampling.get("max_tokens")
         return self._context(request), None if default is None else int(default)
 
-    def cancel(self, peer: Peer, request_id: int) -> None:
+    def cancel(self, peer: Peer, request_id: int, *, tells: bool = False) -> None:
+        """Nobody wants it any more. `tells`: say so once it can do no harm in the engine."""
+        if tells:
+            self._going[peer, request_id] = self.loop.time()
+            if self._watching is None:
+                self._watching = self.loop.create_task(self._watch_going())
         job_id = peer.jobs.pop(request_id, None)
         if job_id is not None:
             self._stopwatch.forget(job_id)
@@ -267,13 +347,52 @@ class Runner:
         if task is not None and not task.proven:
             self._stepped_at = self.loop.time() + STEP_S
 
+    async def _watch_going(self) -> None:
+        """Tell gateways which of their cancelled requests have left the engine.
+
+        The engine does not say when: the step that ran has ended when the engine has made progress
+        since; one that has nothing to do makes none, and is given a second.
+        """
+        while self._going:
+            await asyncio.sleep(STEP_S)
+            now_s, load = self.loop.time(), self.engine.load_now()
+            idle = not load.running + load.waiting
+            for (peer, request_id), since_s in list(self._going.items()):
+                passed_s = now_s - since_s
+                if passed_s < (IDLE_S if idle else max(STEP_S, load.progress_age_s)):
+                    continue
+                del self._going[peer, request_id]
+                if peer in self.peers:
+                    peer.connection.send(Cancelled(request_id))
+        self._watching = None
+
     def forget(self, peer: Peer) -> None:
         """The gateway is gone, and with it everybody who could want its answers."""
         for request_id in list(peer.jobs):
             self.cancel(peer, request_id)
         self.peers.discard(peer)
+        self.lending.forget(peer)
 
     # ---- from the engine
+
+    async def lose(self) -> None:
+        """The engine has died: send what its completed steps brought, and hang up on all gateways.
+
+        The end of its connection is how a gateway learns of a death, so that what ran is counted
+        and goes on elsewhere. What had not reached the engine is given back before, uncounted.
+        Returns once the kernel has all of it, or a gateway has not read it in time.
+        """
+        self.dead = True
+        self._drain_steps()
+        peers = list(self.peers)
+        for peer in peers:
+            for request_id, job_id in list(peer.jobs.items()):
+                if job_id not in self._tasks:
+                    peer.fail(request_id, WorkerLost("the engine died before this was its turn"))
+            peer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await asyncio.gather(*(peer.connection.closed for peer in peers))
 
     def emit(self, outputs: Sequence[StepOutput]) -> None:
         """Take one engine step's outputs; from any thread."""
@@ -284,7 +403,7 @@ class Runner:
         self.loop.call_soon_threadsafe(self._drain_steps)
 
     def _drain_steps(self) -> None:
-        while self._steps:
+        for _ in range(len(self._steps)):  # what comes meanwhile waits: so do pings and cancels
             self._deliver(self._steps.popleft())
 
     def _deliver(self, outputs: Sequence[StepOutput], *, stepped: bool = True) -> None:
@@ -297,8 +416,12 @@ class Runner:
             task = tasks.get(output.id)
             if task is None:
                 continue  # cancelled while the step ran
-            if not (task.plain and task.pass_on(output)):
-                self._tell(task, output)
+            try:
+                if not (task.plain and task.pass_on(output)):
+                    self._tell(task, output)
+            except Exception:  # of this request alone: the others have their tokens all the same
+                log.exception("an answer cannot be told", request=task.id)
+                self._spoil(output.id, task)
         if stepped:
             self.on_step(tokens, ends)
         if self.ward.closed:
@@ -310,14 +433,26 @@ class Runner:
             task.peer.fail(task.id, error)
             return
         delta = task.delta(output)
+        if task.prompt is not None:
+            told = replace(task.prompt, tokens=output.prompt or [])
+            delta, task.prompt = replace(delta, prompt=told), None
         if self._stopwatch.runs:
             delta = self._stopwatch.stamp(output.id, delta)
         if delta.finish is not None:
             self._end(output.id, task)
             if output.finish is None:
                 self._cancel(output.id, task)  # a stop string ended it, not the engine
-        if delta.text or delta.token_ids or delta.finish:
+        if delta.text or delta.token_ids or delta.finish or delta.prompt:
+            if task.begins is not None and delta.token_ids and delta.finish is None:
+                delta = replace(delta, continuation=task.continuation(self.generation))
             task.peer.add(delta)
+
+    def _spoil(self, job_id: int, task: Task) -> None:
+        """End a request whose tokens cannot be made into an answer."""
+        if job_id in self._tasks:
+            self._end(job_id, task)
+            self._cancel(job_id, task)
+            task.peer.fail(task.id, EngineFailed("the answer's tokens cannot be decoded"))
 
     def _end(self, job_id: int, task: Task) -> None:
         del self._tasks[job_id]
@@ -326,7 +461,9 @@ class Runner:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if self.draining and not self.busy and self._leaving is None:
+        if self.lending.active:
+            self.lending.change()
+        if self.draining and not self.busy and self._leaving is None and not self.dead:
             self._leaving = self.loop.create_task(self._leave())
 
     async def _leave(self) -> None:
@@ -336,3 +473,8 @@ class Runner:
             peer.close()
         await asyncio.gather(*(peer.connection.closed for peer in peers))
         self._on_idle()
+
+
+def _is_clients(error: Exception) -> bool:
+    """The request itself is wrong, whoever is asked."""
+    return isinstance(error, RequestError) and error.status < 500

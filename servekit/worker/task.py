@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from servekit.engines.base import StepOutput
 from servekit.engines.text import TextOutput
 from servekit.errors import EngineFailed, RequestError
-from servekit.wire.messages import PROOF_TOKENS, Delta, Generate, TokenLogprob
+from servekit.wire.messages import (
+    PROOF_TOKENS,
+    Continuation,
+    Delta,
+    Generate,
+    Prompt,
+    TokenLogprob,
+)
 from servekit.wire.values import FinishReason
+from servekit.worker.intake import packed
 from servekit.worker.text import CountedText, TextStream
 
 if TYPE_CHECKING:
@@ -21,14 +29,18 @@ class Task:
     """A request, and how far it is."""
 
     __slots__ = (
+        "adapter",
         "began",
+        "begins",
         "cached",
+        "chats",
         "completion",
         "decode",
         "held",
         "id",
         "peer",
         "plain",
+        "prompt",
         "prompt_tokens",
         "text",
     )
@@ -37,10 +49,13 @@ class Task:
         self.peer = peer
         self.id = request.id
         self.prompt_tokens = prompt_tokens
+        self.begins: tuple[list[int], int] | None = None  # prompt and limit, until they are told
+        self.adapter, self.chats = request.adapter, request.messages is not None
         self.completion = self.began = len(request.emitted)
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
         self.cached = 0  # tokens of the prompt that the engine did not have to read
+        self.prompt: Prompt | None = None  # what its first delta is to tell of the prompt
         self.plain = False  # what comes next may be told as one token, and no more: its text
         self.decode = text.decode  # is what this says, and nothing else is to be thought of
 
@@ -48,6 +63,15 @@ class Task:
     def proven(self) -> bool:
         """It has shown that it is not what kills workers."""
         return self.completion - self.began >= PROOF_TOKENS
+
+    def continuation(self, generation: Callable[[str], str]) -> Continuation:
+        """What another worker needs to go on with it; told once, with its first tokens.
+
+        `generation` is of an adapter, or of "". A plain prompt makes the same tokens anywhere.
+        """
+        assert self.begins is not None
+        (ids, limit), self.begins = self.begins, None
+        return Continuation(generation(self.adapter), limit, packed(ids) if self.chats else b"")
 
     def pass_on(self, output: StepOutput) -> bool:
         """Send one more token, if that is all that the step has brought; where `plain` is set."""
@@ -77,14 +101,26 @@ class Task:
                 return Delta(self.id, text, ids, None, prompt, 0, logprobs, [], "", cached)
             return Delta(self.id, text, output.token_ids, None, prompt, 0, logprobs)
         if not self.text.stopped:
-            text += self.text.finish()
+            text += self.text.finish(output.stop_token)
             finish = "stop" if self.text.stopped else finish
         prompt, completion = self.prompt_tokens, self.completion
         logprobs, vectors, stop = output.logprobs or [], output.vectors or [], self.text.stop
         ids, cached = output.token_ids, self.cached
+        ended = -1 if stop else output.stop_token
         return Delta(
-            self.id, text, ids, finish, prompt, completion, logprobs, vectors, stop, cached
-        )
+            self.id, text, ids, finish, prompt, completion, logprobs, vectors, stop, cached,
+            stop_token=ended,
+        )  # fmt: skip
+
+
+class SilentTask(Task):
+    """A request that asks for no tokens. Its engine makes one, which nobody is told of."""
+
+    def delta(self, output: StepOutput) -> Delta:
+        self.completion += PROOF_TOKENS
+        self.cached = min(output.cached_tokens, self.prompt_tokens)
+        counts = (self.prompt_tokens, 0)
+        return Delta(self.id, "", [], "length", *counts, [], [], "", self.cached)
 
 
 def failure(output: StepOutput) -> RequestError | None:
@@ -148,14 +184,15 @@ class ScoredTask(Task):
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is not None and not self.text.stopped:
-            text += self.text.finish()
+            text += self.text.finish(output.stop_token)
             finish = "stop" if self.text.stopped else finish
         told = self._certain(all_of_them=finish is not None and not self.text.stopped)
         ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
         completion = 0 if finish is None else self.completion
         self.cached = max(self.cached, min(output.cached_tokens, self.prompt_tokens))
         counts, rest = (self.prompt_tokens, completion), (self.text.stop, self.cached)
-        return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest)
+        ended = -1 if self.text.stop else output.stop_token
+        return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest, stop_token=ended)
 
     def _read(self, output: StepOutput) -> str:
         """The text that may leave; each token's place is noted."""

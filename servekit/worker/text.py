@@ -13,10 +13,12 @@ class StopScanner:
     Text that could be the beginning of a stop string is held back until it is certain.
     """
 
-    __slots__ = ("_held", "_longest", "_stops", "found")
+    __slots__ = ("_held", "_include", "_longest", "_stops", "found")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`include`: a stop string that was found is a part of the text."""
         self._stops = tuple(stops)
+        self._include = include
         self._longest = max(map(len, stops)) if stops else 0
         self._held = ""
         self.found = ""  # the stop string that was found
@@ -30,7 +32,7 @@ class StopScanner:
         if found:
             self._held = ""
             at, self.found = min(found)
-            return text[:at], True
+            return text[: at + len(self.found) if self._include else at], True
         keep = self._could_begin(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -56,11 +58,15 @@ class TextStream:
     and the `sent_chars` characters that have already gone to the client are left out.
     """
 
-    __slots__ = ("_decoder", "_scanner", "_skip", "_stops", "decode", "stopped")
+    __slots__ = ("_decoder", "_include", "_scanner", "_skip", "_stops", "decode", "stopped")
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0) -> None:
+    def __init__(
+        self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0, include: bool = False
+    ) -> None:
+        """`include`: what ends the text, a stop string or token, is a part of it."""
         self._decoder, self.decode = decoder, decoder.push
-        self._scanner = StopScanner(stops)
+        self._scanner = StopScanner(stops, include)
+        self._include = include
         self._skip = sent_chars
         self._stops = bool(stops)
         self.stopped = False
@@ -80,9 +86,10 @@ class TextStream:
         text = self.decode(token_ids)
         return text if self.plain else self._scan(text)
 
-    def finish(self) -> str:
-        """Return the rest, once no further token comes."""
-        text = self._decoder.flush()
+    def finish(self, stop_token: int = -1) -> str:
+        """Return the rest, once no further token comes; `stop_token` is the one that ended it."""
+        text = self.decode([stop_token]) if self._include and stop_token >= 0 else ""
+        text += self._decoder.flush()
         if self.plain:
             return text
         text = self._scan(text)
@@ -107,8 +114,10 @@ class CountedText(TextStream):
 
     __slots__ = ("certain", "decoded")
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0) -> None:
-        super().__init__(decoder, stops, sent_chars)
+    def __init__(
+        self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0, include: bool = False
+    ) -> None:
+        super().__init__(decoder, stops, sent_chars, include)
         self.decoded = self.certain = 0
 
     def _scan(self, decoded: str) -> str:

@@ -11,24 +11,28 @@ the supervisor's that is when none has come back for a while: see `worker.remote
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.engines import create, fetch_ahead
 from servekit.engines.base import Engine
 from servekit.engines.phases import heard_by, phase
 from servekit.engines.text import TextEngine
-from servekit.errors import LoadError
+from servekit.errors import LoadError, Unsupported, describe_error
 from servekit.wire.adapters import LoadAdapter, UnloadAdapter
-from servekit.wire.lifeline import end_group
+from servekit.wire.lifeline import CHAOS, FAIL_STEP, end_group
 from servekit.wire.messages import (
     BootFailed,
     Drain,
+    EngineDied,
     Load,
     Loading,
     ModelInfo,
@@ -51,7 +55,7 @@ from servekit.worker.slumber import Slumber
 log: Any = structlog.get_logger("servekit.worker")
 
 EXIT_BOOT_FAILED = 3
-EXIT_ENGINE_DIED = 70
+EXIT_ENGINE_DIED = os.EX_SOFTWARE
 #: Progress is reported at most this often.
 REPORT_EVERY_S = 0.1
 #: A worker that has completed nothing for this long sends itself a request.
@@ -69,16 +73,18 @@ def run(name: str, line: Line, began_s: float) -> int:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code, loads = runner.run(_live(name, line, began_s))
-        if loads:
-            os._exit(code)  # nobody waits for what its thread loads, and no thread can be ended
+        code, stuck = runner.run(_live(name, line, began_s))
+        if stuck:  # it loads, or hangs in a broken device: nobody waits for that
+            sys.stderr.flush()
+            os._exit(code)
         return code
 
 
 async def _live(name: str, line: Line, began_s: float) -> tuple[int, bool]:
-    """The exit code, and whether it still loads."""
+    """The exit code, and whether a thread may be left that cannot be ended."""
     worker = Worker(name, line, began_s)
-    return await worker.live(), worker.loads
+    code = await worker.live()
+    return code, worker.loads or code == EXIT_ENGINE_DIED
 
 
 class Worker:
@@ -100,6 +106,7 @@ class Worker:
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
+        self._dying: asyncio.Task[None] | None = None  # since its engine has died
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
         self._probes = 0
@@ -108,11 +115,13 @@ class Worker:
     async def live(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._end, 0)
+        if os.environ.get(CHAOS) == "1":
+            self._loop.add_signal_handler(FAIL_STEP, self._fail_step)
         await self._line.open(self._on_message, self._on_eof)
         heard_by(self._hear_from_any_thread)
         self._line.send(Phased(Phase("worker", self._began_s, time.monotonic())))
         code = await self._exit
-        if self._engine is not None and code != EXIT_BOOT_FAILED:
+        if self._engine is not None and code not in (EXIT_BOOT_FAILED, EXIT_ENGINE_DIED):
             self._engine.close()
         await self._line.close()
         return code
@@ -154,8 +163,7 @@ class Worker:
         if self._runner is None or self._engine is None:
             return Pong(seq, time.monotonic() - self._progress_at, 0, 0, 0.0)
         if self._engine.fatal is not None:
-            log.error("the engine died", error=repr(self._engine.fatal))
-            self._end(EXIT_ENGINE_DIED)
+            self._on_death()
         now = self._engine.load_now()
         running, waiting = now.running, now.waiting
         trouble = self._engine.trouble if isinstance(self._engine, TextEngine) else ""
@@ -173,6 +181,42 @@ class Worker:
         self._runner.draining = True
         if not self._runner.busy:
             self._end(0)
+
+    def _fail_step(self) -> None:
+        """An experiment wishes to see the engine die."""
+        if self._runner is not None and self._engine is not None:
+            try:
+                self._engine.fail_step()
+            except Unsupported as error:
+                log.warning("no step is made to fail", reason=error.message)
+
+    # ---- the engine's death
+
+    def _hear_death_from_any_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is over, and the process with it
+            self._loop.call_soon_threadsafe(self._on_death)
+
+    def _on_death(self) -> None:
+        assert self._engine is not None and self._engine.fatal is not None
+        self._die(describe_error(self._engine.fatal))
+
+    def _broken(self, error: str) -> None:
+        self._die(f"the health probe failed: {error}")
+
+    def _die(self, cause: str) -> None:
+        """Die as a worker, because the engine has: the supervisor hears why, gateways see EOF."""
+        if self._dying is None and not self._exit.done():
+            log.error("the engine died", cause=cause)
+            self._line.send(EngineDied(cause))
+            self._dying = self._loop.create_task(self._lose_gateways())
+
+    async def _lose_gateways(self) -> None:
+        self._line.stop_serving()
+        try:
+            if self._runner is not None:
+                await self._runner.lose()
+        finally:
+            self._end(EXIT_ENGINE_DIED)
 
     # ---- boot
 
@@ -221,10 +265,6 @@ class Worker:
                 if runner is not None and not runner.draining and not runner.asleep:
                     self._broken(str(error))
 
-    def _broken(self, error: str) -> None:
-        log.error("the health probe failed", error=error)
-        self._end(EXIT_ENGINE_DIED)
-
     def _on_step(self, tokens: int, ends: int) -> None:
         self._tokens += tokens
         self._finished += ends
@@ -236,8 +276,16 @@ class Worker:
         with phase("import"):
             self._report(Progress("import"))
             self._engine = engine = await asyncio.to_thread(self._create, spec)
+            engine.on_death = self._hear_death_from_any_thread
         with phase("load"):
-            return await asyncio.to_thread(engine.load, self._report_from_thread)
+            return await asyncio.to_thread(self._load_in_thread, engine)
+
+    def _load_in_thread(self, engine: Engine) -> ModelInfo:
+        info = engine.load(self._report_from_thread)
+        files = engine.identify(portable=self._line.is_remote)
+        info = replace(info, generation=f"{engine.spec.edition}.{files}")
+        measure = getattr(getattr(engine, "codec", None), "token_bytes", None)
+        return info if measure is None else replace(info, token_bytes=measure())
 
     def _create(self, spec: WorkerSpec) -> Engine:
         fetch_ahead(spec, self._report_from_thread)
@@ -246,6 +294,8 @@ class Worker:
     async def _listen(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
         self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
+        self._runner.portable = self._line.is_remote
+        await asyncio.to_thread(self._runner.identify_adapters, spec.adapters)
         self._runner.on_greeting, self._runner.on_step = self._on_greeting, self._on_step
         self._adapters = Adapters(self._runner, self._line.send)
         self._slumber = Slumber(
@@ -259,6 +309,8 @@ class Worker:
             raise LoadError(message, permanent=False) from error
 
     def _boot_failed(self, message: str, permanent: bool) -> None:
+        if self._dying is not None:
+            return  # that is why
         self._line.send(BootFailed(message, permanent))
         self._end(EXIT_BOOT_FAILED)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from servekit.engines import folder as model_folder
 from servekit.engines.source import resolve_adapter
 from servekit.errors import RequestError
+from servekit.headers import model_folder
 from servekit.wire.adapters import AdapterSpec
 
 CONFIG = "adapter_config.json"

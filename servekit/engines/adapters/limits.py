@@ -11,6 +11,25 @@ from servekit.errors import RequestError
 
 #: Highest rank served unless the configuration says otherwise.
 MAX_RANK = 256
+#: Tuners that have been proved: the tests serve one of each, and compare it with what PEFT says.
+#: An adapter is data of a stranger's. What else PEFT knows may load a model that the adapter names.
+PROVED = frozenset(
+    {
+        *("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "PVERA", "HRA"),
+        *("HIRA", "FOURIERFT", "WAVEFT", "RANDLORA", "VBLORA", "C3A", "DELORA", "SHIRA", "PSOFT"),
+        *("GRALORA", "TINYLORA", "UNILORA", "LN_TUNING", "MISS", "ROAD", "GLORA", "BEFT", "PEANUT"),
+        *("DEFT", "FROD", "OSF", "PROMPT_TUNING", "P_TUNING", "CPT", "TRAINABLE_TOKENS"),
+    }
+)
+#: Fields of a configuration that name code or files; none of them is needed to serve an adapter.
+_NAMING = {
+    "megatron_config": "code of Megatron's",
+    "corda_config": "files to begin a training with",
+    "lora_ga_config": "files to begin a training with",
+    "arrow_config": "other adapters",
+}
+#: Initial weights of LoRA that are made of data or files, and change the base.
+_MADE_OF_DATA = ("corda", "lora_ga", "loftq")
 #: Tuners whose layers need what a request cannot say, or keep state of their own per sequence.
 _REFUSED = {
     "PREFIX_TUNING": "it puts keys and values of its own into the cache of every layer",
@@ -19,6 +38,7 @@ _REFUSED = {
     "MULTITASK_PROMPT_TUNING": "it needs a task id with every request",
     "POLY": "it needs task ids with every request",
     "XLORA": "it reads each prompt twice, with adapters of its own",
+    "SHADOW": "it loads a second model, which it names itself",
 }
 
 
@@ -30,6 +50,13 @@ def check(files: AdapterFiles, max_rank: int) -> None:
         raise RequestError("adapter_config.json states no peft_type.", param=PARAM)
     if kind in _REFUSED:
         raise RequestError(f"{kind} adapters are not served: {_REFUSED[kind]}.", param=PARAM)
+    if kind not in PROVED:
+        raise RequestError(
+            f"{kind} adapters are not served: no test has proved that tuner. Those that are: "
+            f"{', '.join(sorted(PROVED))}.",
+            param=PARAM,
+        )
+    _check_names(config)
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM"):
         raise RequestError(
@@ -51,6 +78,25 @@ def check(files: AdapterFiles, max_rank: int) -> None:
         raise RequestError(
             f"The adapter's rank is {rank}, and at most {max_rank} is served "
             "(the model's option max_lora_rank).",
+            param=PARAM,
+        )
+
+
+def _check_names(config: dict[str, Any]) -> None:
+    """Raise RequestError for a configuration that has PEFT load files or code."""
+    for field, what in _NAMING.items():
+        if config.get(field):
+            raise RequestError(
+                f"The adapter's configuration names {what} ({field}). Nothing but its own files "
+                "is loaded: remove that field, or save the adapter as a plain LoRA.",
+                param=PARAM,
+            )
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_MADE_OF_DATA):
+        raise RequestError(
+            f"The adapter was begun with {initial} (init_lora_weights), from data that is not "
+            "here. Convert it to a plain LoRA: save_pretrained with "
+            "path_initial_model_for_weight_conversion.",
             param=PARAM,
         )
 

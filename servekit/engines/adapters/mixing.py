@@ -7,7 +7,8 @@ layer that some adapter changes, `down` and `up` of all of them are stacked: [ra
 - run by run, `x @ down.T @ up` of one adapter's tokens at a time: least arithmetic, two kernels for
   each adapter;
 - or stacked, at one go for all tokens and ranks, with those products zeroed whose adapter is not
-  the token's: three kernels for any number of adapters, and more arithmetic.
+  the token's: three kernels for any number of adapters, and more arithmetic. They are overwritten,
+  not multiplied by zero: a product of another adapter's may be no number.
 
 Which is quicker is a matter of tokens, ranks, and the device. A step without adapters calls the
 layer's own forward and returns what it gave.
@@ -113,12 +114,12 @@ class Step:
             self._plans[stack.key] = found
         return found
 
-    def mask(self, stack: Stack, like: Tensor) -> Tensor:
-        """1 where a token's adapter is the rank's: [tokens, ranks]."""
+    def others(self, stack: Stack, device: torch.device) -> Tensor:
+        """Where a token's adapter is not the rank's: bool [tokens, ranks]."""
         found = self._masks.get(stack.key)
         if found is None:
-            ranks = torch.tensor(stack.owners, device=like.device)
-            found = (self._owners_of_tokens(like.device)[:, None] == ranks).to(like.dtype)
+            ranks = torch.tensor(stack.owners, device=device)
+            found = self._owners_of_tokens(device)[:, None] != ranks
             self._masks[stack.key] = found
         return found
 
@@ -278,7 +279,7 @@ def _add(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
     plan = step.plan(stack)
     if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):
         hidden = x @ stack.down.T
-        hidden *= step.mask(stack, hidden)
+        hidden.masked_fill_(step.others(stack, hidden.device), 0)
         out.addmm_(hidden, stack.up)
         return
     for first, last, start, stop in plan.runs:

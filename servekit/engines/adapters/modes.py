@@ -18,8 +18,10 @@ from torch import nn
 
 from servekit.engines import kv_cache
 from servekit.engines.adapters.adapter import Factors
+from servekit.engines.adapters.files import PARAM
 from servekit.engines.adapters.skeleton import Skeletons
 from servekit.engines.adapters.tuner import NAME
+from servekit.errors import RequestError
 from servekit.wire.adapters import AdapterMode
 
 #: Tuners that work out a whole weight, or invert a matrix, in each layer and each step.
@@ -63,12 +65,23 @@ def choose(kind: str, model: Any, skeletons: Skeletons) -> Choice:
 
 
 def factors_of(model: Any) -> dict[str, Factors]:
-    """The low-rank factors of a LoRA without anything else to it, by module name of the base."""
+    """The low-rank factors of a LoRA without anything else to it, by module name of the base.
+
+    Raises RequestError if one of them is no number: in a batch it would be everybody's.
+    """
     found = {}
     for name, layer in tuner_layers(model):
         up = layer.lora_B[NAME].weight.detach()
         scaled = (up.float() * layer.scaling[NAME]).to(up.dtype)
-        found[name] = Factors(layer.lora_A[NAME].weight.detach(), scaled.T.contiguous())
+        down = layer.lora_A[NAME].weight.detach()
+        if not (torch.isfinite(scaled).all() and torch.isfinite(down).all()):
+            dtype = str(up.dtype).removeprefix("torch.")
+            raise RequestError(
+                f"The factors of layer {name} are beyond the range of {dtype}, the model's own "
+                "type. Serve the model in bfloat16, or save the adapter with a smaller scaling.",
+                param=PARAM,
+            )
+        found[name] = Factors(down, scaled.T.contiguous())
     return found
 
 

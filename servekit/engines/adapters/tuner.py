@@ -31,10 +31,10 @@ def build(files: AdapterFiles, skeletons: Skeletons, base: str) -> tuple[Any, st
 
     Raises RequestError if the adapter does not fit, LoadError if memory does not suffice.
     """
-    with explained(base):
+    with explained(base), offline():
         model, kind = _layers(files, skeletons)
     _require_fit(files, model, base)
-    with explained(base):
+    with explained(base), offline():
         _load(files, model, skeletons)
     device = next(skeletons.base.parameters()).device
     _bring_constants(model, device)
@@ -127,6 +127,19 @@ def _require_device(model: Any, device: torch.device) -> None:
                 f"{_plain(name)} of the adapter is on {tensor.device}, not on {device}.",
                 param=PARAM,
             )
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Have the hub's library refuse to fetch: an adapter is built of its own files."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager

@@ -49,8 +49,11 @@ def kind_of(row: Row) -> int:
 
 
 def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: Manner) -> Tensor:
-    """A token for each seat, [seats] int64; `logits` [seats, vocabulary] float32 are kept."""
-    tokens = logits.argmax(-1)
+    """A token for each seat, [seats] int64; see `sampling.best` where logits are NaN.
+
+    `logits` [seats, vocabulary] float32 are kept.
+    """
+    tokens = sampling.best(logits)
     if not (manner.plain or manner.ranked):
         return tokens
     warm = logits / floats[:, seats.TEMPERATURE, None]
@@ -60,10 +63,11 @@ def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: Manner) -> Tens
         width = min(CANDIDATES, logits.shape[1])
         limit, top_p = ints[:, seats.LIMIT, None], floats[:, seats.TOP_P, None]
         drawn, _ = sampling.among(warm, keys, sampling.Bounds(limit, top_p, floor), width)
-        tokens = torch.where(kind == seats.RANKED, drawn, tokens)
+        tokens = torch.where((kind == seats.RANKED) & (tokens >= 0), drawn, tokens)
     if manner.plain:
         warm.masked_fill_(warm < warm.amax(-1, keepdim=True) + floor, -torch.inf)
-        tokens = torch.where(kind == seats.PLAIN, sampling.loudest(warm, keys), tokens)
+        drawn = sampling.loudest(warm, keys)
+        tokens = torch.where((kind == seats.PLAIN) & (tokens >= 0), drawn, tokens)
     return tokens
 
 

@@ -30,7 +30,7 @@ from servekit.engines.decode.pages import Pages
 from servekit.engines.decode.seats import Seat, Seats
 from servekit.engines.decode.step import Holder, Step
 from servekit.engines.rows import Row
-from servekit.engines.sampling import Sampler
+from servekit.engines.sampling import Sampler, best
 
 Output = tuple[Row, StepOutput]
 #: 5.17 allots a request up to so many blocks more than it fills, and one is for a step too many.
@@ -160,8 +160,8 @@ class Path:
             if row.noted is not None:
                 row.noted.append(logits.clone())
         self._sampler.apply(rows, scores)
-        tokens = scores.argmax(-1)
-        ints[where, seats.TOKEN] = tokens
+        tokens = best(scores)
+        ints[where, seats.TOKEN] = tokens.clamp(min=0)
         _advance(ints)
         return [self._say(seat, token) for seat, token in zip(riders, tokens.tolist(), strict=True)]
 
@@ -260,7 +260,7 @@ class Path:
             return
         tokens = choice.choose(logits.float(), ints, floats, manner)
         self._chosen[:size].copy_(tokens)
-        ints[:, seats.TOKEN].copy_(tokens)
+        ints[:, seats.TOKEN].copy_(tokens.clamp(min=0))  # what is no token ends its row, later
         _advance(ints)
 
     def _forward(self, ints: Tensor, table: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ CACHE_TYPES: dict[str, tuple[int, float]] = {
     "q4_0": (2, 18 / 32),
 }
 POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3}
+#: Tokens of prompts in one pass whose logits may be wanted: each takes a row of the vocabulary.
+PROMPT_OUTPUTS = 64
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 _SPLITS = {"layer": 1, "row": 2}
 #: Room for either struct, with some to spare: a callee reads and writes its own size of it.
@@ -57,6 +59,11 @@ class Settings:
     flash_attention: str
     cache_type: str
     pooling: int | None  # None: it generates
+
+    @property
+    def outputs(self) -> int:
+        """Tokens of one pass whose logits may be wanted: one of each sequence, and of prompts."""
+        return self.sequences + PROMPT_OUTPUTS
 
 
 class Binding:
@@ -128,8 +135,9 @@ class XLlamaCpp(Binding):
         kind = enums.ggml_type(CACHE_TYPES[settings.cache_type][0])
         params.cache_type_k = params.cache_type_v = kind
         params.no_perf = True
+        params.swa_full = True  # else no sequence with a sliding window could be cut
         if settings.pooling is None:
-            params.n_outputs_max = settings.sequences
+            params.n_outputs_max = settings.outputs
         else:
             params.embedding = True
             params.pooling_type = enums.llama_pooling_type(settings.pooling)
@@ -206,11 +214,11 @@ def context_fields(settings: Settings) -> dict[str, Any]:
         "type_k": kind,
         "type_v": kind,
         "kv_unified": True,
-        "swa_full": False,
+        "swa_full": True,  # else no sequence with a sliding window could be cut
         "no_perf": True,
     }
     if settings.pooling is None:
-        return fields | {"n_outputs_max": settings.sequences}
+        return fields | {"n_outputs_max": settings.outputs}
     return fields | {"embeddings": True, "pooling_type": settings.pooling}
 
 

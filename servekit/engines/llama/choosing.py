@@ -8,6 +8,7 @@ best one is left out beforehand, which changes nothing and saves nearly all of t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,8 @@ def _steer(row: LlamaRow, logits: Logits) -> Logits:
         steered[token] += np.float32(bias)
     if row.eos_forbidden:
         steered[list(row.eos)] = -np.inf
+    if row.job.banned:
+        steered[row.forbidden()] = -np.inf
     if row.constraint is not None:
         _mask(row.constraint, steered, avoid_end=row.end_unwanted)
     return steered
@@ -86,6 +89,23 @@ def _scores(logits: Logits, token: int, count: int) -> Scores:
     best = _best(logits, count)
     pairs = tuple((int(other), max(float(logits[other]) - total, LEAST)) for other in best)
     return Scores(max(float(logits[token]) - total, LEAST), pairs)
+
+
+def score_prompt(
+    row: LlamaRow, start: int, count: int, last: int, logits: Callable[[int], Logits]
+) -> None:
+    """Take log probabilities of prompt tokens: `count` were read, from position `start` on.
+
+    `last` is the place of the last of them in the batch, `logits` gives those of a place.
+    """
+    ids, width = row.job.prompt_ids, row.job.params.prompt_logprobs or 0
+    for position in range(max(start, len(row.prompt_scores) - 1), start + count):
+        if position + 1 >= len(ids):
+            return
+        found, token = logits(last - (start + count - 1 - position)), ids[position + 1]
+        scores = _scores(found, token, width)
+        rank = int((found > found[token]).sum()) + 1
+        row.note_prompt(token, scores.chosen, rank, scores.best)
 
 
 def _log_sum(logits: Logits) -> float:

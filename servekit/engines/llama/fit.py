@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from servekit.engines.gguf_header import Header, read_header
-from servekit.engines.llama.bindings import CACHE_TYPES
+from servekit.engines.llama.bindings import CACHE_TYPES, PROMPT_OUTPUTS
 from servekit.errors import LoadError
 from servekit.headers import attention
 from servekit.headers.gguf import Gguf
+from servekit.headers.gguf_header import Header, read_header
 
 #: Of a host's available memory, what the cache may take; weights and neighbours need the rest.
 HOST_FRACTION = 0.4
@@ -192,7 +192,8 @@ def _token(shape: Shape) -> int:
 
 def _workspace(shape: Shape, wish: Wish) -> int:
     """Bytes on each GPU that are neither weights nor cache, nor grow with it."""
-    return HEADROOM_BYTES + wish.batch * shape.activations + wish.slots * shape.vocabulary
+    logits = (wish.slots + PROMPT_OUTPUTS) * shape.vocabulary
+    return HEADROOM_BYTES + wish.batch * shape.activations + logits
 
 
 def _masks(wish: Wish) -> int:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from servekit.engines.base import StepOutput
-from servekit.engines.llama.choosing import choose
+from servekit.engines.llama.bindings import PROMPT_OUTPUTS
+from servekit.engines.llama.choosing import choose, score_prompt
 from servekit.engines.llama.model import Context, NoRoom
 from servekit.engines.llama.row import LlamaRow
 
@@ -37,8 +38,13 @@ class Place:
     id: int
     row: LlamaRow | None = None
     cached: list[int] = field(default_factory=list)
+    salt: str = ""  # whose requests may share what is cached
     used: int = 0  # the step in which it was last used
     born: int = 0  # the step in which its row came
+
+
+_At = tuple[Place, int]
+_Read = tuple[Place, list[int], int]
 
 
 class GenerationRunner:
@@ -89,30 +95,42 @@ class GenerationRunner:
         while True:
             plan = self._plan()
             try:
-                wanted = self._run(plan)
+                wanted, read = self._run(plan)
                 break
             except NoRoom:
                 self._make_room()
+        for place, tokens, at in read:
+            score_prompt(_row(place), len(place.cached), len(tokens), at, self._context.logits)
         for place, tokens in plan:
             place.cached += tokens
             place.used = self._now
         return [output for place, at in wanted for output in self._choose(place, at)]
 
-    def _run(self, plan: list[tuple[Place, list[int]]]) -> list[tuple[Place, int]]:
-        """Compute; returns whose logits are in which place of the batch."""
-        wanted = []
+    def _run(self, plan: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
+        """Compute; returns whose logits are in which place of the batch.
+
+        The second are prompts whose tokens' log probabilities are wanted, by their last place.
+        """
+        wanted: list[_At] = []
+        read: list[_Read] = []
         self._context.begin()
         for place, tokens in plan:
             last = len(place.cached) + len(tokens) == _row(place).length
-            at = self._context.put(place.id, len(place.cached), tokens, output=last)
+            every = _row(place).unscored
+            at = self._context.put(place.id, len(place.cached), tokens, output=last, every=every)
             if last:
                 wanted.append((place, at))
+            if every:
+                read.append((place, tokens, at))
         self._context.run()
-        return wanted
+        return wanted, read
 
     def _choose(self, place: Place, at: int) -> list[tuple[LlamaRow, StepOutput]]:
         row = _row(place)
         output = row.push(choose(row, self._context.logits(at)))
+        output.cached_tokens = row.cached_tokens or 0
+        if row.prompt_scores:
+            row.tell_prompt(output)
         if output.finish is not None or output.error is not None:
             self._leave(place)
         return [(row, output)]
@@ -122,9 +140,12 @@ class GenerationRunner:
         active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
         left = {place.id: _row(place).length - len(place.cached) for place in active}
         order = sorted(active, key=lambda place: left[place.id] > 1)
-        room, plan = self._step_tokens, []
+        room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, []
         for place in order:
             taken = min(left[place.id], room)
+            if _row(place).unscored:
+                taken = min(taken, scored)
+                scored -= taken
             if taken:
                 start = len(place.cached)
                 plan.append((place, _row(place).context(start, start + taken)))
@@ -154,19 +175,24 @@ class GenerationRunner:
             if source is not None:
                 self._context.share(source.id, place.id, shared)
                 place.cached = source.cached[:shared]
+        place.salt = row.job.cache_salt
         self._cut(place, shared)
+        row.note_cached(shared)
         place.row, place.born = row, self._now
 
     def _known(self, row: LlamaRow) -> tuple[Place | None, int]:
         """The place that begins as `row` does for longest, and for how long: all but the last
         token at most, for that one's logits are wanted."""
         best: tuple[Place | None, int] = (None, 0)
-        if not self._rewinds:
+        if not self._rewinds or row.unscored:
             return best
         tokens = row.context(0, row.length)[:-1]
         for place in self._places:
+            if place.salt != row.job.cache_salt:
+                continue
             shared = _common(place.cached, tokens)
-            if shared >= LEAST_SHARED and shared > best[1]:
+            longer = shared >= LEAST_SHARED and shared > best[1]
+            if longer and self._context.holds(place.id, shared):
                 best = (place, shared)
         return best
 

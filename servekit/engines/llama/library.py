@@ -67,6 +67,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_get_memory": (_P, (_P,)),
     "llama_memory_clear": (None, (_P, c_bool)),
     "llama_memory_seq_rm": (c_bool, (_P, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_pos_min": (c_int32, (_P, c_int32)),
     "llama_memory_seq_cp": (None, (_P, c_int32, c_int32, c_int32, c_int32)),
     "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
     "llama_batch_free": (None, (Batch,)),

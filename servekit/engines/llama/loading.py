@@ -10,13 +10,13 @@ from typing import Any
 
 from servekit.engines import kv_cache
 from servekit.engines.base import Report
-from servekit.engines.gguf_header import Header
 from servekit.engines.llama import fit
 from servekit.engines.llama.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llama.model import Context, Model
 from servekit.engines.phases import phase
 from servekit.engines.source import resolve_file
 from servekit.errors import LoadError
+from servekit.headers.gguf_header import Header
 from servekit.wire.messages import Progress, WorkerSpec
 
 #: Tokens in one pass. On a CPU small, so that a long prompt does not hold up the others.

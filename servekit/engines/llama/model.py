@@ -26,6 +26,7 @@ class Model:
         self.vocabulary = Vocabulary(library, address)
         of = library.call
         self.parameters: int = of("llama_model_n_params", address)
+        self.size_bytes: int = of("llama_model_size", address)
         self.own_context: int = of("llama_model_n_ctx_train", address)
         self.embedding_size: int = of("llama_model_n_embd", address)
         self.description = library.text("llama_model_desc", address)
@@ -33,10 +34,10 @@ class Model:
         self.encodes: bool = of("llama_model_has_encoder", address)
         #: A sequence can be cut anywhere, and go on from there.
         self.rewinds = not (
-            of("llama_model_is_recurrent", address)
-            or of("llama_model_is_hybrid", address)
-            or of("llama_model_n_swa", address)
+            of("llama_model_is_recurrent", address) or of("llama_model_is_hybrid", address)
         )
+        #: Tokens that layers with a sliding window look back on; 0 where no layer has one.
+        self.window: int = of("llama_model_n_swa", address)
 
     @property
     def chat_template(self) -> str:
@@ -65,6 +66,7 @@ class Context:
         self.sequences = settings.sequences
         self._memory = library.call("llama_get_memory", address)  # None: it keeps nothing
         self._batch = library.call("llama_batch_init", settings.batch, 0, 1)
+        self._window = model.window
         self._outputs = settings.pooling is not None
         self._run = "llama_decode" if self._memory or not model.encodes else "llama_encode"
 
@@ -74,9 +76,11 @@ class Context:
         """Forget the batch that was."""
         self._batch.n_tokens = 0
 
-    def put(self, sequence: int, start: int, tokens: Sequence[int], *, output: bool) -> int:
+    def put(
+        self, sequence: int, start: int, tokens: Sequence[int], *, output: bool, every: bool = False
+    ) -> int:
         """Add tokens of a sequence, from position `start`; `output`: of the last one logits are
-        wanted. Returns the place of the last one in the batch."""
+        wanted; `every`: of all of them. Returns the place of the last one in the batch."""
         batch, at = self._batch, self._batch.n_tokens
         for offset, token in enumerate(tokens):
             place = at + offset
@@ -84,9 +88,9 @@ class Context:
             batch.pos[place] = start + offset
             batch.n_seq_id[place] = 1
             batch.seq_id[place][0] = sequence
-            batch.logits[place] = self._outputs
+            batch.logits[place] = self._outputs or every
         batch.n_tokens = at + len(tokens)
-        batch.logits[batch.n_tokens - 1] = output
+        batch.logits[batch.n_tokens - 1] = output or every
         return int(batch.n_tokens) - 1
 
     def run(self) -> None:
@@ -123,6 +127,14 @@ class Context:
     def share(self, source: int, target: int, end: int) -> None:
         """Let an empty sequence begin with the first `end` tokens of another, without a copy."""
         self._library.call("llama_memory_seq_cp", self._memory, source, target, 0, end)
+
+    def holds(self, sequence: int, end: int) -> bool:
+        """Whether a sequence can go on from position `end`: its layers with a sliding window may
+        have given up what no token at the sequence's own end looks back on."""
+        if not self._window:
+            return True
+        first: int = self._library.call("llama_memory_seq_pos_min", self._memory, sequence)
+        return 0 <= first <= max(0, end - self._window)
 
     def forget(self) -> None:
         """Empty the cache."""

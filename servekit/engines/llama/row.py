@@ -14,6 +14,7 @@ from servekit.engines.underway import Underway
 class LlamaRow(Underway):
     """See `Underway`. Its tokens are what survives when its place in the cache is taken."""
 
+    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
     _seen: set[int] = field(default_factory=set)
     _counts: dict[int, int] = field(default_factory=dict)
     _counted: int = 0  # tokens of the completion that are in both
@@ -22,6 +23,14 @@ class LlamaRow(Underway):
     def length(self) -> int:
         """Tokens of prompt and completion so far."""
         return len(self.job.prompt_ids) + len(self.completion)
+
+    def note_cached(self, tokens: int) -> None:
+        """So many of its tokens were in the cache; only the first time tells of the prompt.
+
+        Later ones are of a row that had to make room, and finds what it had computed itself.
+        """
+        if self.cached_tokens is None:
+            self.cached_tokens = min(tokens, len(self.job.prompt_ids))
 
     def context(self, start: int, end: int) -> list[int]:
         """Tokens `start` to `end` of what the model has to have read before the next one."""

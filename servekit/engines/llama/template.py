@@ -1,42 +1,20 @@
 """A GGUF file's chat template, rendered as `transformers` renders one, without importing it.
 
-Templates are programs that came with a model: they run in jinja's sandbox, and see plain JSON
-values only. Names, filters and rules are those of transformers 5, for which they are written.
+See `headers.chat_template` for what a template may do.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from servekit.headers.chat_template import compile_template
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 #: Stands where the model is to go on, while a conversation is rendered.
 _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what the model says: only training needs to know."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Takes no attribute that begins with an underscore: those lead out of the sandbox."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a template cannot set the attribute {name!r}")
-        super().__setitem__(name, value)
 
 
 class Renderer:
@@ -46,7 +24,7 @@ class Renderer:
         """`special_tokens`: what the template may call bos_token, eos_token and so on."""
         self.chat_template = source
         self.special_tokens_map = dict(special_tokens)
-        self._compiled: jinja2.Template | None = None
+        self._compiled: Template | None = None
 
     def apply_chat_template(
         self,
@@ -75,9 +53,9 @@ class Renderer:
         )
         return _up_to_here(text) if continue_final_message else text
 
-    def _template(self) -> jinja2.Template:
+    def _template(self) -> Template:
         if self._compiled is None:
-            self._compiled = _environment().from_string(self.chat_template)
+            self._compiled = compile_template(self.chat_template)
         return self._compiled
 
 
@@ -95,37 +73,3 @@ def _up_to_here(text: str) -> str:
         raise ValueError("the template leaves out the final message that is to be gone on with")
     whole = text.startswith(_HERE, at)  # else the template trims messages
     return text[:at] if whole else text[:at].rstrip()
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    made.filters["tojson"] = _to_json
-    made.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-        "namespace": _Namespace,
-    }
-    return made
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja's own escapes what HTML would take for its own."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -4,7 +4,8 @@ Each is a fresh interpreter and a child of the worker, in its process group, so 
 the one ends all; and the kernel ends it when the worker dies. A rank that dies takes the worker
 with it, at once: what rank 0 has begun with it can never be completed, and the thread that waits
 for it waits in C code that nothing can interrupt. So a thread of our own watches a lifeline to each
-rank, says what became of it, where `servekit why` finds it, and ends the process.
+rank and says what became of it: to the engine, whose worker then exits, and until there is one, or
+where the worker does not exit, as the last line of a process that it ends itself.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
-#: What `worker.EXIT_ENGINE_DIED` is.
-EXIT_RANK_DIED = 70
+EXIT_RANK_DIED = os.EX_SOFTWARE  # as `worker.EXIT_ENGINE_DIED`
 #: From the end of a rank's lifeline to its exit code, and from being told to end to SIGKILL.
 _GRACE_S = 2.0
 #: Of the last lines that a rank wrote, so many are told, and so much of them.
@@ -63,11 +63,15 @@ def end_process(reason: str) -> None:
 
 
 class Children:
-    """Ranks 1 to `size` - 1. `died` is called with a sentence, in the watching thread."""
+    """Ranks 1 to `size` - 1. `died` is called with a sentence, in the watching thread.
+
+    `dying` is set as soon as a rank is gone, before it is known why.
+    """
 
     def __init__(self, size: int, died: Callable[[str], None] = end_process) -> None:
         self._size = size
-        self._died = died
+        self.died = died
+        self.dying = threading.Event()
         self._children: list[_Child] = []
         self._closing = threading.Event()
         self._ready = threading.Event()
@@ -93,6 +97,10 @@ class Children:
     def pids(self) -> list[int]:
         return [child.process.pid for child in self._children]
 
+    def await_end(self, within_s: float) -> bool:
+        """Wait until they are to be closed; False if that does not come in time."""
+        return self._closing.wait(within_s)
+
     def close(self) -> None:
         """End all, and return when they are reaped."""
         self._closing.set()
@@ -112,7 +120,8 @@ class Children:
         self._ready.set()
         dead = self._watch()
         if dead is not None and not self._closing.is_set():
-            self._died(self._explain(dead))
+            self.dying.set()
+            self.died(self._explain(dead))
         self._end_all()
 
     def _start(self, rank: int) -> _Child:

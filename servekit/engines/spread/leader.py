@@ -5,16 +5,21 @@ All calls come from one thread at a time: the one that loads, then the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from servekit.engines.kv_cache import Plan
 from servekit.engines.spread import group, messages, packing
-from servekit.engines.spread.children import Children
+from servekit.engines.spread.children import Children, end_process
 from servekit.errors import LoadError
 from servekit.wire.messages import WorkerSpec
+
+#: From the end of a rank's connections, as rank 0's step sees it, to the end of its lifeline.
+_DYING_S = 0.1
+#: How long the worker may take to exit once it knows of a rank's death.
+_EXIT_S = 3.0
 
 
 class Ranks:
@@ -49,6 +54,24 @@ class Ranks:
             raise LoadError(f"The ranks do not come together: {error}") from error
         with self._answered():
             yield
+
+    def report_death(self, died: Callable[[str], None]) -> None:
+        """Have `died` told which rank has died, and why, instead of the process ended at once.
+
+        It is ended all the same where it does not exit by itself.
+        """
+
+        def tell(reason: str) -> None:
+            died(reason)
+            if not self._children.await_end(_EXIT_S):
+                end_process(reason)
+
+        self._children.died = tell
+
+    @property
+    def dying(self) -> bool:
+        """Whether a rank has died, which ends rank 0's step with an error of its own."""
+        return self._children.dying.wait(_DYING_S)
 
     def follow(self, model: Any) -> None:
         """Have every forward pass of rank 0's model run in all ranks, from now on."""

@@ -15,6 +15,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MllamaConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -89,6 +90,34 @@ def write_tiny_llama(folder: Path, hidden_size: int = 64, spare_tokens: int = 0)
     return folder
 
 
+def write_tiny_mllama(folder: Path) -> Path:
+    """A random model with eight rows more in its embedding than in its head, as Mllama has them."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.4,
+        "cross_attention_layers": [],
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    config = MllamaConfig(text_config=text)
+    make: Any = AutoModelForCausalLM.from_config  # untyped in the library
+    model = make(config)
+    model.save_pretrained(folder)
+    config.save_pretrained(folder)
+    return folder
+
+
 def make_spec(path: Path | str, **fields: Any) -> WorkerSpec:
     options = {"threads": 1} | fields.pop("options", {})
     known: dict[str, Any] = {
@@ -135,12 +164,13 @@ class Harness:
         prompt: str | list[int],
         emitted: Sequence[int] = (),
         adapter: str = "",
+        cache_salt: str = "",
         **params: Any,
     ) -> int:
         self._last += 1
         ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
-        job = Job(self._last, ids, sampling, list(emitted), adapter=adapter)
+        job = Job(self._last, ids, sampling, list(emitted), None, adapter, cache_salt=cache_salt)
         if sampling.grammar is not None:
             job.constraint = self.engine.constrain(sampling.grammar, emitted)
         self.engine.submit(job)

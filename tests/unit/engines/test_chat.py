@@ -132,3 +132,40 @@ def test_templates_that_rely_on_what_is_optional_get_it() -> None:
     bare = {"type": "function", "function": {"name": "f", "description": None}}
     assert "type f = () => any" in real("openai-gpt-oss-120b").render(TURNS[:1], [bare])
     assert '{"name": "f"' in real("Qwen-Qwen2.5-7B-Instruct").render(TURNS[:1], [bare])
+
+
+# ---------------------------------------------------------------- templates without tools
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] or"
+    " (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_tools_are_told_in_words_where_the_template_has_no_place_for_them() -> None:
+    said = template(PLAIN).render(TURNS[:1], [SENTINEL_TOOL])
+    assert said.startswith("<system>") and said.endswith("<user>hi<assistant>")
+    defined = next(line for line in said.split("\n") if line.startswith('{"name"'))
+    assert json.loads(defined)["name"] == "sentinel_tool"
+    assert '{"name": its name, "arguments"' in said
+    own = template(PLAIN).render([ChatMessage("system", "Be brief."), *TURNS[:1]], [SENTINEL_TOOL])
+    assert own.startswith("<system>Be brief.\n\n") and own.count("<system>") == 1
+    no_system = template(STRICT).render(TURNS[:1], [SENTINEL_TOOL])
+    assert no_system.startswith("<user>") and no_system.endswith("\n\nhi")
+    assert defined in no_system
+
+
+def test_a_template_that_has_tools_is_left_to_itself() -> None:
+    found = real("Qwen-Qwen2.5-7B-Instruct")
+    assert found.takes_tools and not template(PLAIN).takes_tools
+    assert found.render(TURNS, [SENTINEL_TOOL]).count("sentinel_tool") == 1
+
+
+@pytest.mark.parametrize("source", [PLAIN, STRICT])
+def test_calls_and_results_are_told_in_words_too(source: str) -> None:
+    turns = [*TURNS, ChatMessage("tool", "43", tool_call_id="x"), ChatMessage("user", "Well?")]
+    said = template(source).render(turns)
+    assert '<user>hi<assistant>{"name": "f", "arguments": {"a": 1, "b": "é"}}<user>' in said
+    assert "<user>Result of f: 42\n\nResult of the function: 43\n\nWell?" in said

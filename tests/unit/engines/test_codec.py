@@ -313,7 +313,8 @@ def test_a_conversation_is_judged_as_its_template_renders_it() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "ab " * 50_000}}]
     short = codec.render_chat(asked[:1])
     assert codec.render_chat(asked[:1], limit=1) == short
-    assert codec.render_chat(asked[:1], tools, limit=limit) == short  # it renders no tools
+    with pytest.raises(TooManyTokens):
+        codec.render_chat(asked[:1], tools, limit=limit)  # told in words: the template has no place
 
 
 @pytest.mark.parametrize(
@@ -345,3 +346,13 @@ def test_a_limit_that_holds_changes_nothing(parts: list[str], times: int) -> Non
     for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
         ids = tokenizer(text)["input_ids"]
         assert TokenizerCodec(tokenizer).encode(text, len(ids)) == ids
+
+
+@given(text=st.text(max_size=200))
+def test_no_token_stands_for_more_bytes_than_is_said(text: str) -> None:
+    """So that what has more bytes than all tokens of a context is refused unread."""
+    codec = TokenizerCodec(BYTE_LEVEL)
+    size_bytes = sum(len(part.encode()) for part in text.split())
+    assert codec.token_bytes() > 0
+    assert len(codec.encode(text)) * codec.token_bytes() >= size_bytes
+    assert TokenizerCodec(SENTENCEPIECE).token_bytes() == 0  # characters may vanish there

@@ -34,6 +34,15 @@ def test_adapters_share_nothing() -> None:
     assert [cache.read(job(IDS, name))[0] for name in ("", "a", "b", "")] == [0, 0, 0, 9 * BLOCK]
 
 
+def test_salts_share_nothing() -> None:
+    cache, found = EchoCache(10_000, 0.0), []
+    for salt in ("", "a", "b", "a"):
+        one = job(IDS)
+        one.cache_salt = salt
+        found.append(cache.read(one)[0])
+    assert found == [0, 0, 0, 9 * BLOCK]
+
+
 def test_the_least_recently_used_is_forgotten() -> None:
     cache = EchoCache(2 * len(IDS), 0.0)
     others = [[start, *IDS] for start in (900, 901)]

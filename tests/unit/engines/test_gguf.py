@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from servekit.engines import gguf
-from servekit.engines.gguf_header import read_header
 from servekit.errors import LoadError
+from servekit.headers.gguf_header import read_header
 from servekit.wire.messages import Progress
+from tests.unit.engines.conftest import llamacpp
+from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
 from tests.unit.engines.origins import HIDDEN, SMOLLM2, TEMPLATE, shared_cache, write_tiny_gguf
 
 
@@ -65,7 +67,56 @@ def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> 
     assert (ours.bos_token, ours.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert not ours.clean_up_tokenization_spaces and ours.chat_template == TEMPLATE
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 2)
+    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, [0, 2])
+
+
+def test_the_ends_of_a_generation_are_those_that_llama_cpp_takes(tmp_path: Path) -> None:
+    path = write_tiny_gguf(
+        tmp_path / "tiny.gguf", tokenizer__ggml__eot_token_id=7, tokenizer__ggml__eom_token_id=9
+    )
+    # 0 and 2 by their names, <|endoftext|> and <|im_end|>; 1 is <|im_start|>
+    assert read_header(path).end_ids == (0, 2, 7, 9)
+    llama = pytest.importorskip("xllamacpp") and llamacpp(path)
+    assert llama.engine._eos == {0, 2, 7, 9}
+    llama.close()
+
+
+def test_a_name_of_an_end_that_is_plain_text_does_not_end_anything(tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", "<eos>", "<end_of_turn>", "a", "b"]
+    kinds = [2, 3, 3, 1, 4, 1, 1]  # unknown, control, control, plain, added by users, plain
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", sentencepiece=(pieces, [0.0] * 7, kinds))
+    assert read_header(path).end_ids == (2, 4)
+
+
+def test_an_end_of_turn_that_is_not_the_end_of_sequence_ends_the_answer(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tokenizer__ggml__eot_token_id=40)
+    (folder := tmp_path / "out").mkdir()
+    gguf.convert(path, folder, ignore)
+    harness = Harness(make_spec(folder))
+    try:
+        job = harness.submit([50, 60], max_tokens=8, logit_bias=((40, 100.0),))
+        assert (harness.tokens(job), harness.finish(job)) == ([], "stop")
+    finally:
+        harness.close()
+
+
+def test_the_token_that_closes_a_turn_in_the_template_ends_the_answer(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "model")
+    for name, key in (("config.json", "eos_token_id"), ("generation_config.json", "eos_token_id")):
+        stated = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(stated | {key: 0}))
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(stated | {"eos_token": "<|endoftext|>"})
+    )
+    harness = Harness(make_spec(folder))
+    try:
+        end = tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
+        assert tokenizer(folder).eos_token_id == 0 != end
+        job = harness.submit([50, 60], max_tokens=8, logit_bias=((end, 100.0),))
+        assert (harness.tokens(job), harness.finish(job)) == ([], "stop")
+    finally:
+        harness.close()
 
 
 def test_progress_counts_every_tensor(tmp_path: Path) -> None:

@@ -235,16 +235,17 @@ def test_what_explodes_is_refused_or_served_in_bounded_time(
         tiny.until(lambda: tiny.ended(job), "it has ended")
         last = tiny.outputs[job][-1]
         assert last.error is None or last.param == "response_format"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert_alive(tiny)
 
 
 def test_a_grammar_that_grows_too_complex_on_its_way_fails_its_own_request(either: Harness) -> None:
-    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(5000)}}
-    schema = {"type": "object", "properties": {"inside": many}, "required": ["inside"]}
+    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(2600)}}
+    late = {"late": {"const": "x" * 60}, "inside": many}
+    schema = {"type": "object", "properties": late, "required": [*late]}
     grammar = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
     beside = either.submit(PROMPTS[0], max_tokens=20, ignore_eos=True)
-    job = either.submit(PROMPTS[0], grammar=grammar, max_tokens=64)
+    job = either.submit(PROMPTS[0], grammar=grammar, max_tokens=128)
     either.until(lambda: either.ended(job), "it has ended")
     last = either.outputs[job][-1]
     assert last.error and last.param == "response_format"
@@ -260,9 +261,9 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Grammar] = []
     compile_one = grammars._compile
 
-    def counted(grammar: Grammar) -> Any:
+    def counted(grammar: Grammar, *, patient: bool) -> Any:
         compiled.append(grammar)
-        return compile_one(grammar)
+        return compile_one(grammar, patient=patient)
 
     monkeypatch.setattr(grammars, "_compile", counted)
     first = grammars.constraint(DIGITS)

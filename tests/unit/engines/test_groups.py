@@ -62,6 +62,22 @@ def test_blocks_are_shared_within_an_adapter(harness: Make, folders: dict[str, P
     assert told == found
 
 
+@pytest.mark.parametrize("adapter", ["", "lora"])
+def test_blocks_are_shared_within_a_salt_only(
+    harness: Make, folders: dict[str, Path], adapter: str
+) -> None:
+    """What one key's requests have left says nothing to another's, and serves its own."""
+    one = harness(options={"block_size": 8})
+    load(one, {"lora": folders["lora"]})
+    texts, told = set(), []
+    for salt in ("", "alice", "bob", "alice", "bob", ""):
+        job = one.submit(LONG, adapter=adapter, cache_salt=salt, max_tokens=8, ignore_eos=True)
+        texts.add(tuple(one.tokens(job)))
+        told.append(max(output.cached_tokens for output in one.outputs[job]))
+    assert told[:3] == [0, 0, 0] and min(told[3:]) > 40
+    assert len(texts) == 1
+
+
 def test_without_the_salt_the_text_is_wrong(
     harness: Make, tiny_model: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,8 +92,13 @@ def test_without_the_salt_the_text_is_wrong(
 
 def test_tokens_differ_by_adapter_and_by_themselves() -> None:
     prompts = [[first, *range(20)] for first in range(50)]
-    salted = {tuple(groups._salted(p, uid)) for p in prompts for uid in range(1, 50)}
-    assert len(salted) == 50 * 49
+    salted = {
+        tuple(groups._salted(prompt, groups._changes(uid, salt)))
+        for prompt in prompts
+        for uid in range(20)
+        for salt in ("", "alice", "bob")
+    }
+    assert len(salted) == 50 * 20 * 3
     assert all(0 <= token < 2**31 for tokens in salted for token in tokens)
 
 

@@ -11,7 +11,8 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ import pytest
 from servekit.engines.base import EmbedJob, Job
 from servekit.engines.llama import fit
 from servekit.errors import ContextLengthExceeded, EngineFailed, RequestError, Unsupported
-from servekit.wire.messages import Grammar, SamplingParams
-from tests.unit.engines.harness import PROMPTS, Harness
+from servekit.wire.messages import ChatMessage, Grammar, SamplingParams
+from tests.unit.engines.conftest import llamacpp
+from tests.unit.engines.harness import PROMPTS, TEMPLATE, Harness
+from tests.unit.engines.origins import write_tiny_gguf
 
 Make = Callable[..., Harness]
 
@@ -81,9 +84,90 @@ def test_a_prompt_is_read_once(gguf: Make) -> None:
     assert sum(read()) == len(prompt) + 3
     assert one.generate(prompt, max_tokens=4, ignore_eos=True) == first
     assert sum(read()) == 1 + 3
+    job = one.submit(prompt, max_tokens=4, ignore_eos=True)
+    one.tokens(job)
+    assert one.outputs[job][-1].cached_tokens == len(prompt) - 1
+    read()
     longer = one.generate([*prompt, *first, 9], max_tokens=4, ignore_eos=True)
     assert sum(read()) <= 2 + 3
     assert longer == gguf().generate([*prompt, *first, 9], max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def sliding(tmp_path: Path) -> Iterator[Make]:
+    """Make engines over a model of which every second layer looks back on 16 tokens."""
+    path = tmp_path / "sliding.gguf"
+    window: dict[str, Any] = {"gemma2__attention__sliding_window": 16}
+    write_tiny_gguf(path, architecture="gemma2", float32=True, context=1024, **window)
+    made: list[Harness] = []
+
+    def make(options: dict[str, Any] | None = None, **fields: Any) -> Harness:
+        small = {"slots": 4, "batch_tokens": 32}  # so that a window's own cache is small, too
+        made.append(llamacpp(path, small | (options or {}), **fields))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_prompt_is_read_once_by_a_model_with_a_sliding_window(sliding: Make) -> None:
+    one = sliding()
+    assert one.engine._loaded.model.window == 16
+    prompt = random.Random(5).choices(range(3, 250), k=800)
+    read = counted(one)
+    first = one.generate(prompt, max_tokens=60, ignore_eos=True)
+    assert sum(read()) == len(prompt) + 59
+    for _ in range(2):
+        job = one.submit(prompt, max_tokens=60, ignore_eos=True)
+        assert one.tokens(job) == first
+        assert sum(read()) == 1 + 59
+        assert {output.cached_tokens for output in one.outputs[job]} == {len(prompt) - 1}
+    for cut in (799, 200, 30, 12):
+        other = [*prompt[:cut], 5, 6, 7]
+        expected = scores(sliding(), other)
+        assert scores(one, other) == expected
+        assert sum(read()) == 3 + 7
+
+
+def scores(harness: Harness, *prompts: list[int]) -> list[list[float]]:
+    """How likely the tokens of the answers were. A small model may say the same without the window;
+    it is less sure then."""
+    jobs = [harness.submit(p, max_tokens=8, ignore_eos=True, logprobs=0) for p in prompts]
+    for job in jobs:
+        harness.tokens(job)
+    found = [harness.logprobs(job) for job in jobs]
+    return [[round(one.logprob, 2) for one in each] for each in found]
+
+
+def test_sliding_windows_say_the_same_in_a_full_cache(
+    sliding: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that share beginnings, in a cache that has room for a few of them: what a window
+    has given up is never taken for what is still there."""
+    drawn = random.Random(8)
+    trunk = drawn.choices(range(3, 250), k=500)
+    ends = [drawn.choices(range(3, 250), k=drawn.randrange(1, 300)) for _ in range(24)]
+    asked = [[*trunk[: drawn.randrange(500)], *end] for end in ends]
+    expected = []
+    for prompt in asked:
+        fresh = sliding({"slots": 1})
+        expected += scores(fresh, prompt)
+        fresh.close()
+    monkeypatch.setattr(fit, "HOST_TOKENS_PER_SLOT", 16)
+    tight = sliding(max_context=900)
+    assert tight.engine._runner._context.capacity == 1024
+    assert scores(tight, *asked) == expected
+
+
+def test_a_prompt_is_read_once_for_each_salt(gguf: Make) -> None:
+    one = gguf()
+    prompt = prompts()[0] * 2
+    read = counted(one)
+    for salt, already in (("", 0), ("a", 0), ("b", 0), ("a", len(prompt) - 1)):
+        job = one.submit(prompt, cache_salt=salt, max_tokens=4, ignore_eos=True)
+        assert len(one.tokens(job)) == 4
+        assert sum(read()) == len(prompt) - already + 3, salt
 
 
 def test_a_prompt_that_is_being_answered_is_shared(gguf: Make) -> None:
@@ -107,9 +191,9 @@ def counted(harness: Harness) -> Callable[[], list[int]]:
     put = context.put
     sizes: list[int] = []
 
-    def counting(sequence: int, start: int, ids: list[int], *, output: bool) -> int:
+    def counting(sequence: int, start: int, ids: list[int], **wanted: bool) -> int:
         sizes.append(len(ids))
-        return int(put(sequence, start, ids, output=output))
+        return int(put(sequence, start, ids, **wanted))
 
     context.put = counting
 
@@ -355,7 +439,7 @@ def test_an_id_in_flight_twice_is_refused(gguf_engine: Harness) -> None:
     gguf_engine.engine.cancel(job.id)
 
 
-def test_a_loop_that_fails_says_so_to_all(gguf: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_fails_says_so_at_once(gguf: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = gguf()
     running = one.submit(PROMPTS[0], max_tokens=200, ignore_eos=True)
     one.until(lambda: running in one.outputs, "it runs")
@@ -363,9 +447,28 @@ def test_a_loop_that_fails_says_so_to_all(gguf: Make, monkeypatch: pytest.Monkey
     def broken() -> None:
         raise RuntimeError("llama.cpp failed with code -3: out of luck")
 
+    died = threading.Event()
+    one.engine.on_death = died.set
     monkeypatch.setattr(one.engine._runner._context, "run", broken)
-    one.until(lambda: one.ended(running), "the job ends")
-    assert "out of luck" in (one.outputs[running][-1].error or "")
-    assert isinstance(one.engine.fatal, RuntimeError)
+    assert died.wait(60)
+    assert isinstance(one.engine.fatal, RuntimeError) and "out of luck" in str(one.engine.fatal)
+    assert not one.ended(running), "it goes on in another worker"
     with pytest.raises(EngineFailed):
         one.submit(PROMPTS[0])
+
+
+# ---------------------------------------------------------------- a chat template of one's own
+
+
+@pytest.mark.parametrize("template", ["", TEMPLATE])
+def test_the_files_own_template_gives_way(tmp_path: Path, template: str) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", float32=True, template=template)
+    engine = llamacpp(path)
+    assert engine.info.chat is bool(template)
+    engine.close()
+    engine = llamacpp(path, chat_template="{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    assert engine.info.chat and "forced_tools" in engine.info.serves
+    codec = engine.engine.codec
+    found = codec.render_chat([ChatMessage("user", "abc")])
+    assert found == codec.encode("[abc]")
+    engine.close()

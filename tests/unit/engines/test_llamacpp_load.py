@@ -41,6 +41,13 @@ def test_what_is_said_of_a_model(gguf_engine: Harness, binding: str) -> None:
     assert not {"embed", "adapters", "tools"} & set(info.serves)
 
 
+def test_the_quantization_is_named_as_files_are(gguf: Make, gguf_engine: Harness) -> None:
+    assert gguf(general__file_type=15).info.dtype == "Q4_K_M"
+    info = gguf_engine.info
+    assert info.weights_bytes == 4 * info.parameters
+    assert (info.prefix_block, info.prefix_tokens) == (1, 4096)
+
+
 def test_progress_counts_up(gguf_engine: Harness) -> None:
     load = [one for one in gguf_engine.progress if one.phase == "load"]
     assert load[0] == Progress("load", 0, 100, "steps")

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from servekit.engines import paged_attention, probe
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.paged_attention import Layout
 from servekit.engines.static import StaticRunner
 from servekit.errors import LoadError
-from tests.unit.engines.harness import Harness, reference
+from tests.unit.engines.harness import Harness, byte_level_tokenizer, reference
 
 Make = Callable[..., Harness]
 CPU = torch.device("cpu")
@@ -93,6 +94,85 @@ def test_lengths_chunks_and_decodes_mix_in_one_batch(
 def test_it_is_used_where_it_suits(harness: Make) -> None:
     assert paged_attention.NAME in harness().info.detail
     assert "sdpa" in harness(options={"attention": "sdpa"}).info.detail
+
+
+# ---------------------------------------------------------------- what only some models have
+
+#: Layers with a window of 16 tokens beside others; a window alone says little of short texts.
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4, "head_dim": 16},
+    "vaultgemma": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4, "head_dim": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 4, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+def write_unusual(kind: str, folder: Path) -> Any:
+    """A random model of this kind whose sinks, if it has any, matter; returns it, run eagerly."""
+    byte_level_tokenizer().save_pretrained(folder)
+    torch.manual_seed(1)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "sliding_window": 16,
+    }
+    ends = {"eos_token_id": 2, "bos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, vocab_size=400, **sizes, **UNUSUAL[kind], **ends)
+    library: Any = AutoModelForCausalLM  # untyped
+    model = library.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_(0, 2)
+    model.save_pretrained(folder)
+    return library.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def assert_log_probabilities(plain: Any, one: Harness, prompts: list[list[int]]) -> list[list[int]]:
+    """Run them side by side; each token is as likely as the plain model says. Returns the texts."""
+    asked: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+    jobs = [one.submit(prompt, **asked) for prompt in prompts]
+    texts = [one.tokens(job) for job in jobs]
+    for prompt, text, job in zip(prompts, texts, jobs, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([prompt + text]), use_cache=False).logits[0]
+        logs = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+        assert text == logs.argmax(-1).tolist()
+        told = torch.tensor([token.logprob for token in one.logprobs(job)])
+        own = logs.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(told, own, atol=1e-4, rtol=1e-4)
+    return texts
+
+
+@pytest.mark.parametrize("decode", ["auto", "graph"])
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_soft_caps_sinks_and_windows_are_the_models_own(
+    harness: Make, tmp_path: Path, kind: str, decode: str
+) -> None:
+    plain = write_unusual(kind, tmp_path)
+    options = {"max_batch_tokens": 32, "batching": "continuous", "decode": decode}
+    one = harness(tmp_path, options=options)
+    assert one.engine._runner.decodes == ""  # no kernel knows of any of these
+    whole = [(7919 * at) % 390 for at in range(3, 90)]
+    prompts = [whole, whole[5:60], whole[3:10], whole[:1]]
+    texts = assert_log_probabilities(plain, one, prompts)
+    for prompt, text in zip(prompts, texts, strict=True):  # another worker's tokens
+        job = one.submit(prompt, emitted=text[:9], max_tokens=24, ignore_eos=True)
+        assert one.tokens(job) == text[9:]
+
+
+def test_eager_attention_of_no_model_refuses_what_it_would_leave_out() -> None:
+    states = torch.zeros(1, 1, 1, 8)
+    library: Any = AttentionInterface  # untyped
+    attend = library().get_interface("paged|eager", lambda: None)
+    for name in ("softcap", "s_aux"):
+        with pytest.raises(NotImplementedError, match=name):
+            attend(torch.nn.Linear(1, 1), states, states, states, None, scaling=1.0, **{name: 5.0})
 
 
 # ---------------------------------------------------------------- the probe at load time

@@ -36,8 +36,19 @@ from tests.unit.engines.harness import (
     make_spec,
     reference,
 )
+from tests.unit.engines.speaking import write_model
 
 Make = Callable[..., Harness]
+
+
+def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "Qwen3-Coder", [], [])
+    source = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    one = Harness(make_spec(folder, chat_template=source), TransformersEngine)
+    codec = one.engine.codec
+    assert codec.render_chat([ChatMessage("user", "abc")]) == codec.encode("[abc]")
+    assert "tools" not in one.info.serves and "forced_tools" in one.info.serves
+    one.close()
 
 
 # ---------------------------------------------------------------- other ways to run

@@ -251,22 +251,26 @@ def test_a_crowd_in_a_cache_for_one_never_gets_stuck(harness: Make, seed: int) -
 # ---------------------------------------------------------------- when the loop dies all the same
 
 
-def test_a_dead_loop_fails_what_is_in_flight_and_takes_no_more(
+def test_a_dead_loop_says_so_at_once_and_takes_no_more(
     harness: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = harness()
     assert one.engine.fatal is None
     jobs = [one.submit(PROMPTS[0], max_tokens=400, ignore_eos=True) for _ in range(3)]
     one.until(lambda: jobs[-1] in one.outputs, "all are running")
+    died = threading.Event()
+    one.engine.on_death = died.set
+
+    class Panic(BaseException):
+        """What pyo3 raises for a panic in Rust is no Exception, either."""
 
     def broken() -> Any:
-        raise RuntimeError("the GPU has fallen off the bus")
+        raise Panic("the GPU has fallen off the bus")
 
     monkeypatch.setattr(one.engine._runner, "step", broken)
-    one.until(lambda: all(one.ended(job) for job in jobs), "all have failed")
-    for job in jobs:
-        assert "fallen off the bus" in str(one.outputs[job][-1].error)
-    assert isinstance(one.engine.fatal, RuntimeError)
+    assert died.wait(60)
+    assert isinstance(one.engine.fatal, Panic)
+    assert not any(one.ended(job) for job in jobs), "they go on in another worker"
     with pytest.raises(EngineFailed):
         one.submit(PROMPTS[0])
 

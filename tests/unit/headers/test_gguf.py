@@ -8,9 +8,9 @@ from pathlib import Path
 import gguf as library
 import pytest
 
-from servekit.engines.gguf_header import read_header
 from servekit.headers import gguf
 from servekit.headers.attention import of_gguf
+from servekit.headers.gguf_header import read_header
 from tests.unit.engines.origins import HIDDEN, write_tiny_gguf
 
 
@@ -59,3 +59,23 @@ def test_what_is_none_is_a_value_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.gguf").write_bytes(data)
     with pytest.raises(ValueError):
         gguf.read(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("stated", "description", "expected"),
+    [
+        (15, "llama 8B Q4_K - Medium", "Q4_K_M"),
+        (7, "", "Q8_0"),
+        (None, "llama 8B Q4_K - Medium", "Q4_K_M"),
+        (None, "llama 135M Q8_0", "Q8_0"),
+        (None, "gemma3 4B all F32", "F32"),
+        (None, "qwen2 1.5B IQ2_XXS - 2.0625 bpw", "IQ2_XXS"),
+        (4711, "llama ?B BF16", "BF16"),
+        (None, "", ""),
+    ],
+)
+def test_the_quantization_has_the_name_that_files_have(
+    stated: int | None, description: str, expected: str
+) -> None:
+    metadata = {} if stated is None else {"general.file_type": stated}
+    assert gguf.quantization(metadata, description) == expected

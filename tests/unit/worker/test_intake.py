@@ -409,3 +409,34 @@ def test_a_limit_beyond_the_context_is_lowered_only_where_that_is_wished(
         completion_limit(100, asked, (100, None), clamp=clamp)
     assert ("max_tokens" in caught.value.message) == (asked is not None)
     assert asked is None or f"the prompt has 100 and max_tokens is {asked}." in caught.value.message
+
+
+async def test_a_known_grammar_waits_for_long_prompts_as_long_as_they_take(
+    tiny: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request was refused for the time in which others' prompts were read."""
+    schema = bound('{"type": "object"}', "json_schema")
+    await tiny.answer(tiny.send(schema, prompt="Hello"))
+    encode = tiny.engine.codec.encode
+
+    def slowly(text: str, limit: int | None = None) -> list[int]:
+        time.sleep(0.25)  # what a long one takes
+        return encode("Hello", limit)
+
+    monkeypatch.setattr(tiny.engine.codec, "encode", slowly)
+    requests = [tiny.send(schema, prompt="x" * (LONG_PROMPT_CHARS + 1)) for _ in range(28)]
+    for request in requests:
+        assert await tiny.answer(request)
+    assert not tiny.failures
+
+
+async def test_explosive_schemas_do_not_hold_up_streams(tiny: Client) -> None:
+    """Fifty at once; the gap between two steps of others stays short, and the worker whole."""
+    texts = [f'{{"type": "integer", "multipleOf": {33_333_343 + 2 * n}}}' for n in range(50)]
+    bad = [tiny.send(bound(text, "json_schema"), prompt="Hello") for text in texts]
+    for _ in range(3):
+        await tiny.answer(tiny.send(GREEDY, prompt="Hello"))
+    await tiny.answer(tiny.send(bound("[0-9]{3}"), prompt="Hello"))
+    codes = {(await tiny.failure(request)).code for request in bad}
+    assert codes <= {"invalid_request", "model_unavailable"}
+    assert not tiny.runner.busy

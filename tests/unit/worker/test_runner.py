@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,30 @@ async def test_the_last_answer_is_out_before_it_is_idle(tmp_path: Path) -> None:
     assert deltas[-1].finish == "length"
     server.close()
     engine.close()
+
+
+async def test_an_engine_that_is_faster_than_its_worker_leaves_it_turns(tmp_path: Path) -> None:
+    """Each step that is passed on brings another one from the engine's thread."""
+    spec = WorkerSpec(
+        "m/0", "m", "echo", "-", None, "cpu", "auto", None, False, {}, {}, str(tmp_path / "s")
+    )
+    engine = EchoEngine(spec)
+    runner = Runner(engine, engine.load(lambda progress: None), on_idle=lambda: None)
+    steps = 0
+
+    def step_again(tokens: int, ends: int) -> None:
+        nonlocal steps
+        steps += 1
+        if steps < 100:
+            emitting = threading.Thread(target=runner.emit, args=([],))
+            emitting.start()
+            emitting.join()
+
+    runner.on_step = step_again
+    emitting = threading.Thread(target=runner.emit, args=([],))
+    emitting.start()
+    emitting.join()
+    seen: list[int] = []
+    asyncio.get_running_loop().call_soon(lambda: seen.append(steps))
+    await until(lambda: steps == 100)
+    assert seen[0] < 100, "nothing else had its turn before the last step"

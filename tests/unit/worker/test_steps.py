@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from servekit.engines.base import StepOutput
-from servekit.wire.messages import Delta, Failed, SamplingParams, WorkerToGateway
+from servekit.engines.echo_run import EchoDecoder
+from servekit.wire.messages import Delta, Failed, Hello, SamplingParams, WorkerToGateway
 from tests.unit.gateway.conftest import until
 from tests.unit.worker.serving import deltas_of, serving, spec
 
@@ -56,9 +58,26 @@ async def test_what_came_before_a_failure_of_the_same_turn_is_told_before_it(
             ]
         )
         await until(lambda: told and isinstance(told[-1], Failed))
-        *before, failed = told
+        *before, failed = [one for one in told if not isinstance(one, Hello)]  # it may be late
         assert text([delta for one in before for delta in deltas_of(one)]) == "he"
         assert (failed.id, failed.message) == (asked, "it broke")
+
+
+async def test_tokens_that_cannot_be_decoded_spoil_their_own_answer_alone(tmp_path: Path) -> None:
+    class Broken(EchoDecoder):
+        def push(self, token_ids: Sequence[int]) -> str:
+            if ord("!") in token_ids:
+                raise OverflowError("no such token")
+            return super().push(token_ids)
+
+    async with serving(spec(tmp_path, step_s=STEP_S)) as client:
+        client.engine.codec.decoder = lambda markers=(): Broken()  # type: ignore[method-assign]
+        bad = client.send(SamplingParams(max_tokens=20), prompt="what!")
+        good = client.send(SamplingParams(max_tokens=len(SAID)), prompt=SAID)
+        failed = await client.failure(bad)
+        assert (failed.code, text(await client.answer(good))) == ("engine_error", SAID)
+        assert text(client.deltas[bad]) == "what"
+        await until(lambda: not client.engine.load_now().running)
 
 
 async def test_what_has_been_sent_is_left_out_of_single_tokens_too(tmp_path: Path) -> None:

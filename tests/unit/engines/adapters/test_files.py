@@ -66,7 +66,19 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a pickle": (as_pickle, "adapter_model.bin, a pickle"),
     "cut short": (cut, "damaged"),
     "no kind": (config(peft_type=None), "no peft_type"),
-    "no known kind": (config(peft_type="MAGIC"), "has no tuner MAGIC"),
+    "no known kind": (config(peft_type="MAGIC"), "MAGIC adapters are not served: no test"),
+    "not proved": (config(peft_type="LILY"), "LILY adapters are not served: no test has proved"),
+    "a second model": (
+        config(peft_type="SHADOW", shadow_model="somebody/elses-model"),
+        "SHADOW adapters are not served: it loads a second model",
+    ),
+    "Megatron": (config(megatron_config={"a": 1}, megatron_core="os"), "megatron_config"),
+    "files to begin with": (
+        config(init_lora_weights="corda", corda_config={"cache_file": "/tmp/x"}),
+        "corda_config",
+    ),
+    "quantised to begin with": (config(init_lora_weights="loftq"), "begun with loftq"),
+    "covariances": (config(lora_ga_config={"cache_file": "/tmp/x"}), "lora_ga_config"),
     "prefix tuning": (config(peft_type="PREFIX_TUNING"), "PREFIX_TUNING adapters are not served"),
     "another task": (config(task_type="SEQ_CLS"), "SEQ_CLS"),
     "repeated layers": (config(layer_replication=[[0, 2]]), "layer_replication"),
@@ -158,3 +170,29 @@ def test_weights_of_the_base_in_the_file_stay_the_adapters(
     assert engine.generate(PROMPTS[0], max_tokens=8, ignore_eos=True) == before
     assert engine.generate(PROMPTS[0], adapter="embeds", max_tokens=8, ignore_eos=True) != before
     engine.engine.unload_adapter("embeds")
+
+
+def test_factors_that_overflow_the_models_type_are_refused(
+    tiny_model: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Right as PEFT computes it, and infinite once the scaling is in the weights."""
+    folder = tmp_path / "copy"
+    shutil.copytree(adapters["lora"], folder)
+
+    def stretch(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.sign() * (1e-6 if "lora_A" in name else 3e4)
+
+    weights(stretch)(folder)
+    config(lora_alpha=16)(folder)  # of rank 4
+    half = Harness(make_spec(tiny_model, dtype="float16"))
+    try:
+        before = half.generate(PROMPTS[0], max_tokens=8, ignore_eos=True)
+        with pytest.raises(
+            RequestError, match=r"beyond the range of float16, the model's own"
+        ) as e:
+            half.engine.load_adapter(making.spec(folder))
+        assert e.value.status == 400
+        assert half.generate(PROMPTS[0], max_tokens=8, ignore_eos=True) == before
+    finally:
+        half.close()

@@ -62,6 +62,38 @@ def test_each_token_gets_its_own_adapters_share(
     assert "forward" not in model.linear.__dict__
 
 
+@pytest.mark.parametrize("worth", [0.0, 1e12], ids=["run by run", "stacked"])
+@torch.no_grad()
+def test_what_overflows_in_one_adapter_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, worth: float
+) -> None:
+    """float16 ends at 65,504: another adapter's infinity, times zero, was every token's NaN."""
+    monkeypatch.setattr(mixing, "_LAUNCH_WORTH", {"cpu": worth, "cuda": worth})
+    model = Model().half()
+    quiet = {uid: adapter(uid, rank) for uid, rank in SIZES.items()}
+    for one in quiet.values():
+        was = one.factors["linear"]
+        one.factors["linear"] = Factors(was.down.half(), was.up.half())
+    loud = Adapter(
+        "loud",
+        4,
+        factors={"linear": Factors(torch.full((2, 16), 6e4).half(), torch.ones(2, 24).half())},
+    )
+    x = torch.rand(1, sum(count for _, count in COUNTS) + 1, 16).half()
+    parts = [Part(quiet.get(uid or 0), 0, count) for uid, count in COUNTS]
+    seen = []
+    for installed in ([*quiet.values()], [*quiet.values(), loud]):
+        mixed = Mixing(model)
+        for one in installed:
+            mixed.install(one)
+        mixed.lay_out([*parts, Part(installed[-1] if len(installed) > 3 else None, 0, 1)])
+        seen.append(model.linear(x)[0, :-1])
+        for one in installed:
+            mixed.remove(one)
+    assert torch.isfinite(seen[1]).all()
+    assert torch.allclose(seen[0], seen[1], atol=2e-2)
+
+
 @torch.no_grad()
 def test_a_step_without_adapters_is_the_layers_own() -> None:
     model, x = Model(), torch.randn(1, 5, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from servekit.engines import create
 from servekit.engines.base import EmbedJob, Job, StepOutput
+from servekit.errors import RequestError
 from servekit.wire.messages import ModelInfo, Progress, SamplingParams, TokenLogprob, WorkerSpec
 
 DEADLINE_S = 60.0
@@ -25,12 +27,15 @@ class Running:
         self.info: ModelInfo = self.engine.load(self.progress.append)
         self.outputs: dict[int, list[StepOutput]] = {}
         self.late: list[StepOutput] = []  # of jobs that had ended
+        self.breaks: Exception | None = None  # raised where the engine tells what it made
         self._changed = threading.Condition()
         self._last = 0
         self.engine.start(self._emit)
 
     def _emit(self, outputs: Sequence[StepOutput]) -> None:
         with self._changed:
+            if self.breaks is not None:
+                raise self.breaks
             for output in outputs:
                 if self.ended(output.id):
                     self.late.append(output)
@@ -52,12 +57,13 @@ class Running:
         prompt: str | list[int],
         emitted: Sequence[int] = (),
         adapter: str = "",
+        banned: Sequence[tuple[int, ...]] = (),
         **params: Any,
     ) -> Job:
         self._last += 1
         ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
-        job = Job(self._last, ids, sampling, list(emitted), adapter=adapter)
+        job = Job(self._last, ids, sampling, list(emitted), adapter=adapter, banned=tuple(banned))
         if sampling.grammar is not None:
             job.constraint = self.engine.constrain(sampling.grammar, emitted)
         return job
@@ -67,6 +73,11 @@ class Running:
         job = self.job(prompt, emitted, **more)
         self.engine.submit(job)
         return job.id
+
+    def submit_late(self, prompt: str) -> None:
+        """Ask an engine that is dead: it refuses, or says nothing."""
+        with contextlib.suppress(RequestError):
+            self.submit(prompt)
 
     def generate(self, prompt: str | list[int], **more: Any) -> list[int]:
         return self.tokens(self.submit(prompt, **more))

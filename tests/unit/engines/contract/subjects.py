@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from servekit.config.engines import KINDS
 from servekit.wire.adapters import AdapterSpec
 from servekit.wire.messages import WorkerSpec
 from tests import markov
@@ -34,6 +35,8 @@ class Subject:
     gpu: bool = False
     #: Write an adapter for the model in the first folder into the second, an empty one.
     adapter: Callable[[Path, Path], AdapterSpec] | None = None
+    #: Its package is built for this: vLLM's comes for GPUs or for CPUs.
+    build: Literal["", "cpu", "cuda"] = ""
     #: What its package has brought, for `sys.path`; into an empty folder.
     site: Callable[[Path], Path] | None = None
     #: Its arithmetic repeats: the same text alone and in a crowd. Not so in low precision.
@@ -48,11 +51,21 @@ class Subject:
         """Why it cannot run here; "" if it can."""
         if self.modules and not any(map(importlib.util.find_spec, self.modules)):
             return f"{' or '.join(self.modules)} is not installed"
+        if self.build and (self.build == "cpu") != _vllm_is_for_cpus():
+            return f"vLLM is not built for {self.build}"
         if self.gpu:
             import torch
 
             return "" if torch.cuda.is_available() else "there is no GPU"
         return ""
+
+
+def _vllm_is_for_cpus() -> bool:
+    for name, value in KINDS["vllm"].env.items():
+        os.environ.setdefault(name, value)  # as the supervisor does, and before it is imported
+    from servekit.engines.vllm import library
+
+    return library.is_for_cpus()
 
 
 def spec(engine: str, path: Path | str, **fields: Any) -> WorkerSpec:
@@ -114,6 +127,13 @@ def _vllm(folder: Path) -> WorkerSpec:
     return spec("vllm", path, options=options, **fields)
 
 
+def _vllm_cpu(folder: Path) -> WorkerSpec:
+    from tests.unit.engines.harness import write_tiny_llama
+
+    options = {"slots": SLOTS, "max_loras": 2}
+    return spec("vllm", write_tiny_llama(folder, hidden_size=256), options=options)
+
+
 def _llamacpp(folder: Path) -> WorkerSpec:
     from tests.unit.engines.origins import write_tiny_gguf
 
@@ -144,7 +164,8 @@ SUBJECTS = [
     ),
     Subject("transformers", _transformers("continuous"), adapter=_lora),
     Subject("transformers-static", _transformers("static"), adapter=_lora),
-    Subject("vllm", _vllm, modules=("vllm",), gpu=True, adapter=_lora, exact=False),
+    Subject("vllm", _vllm, modules=("vllm",), gpu=True, build="cuda", adapter=_lora, exact=False),
+    Subject("vllm-cpu", _vllm_cpu, modules=("vllm",), build="cpu", adapter=_lora),
     Subject("llamacpp", _llamacpp, modules=("xllamacpp", "llama_cpp")),
     Subject("markov", _markov, site=markov.install),
 ]

@@ -2,14 +2,17 @@
 
     pytest tests/unit/engines/contract -k echo
 
-On a machine that has little but torch and the engine: `pytest -c /dev/null --rootdir=. …`.
+On a machine that has little but torch and the engine: `pytest -c /dev/null --rootdir=. …`. vLLM
+keeps it without a GPU, too: `python -m tests.vllm_cpu --only contract`.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import threading
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,48 @@ def test_ignoring_the_end_goes_on(engine: Running) -> None:
     assert (len(engine.tokens(job)), engine.finish(job)) == (count, "length")
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_token_that_is_to_end_it_ends_it(
+    engine: Running, reference: list[int], ignore_eos: bool
+) -> None:
+    needs(engine, "stop_token_ids")
+    token = reference[5]
+    before = reference[: reference.index(token)]
+    params: Params = {"max_tokens": 24, "stop_token_ids": (token,), "ignore_eos": ignore_eos}
+    job = engine.submit(PROMPT, **params)
+    assert engine.alike(engine.tokens(job), before)
+    last = engine.finished(job)[-1]
+    assert (last.finish, last.stop_token) == ("stop", token)
+    if engine.info.resumes and before:
+        again = engine.submit(PROMPT, before[:1], **params)
+        assert engine.alike(engine.tokens(again), before[1:])
+
+
+def test_a_token_that_is_not_in_the_vocabulary_cannot_end_it(
+    engine: Running, reference: list[int]
+) -> None:
+    needs(engine, "stop_token_ids")
+    with contextlib.suppress(RequestError):
+        params: Params = {"stop_token_ids": (2**31 - 1,), "min_tokens": 4}
+        assert len(engine.generate(PROMPT, max_tokens=8, **params)) <= 8
+    assert_well(engine, reference)
+
+
+def test_bad_words_never_come(engine: Running, reference: list[int]) -> None:
+    needs(engine, "bad_words")
+    params: Params = {"max_tokens": 24, "ignore_eos": True}
+    [first, second, third] = reference[:3]
+    beside = engine.submit(PROMPT, **params)
+    assert first not in engine.generate(PROMPT, banned=[(first,)], **params)
+    said = engine.generate(PROMPT, banned=[(second, third)], **params)
+    assert engine.alike(said[:2], [first, second])
+    assert (second, third) not in set(pairwise(said))
+    if engine.info.resumes:
+        more = engine.generate(PROMPT, emitted=said[:2], banned=[(second, third)], **params)
+        assert engine.alike(more, said[2:])
+    assert engine.alike(engine.tokens(beside), reference)
+
+
 def test_the_end_waits_for_min_tokens(engine: Running) -> None:
     seed, tokens = ending(engine)
     least = len(tokens) + 5
@@ -176,6 +221,48 @@ def test_logprobs_are_of_the_tokens(engine: Running, reference: list[int]) -> No
         told = b"".join(one.token for one in engine.logprobs(job)).decode(errors="replace")
         # a text has nothing of a character that is cut off at its end
         assert told.strip().startswith(engine.text(said).strip())
+
+
+@pytest.mark.parametrize("best", [0, 3])
+def test_logprobs_of_the_prompt_are_of_its_tokens(
+    engine: Running, reference: list[int], best: int
+) -> None:
+    needs(engine, "prompt_logprobs")
+    prompt = engine.engine.codec.encode(PROMPT)
+    beside = engine.submit(PROMPT, max_tokens=24, ignore_eos=True)
+    job = engine.submit(PROMPT, max_tokens=24, ignore_eos=True, prompt_logprobs=best)
+    assert engine.alike(engine.tokens(job), reference)
+    assert engine.alike(engine.tokens(beside), reference)
+    first, *others = engine.finished(job)
+    assert all(output.prompt is None for output in others)
+    told = first.prompt
+    assert told is not None and [one.id for one in told] == prompt
+    assert told[0].logprob is None
+    for one in told[1:]:
+        assert one.logprob is not None and one.logprob <= 1e-4 and one.rank >= 1
+        assert len(one.best) == best or engine.spec.engine == "echo"
+        if one.rank == 1 and one.best:
+            assert one.best[0][0] == one.id
+    again = engine.submit(PROMPT, max_tokens=1, prompt_logprobs=best)  # all of it in a cache
+    repeated = engine.finished(again)[0].prompt
+    assert repeated is not None
+    for one, other in zip(told[1:], repeated[1:], strict=True):
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-4 if engine.exact else 0.1)
+
+
+def test_logprobs_of_the_prompt_are_those_of_an_answer(engine: Running) -> None:
+    needs(engine, "prompt_logprobs", "logprobs")
+    job = engine.submit(PROMPT, max_tokens=12, ignore_eos=True, logprobs=2)
+    prompt = engine.engine.codec.encode(PROMPT)
+    said, scored = engine.tokens(job), engine.logprobs(job)
+    again = engine.submit([*prompt, *said], max_tokens=1, prompt_logprobs=2)
+    told = engine.finished(again)[0].prompt
+    assert told is not None
+    for one, known in zip(told[len(prompt) :], scored, strict=True):
+        assert one.token == known.token
+        # a prompt is read in other batches than an answer, and llama.cpp's cache is float16
+        exact = 5e-3 if engine.spec.engine == "llamacpp" else 1e-4
+        assert one.logprob == pytest.approx(known.logprob, abs=exact if engine.exact else 0.2)
 
 
 # ---------------------------------------------------------------- what another worker began
@@ -422,3 +509,43 @@ def test_a_life_leaves_nothing_behind(
     poll(lambda: _threads() <= threads, "its threads end")
     poll(lambda: _processes() <= processes, "its processes end")
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("fault", ["in a step", "where it tells"])
+def test_a_death_is_known_at_once_and_after_all_that_was_made(
+    subject: Subject, tmp_path: Path, fault: str
+) -> None:
+    """What has come before stays told, nothing follows, and no job is blamed: all go on elsewhere.
+
+    An engine that cannot be told to fail dies of an `emit` that raises, which its loop calls.
+    """
+    running = Running(subject.spec(tmp_path))
+    engine, told = running.engine, threading.Event()
+    heard: list[tuple[BaseException | None, int]] = []  # of what, and how many tokens had come
+
+    def count() -> int:
+        return sum(len(one.token_ids) for outputs in running.outputs.values() for one in outputs)
+
+    def on_death() -> None:
+        heard.append((engine.fatal, count()))
+        told.set()
+
+    engine.on_death = on_death
+    try:
+        job = running.submit(PROMPT, **running.endless)
+        running.has_begun(job)
+        if fault == "in a step":
+            try:
+                engine.fail_step()
+            except Unsupported:
+                return
+        else:
+            running.breaks = RuntimeError("nobody listens")
+        assert told.wait(60), "its death was not told"
+        [(cause, tokens)] = heard
+        assert isinstance(cause, Exception) and cause is engine.fatal
+        assert not running.ended(job)
+        running.submit_late(PROMPT)
+        assert tokens == count() and running.late == []
+    finally:
+        running.close()

@@ -48,6 +48,14 @@ def no_weights(where: str, names: list[str]) -> str:
     return f"{where} has no *.safetensors file."
 
 
+def lacks_tokenizer(folder: Path) -> str:
+    """A sentence where no file of the folder can be a tokenizer; "" otherwise."""
+    known = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "*.bpe")
+    if any(next(folder.glob(pattern), None) is not None for pattern in known):
+        return ""
+    return f"{folder} has no tokenizer: tokenizer.json, for example, lies beside its config.json."
+
+
 def damage(path: Path) -> str | None:
     """Why the safetensors file cannot be whole, or None. Reads its header only."""
     try:

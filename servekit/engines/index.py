@@ -1,0 +1,501 @@
+"""Wheels of package indexes: which there are, by the user's own settings, and one of them.
+
+The settings are those of pip (its environment variables and files) and, where pip has none, uv's.
+An index is asked by the simple API: JSON where it speaks it, else HTML.
+
+Source: PEP 503, 629, 691, 592; https://pip.pypa.io/en/stable/topics/configuration/;
+https://docs.astral.sh/uv/reference/environment/.
+"""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import hashlib
+import json
+import os
+import re
+import ssl
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
+from urllib.request import url2pathname
+
+import httpx
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.tags import sys_tags
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from servekit.errors import LoadError
+
+_ACCEPT = (
+    "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, "
+    "text/html;q=0.01"
+)
+_TIMEOUT_S = 15.0
+#: The strongest first; an index may give several, and old ones of these only.
+_HASHES = ("sha512", "sha384", "sha256", "sha224", "sha1", "md5")
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+#: Told bytes: how many are done, and how many there are; 0 is unknown.
+Report = Callable[[int, int], None]
+
+
+def default_index() -> str:
+    """Return the index that pip asks where nothing is set; "" where there is no pip to tell.
+
+    Source: pip's models/index.py, of the pip that is installed or of the wheel in ensurepip.
+    """
+    module, text = "_internal/models/index.py", ""
+    with contextlib.suppress(OSError, KeyError, zipfile.BadZipFile):
+        if (pip := find_spec("pip")) is not None and pip.origin is not None:
+            text = (Path(pip.origin).parent / module).read_text()
+        elif (bundle := find_spec("ensurepip")) is not None and bundle.origin is not None:
+            for wheel in (Path(bundle.origin).parent / "_bundled").glob("pip-*.whl"):
+                text = zipfile.ZipFile(wheel).read(f"pip/{module}").decode()
+    found = re.search(r'^PyPI = PackageIndex\(\s*"(https://[^"]+)"', text, re.MULTILINE)
+    return f"{found[1].rstrip('/')}/simple" if found else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where wheels come from, and how it is reached."""
+
+    indexes: tuple[str, ...]
+    find_links: tuple[str, ...] = ()
+    trusted: frozenset[str] = frozenset()  # HOST or HOST:PORT
+    cert: str | None = None
+    client_cert: str | None = None
+    proxy: str | None = None
+    timeout_s: float = _TIMEOUT_S
+    retries: int = 3
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Settings:
+        """What this user has set."""
+        told = _pip(environ)
+
+        def words(*names: str) -> tuple[str, ...]:
+            return tuple(word for name in names for word in told.get(name, "").split())
+
+        uv = environ.get
+        index = told.get("index_url") or uv("UV_DEFAULT_INDEX") or uv("UV_INDEX_URL")
+        index = index or default_index()
+        extra = [*words("extra_index_url"), *uv("UV_EXTRA_INDEX_URL", "").split()]
+        extra += uv("UV_INDEX", "").split()
+        offline = told.get("no-index", "").lower() in ("1", "true", "yes", "on", "t", "y")
+        named = [_unnamed(url) for url in (index, *extra) if url]
+        links = (*words("find_links"), *uv("UV_FIND_LINKS", "").replace(",", " ").split())
+        hosts = (*words("trusted-host"), *uv("UV_INSECURE_HOST", "").replace(",", " ").split())
+        bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE")
+        return cls(
+            indexes=() if offline else tuple(dict.fromkeys(named)),
+            find_links=links,
+            trusted=frozenset(hosts),
+            cert=told.get("cert") or bundle or None,
+            client_cert=told.get("client-cert") or None,
+            proxy=told.get("proxy") or None,
+            timeout_s=_number(told.get("timeout") or told.get("default-timeout"), _TIMEOUT_S),
+            retries=int(_number(told.get("retries"), 3)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One file of an index or a folder."""
+
+    filename: str
+    url: str  # with the credentials of its index
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    size_bytes: int = 0  # 0: it does not say
+    requires_python: str = ""
+
+
+def find(requirement: str, settings: Settings) -> Wheel:
+    """The best wheel of NAME==VERSION for this interpreter.
+
+    Raises LoadError: permanent where all were asked and none has it.
+    """
+    name, _, wanted = requirement.partition("==")
+    there: list[Wheel] = []
+    unreached: list[str] = []
+    refused: list[str] = []
+    for source in (*settings.find_links, *settings.indexes):
+        page = source if source in settings.find_links else _page_of(source, name)
+        try:
+            there += _listing(page, settings, is_index=source in settings.indexes)
+        except (httpx.HTTPStatusError, httpx.TooManyRedirects, _Refused) as error:
+            refused.append(_said(error))
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+            unreached.append(f"{without_credentials(page)}: {_said(error)}")
+    of_it = [wheel for wheel in there if _is_named(wheel, name)]
+    fitting = [(rank, wheel) for wheel in of_it if (rank := _rank(wheel, wanted)) is not None]
+    if fitting:
+        return min(fitting, key=lambda one: one[0])[1]
+    if unreached:
+        told = "; ".join(unreached)
+        raise LoadError(
+            f"The package index cannot be reached for {requirement}: {told}", permanent=False
+        )
+    raise LoadError(_missing(requirement, of_it, wanted, settings, refused))
+
+
+def download(wheel: Wheel, path: Path, settings: Settings, report: Report) -> None:
+    """Write the file to `path`, and check it. Raises LoadError, OSError where the disk refuses.
+
+    What breaks off is taken up where it was. `report` is told bytes: done and in all (0: unknown).
+    """
+    parts = urlsplit(wheel.url)
+    if parts.scheme in ("", "file"):
+        path.write_bytes(_local(wheel.url).read_bytes())
+    else:
+        try:
+            client = _client(wheel.url, settings)
+        except (_Refused, ValueError) as error:
+            raise LoadError(f"{wheel.filename} cannot be fetched: {error}") from error
+        with client:
+            _fetch(client, wheel, path, settings, report)
+    _check(wheel, path)
+
+
+def without_credentials(url: str) -> str:
+    """For messages."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+# ---- settings
+
+
+def _pip(environ: Mapping[str, str]) -> dict[str, str]:
+    """pip's options by their names in files; the environment ranks before the files."""
+    found: dict[str, str] = {}
+    for path in _pip_files(environ):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path)
+        except (OSError, UnicodeDecodeError, configparser.Error):
+            continue  # pip itself says what is wrong with it
+        for section in ("global", "download"):
+            if parser.has_section(section):
+                found |= {key.replace("_", "-"): text for key, text in parser.items(section)}
+    for key, text in environ.items():
+        if key.startswith("PIP_") and (text or key in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")):
+            found[key.removeprefix("PIP_").lower().replace("_", "-")] = text
+    return found
+
+
+def _pip_files(environ: Mapping[str, str]) -> list[Path]:
+    """Those that rank before others stand after them."""
+    given = environ.get("PIP_CONFIG_FILE", "")
+    if given == os.devnull:
+        return []
+    home = Path(environ.get("HOME") or Path.home())
+    shared = environ.get("XDG_CONFIG_DIRS") or "/etc/xdg"
+    own = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+    return [
+        *(Path(folder) / "pip/pip.conf" for folder in reversed(shared.split(":")) if folder),
+        Path("/etc/pip.conf"),
+        home / ".pip/pip.conf",
+        own / "pip/pip.conf",
+        Path(sys.prefix) / "pip.conf",
+        *([Path(given)] if given else []),
+    ]
+
+
+def _unnamed(url: str) -> str:
+    """uv has names of indexes: NAME=URL."""
+    name, found, rest = url.partition("=")
+    return rest if found and "/" not in name and ":" not in name else url
+
+
+def _number(text: str | None, otherwise: float) -> float:
+    try:
+        return float(text) if text else otherwise
+    except ValueError:
+        return otherwise
+
+
+# ---- what there is
+
+
+class _Refused(Exception):
+    """We do not ask there; the message says why."""
+
+
+def _page_of(index: str, name: str) -> str:
+    return f"{index.rstrip('/')}/{canonicalize_name(name)}/"
+
+
+def _listing(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:
+    """All wheels of a page or folder; none where it is not there."""
+    parts = urlsplit(page)
+    if parts.scheme in ("", "file"):
+        folder = _local(page)
+        if is_index or folder.suffix in (".html", ".htm"):
+            file = folder / "index.html" if folder.is_dir() else folder
+            return _of_html(file.read_text(), file.as_uri()) if file.is_file() else []
+        here = sorted(folder.glob("*.whl")) if folder.is_dir() else [folder]
+        return [Wheel(file.name, file.as_uri()) for file in here if file.suffix == ".whl"]
+    with _client(page, settings) as client:
+        answer = _ask(client, page, settings.retries)
+    if answer.status_code in (404, 410):
+        return []
+    answer.raise_for_status()
+    base = str(answer.url)
+    if "json" in answer.headers.get("content-type", ""):
+        found = _of_json(json.loads(answer.content), base)
+    else:
+        found = _of_html(answer.text, base)
+    return [replace(wheel, url=_with_credentials(wheel.url, page)) for wheel in found]
+
+
+def _ask(client: httpx.Client, page: str, retries: int) -> httpx.Response:
+    """Raises httpx.HTTPError; what may be passing is asked for again."""
+    for left in range(max(retries, 0), -1, -1):
+        try:
+            answer = client.get(page, headers={"Accept": _ACCEPT})
+            if answer.status_code < 500 and answer.status_code != 429:
+                return answer
+            if not left:
+                kind = f"{answer.status_code} {answer.reason_phrase}"
+                raise httpx.RemoteProtocolError(f"it answers {kind}", request=answer.request)
+        except httpx.TransportError:
+            if not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _of_json(page: object, base: str) -> list[Wheel]:
+    files = page.get("files") if isinstance(page, dict) else None
+    if not isinstance(files, list):
+        raise ValueError("its answer is no page of the simple API")
+    return [
+        Wheel(
+            filename=str(one["filename"]),
+            url=urljoin(base, str(one["url"])),
+            hashes={str(k): str(v) for k, v in (one.get("hashes") or {}).items()},
+            size_bytes=int(one.get("size") or 0),
+            requires_python=str(one.get("requires-python") or ""),
+        )
+        for one in files
+        if isinstance(one, dict) and str(one.get("filename", "")).endswith(".whl")
+    ]
+
+
+def _of_html(text: str, base: str) -> list[Wheel]:
+    parser = _Anchors(base)
+    parser.feed(text)
+    found = []
+    for attributes in parser.anchors:
+        url, fragment = urldefrag(urljoin(parser.base, attributes["href"]))
+        name = unquote(urlsplit(url).path.rpartition("/")[2])
+        kind, _, digest = fragment.partition("&")[0].partition("=")
+        if name.endswith(".whl"):
+            hashes = {kind: digest} if kind in _HASHES else {}
+            requires = attributes.get("data-requires-python", "")
+            found.append(Wheel(name, url, hashes, requires_python=requires))
+    return found
+
+
+class _Anchors(HTMLParser):
+    def __init__(self, base: str) -> None:
+        super().__init__()
+        self.base = base
+        self.anchors: list[dict[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        attributes = {key: value or "" for key, value in attrs}
+        if tag == "base" and attributes.get("href"):
+            self.base = urljoin(self.base, attributes["href"])
+        elif tag == "a" and attributes.get("href"):
+            self.anchors.append(attributes)
+
+
+def _is_named(wheel: Wheel, name: str) -> bool:
+    try:
+        return parse_wheel_filename(wheel.filename)[0] == canonicalize_name(name)
+    except (InvalidWheelFilename, InvalidVersion):
+        return False
+
+
+def _rank(wheel: Wheel, wanted: str) -> tuple[int, tuple[int, str]] | None:
+    """The lowest is the best; None where it is another version, or not for this interpreter."""
+    _, version, build, tags = parse_wheel_filename(wheel.filename)
+    try:
+        python = SpecifierSet(wheel.requires_python)
+        if version != Version(wanted) or not python.contains(_python(), prereleases=True):
+            return None
+    except (InvalidVersion, InvalidSpecifier):
+        return None
+    ranks = [rank for rank, tag in enumerate(sys_tags()) if tag in tags]
+    newest = (-build[0], build[1]) if build else (0, "")
+    return (ranks[0], newest) if ranks else None
+
+
+def _python() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def _missing(
+    requirement: str, there: list[Wheel], wanted: str, settings: Settings, refused: list[str]
+) -> str:
+    versions = sorted({parse_wheel_filename(wheel.filename)[1] for wheel in there})
+    asked = ", ".join(without_credentials(url) for url in (*settings.indexes, *settings.find_links))
+    if refused:
+        return f"{requirement} cannot be fetched: {'; '.join(refused)}"
+    if not asked:
+        return f"{requirement} cannot be fetched: PIP_NO_INDEX is set, and PIP_FIND_LINKS is not."
+    if any(str(version) == wanted for version in versions):
+        return f"{requirement} has no wheel for Python {_python()} on this machine at {asked}."
+    shown = ", ".join(map(str, versions[-12:]))
+    has = f"it has {shown}" if versions else f"it has no wheel of {requirement.partition('==')[0]}"
+    return f"The package index has no {requirement}: {has} ({asked})."
+
+
+# ---- how it is reached
+
+
+def _client(url: str, settings: Settings) -> httpx.Client:
+    """For one host. Raises _Refused, ValueError where the settings cannot be used."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    trusted = bool({host, f"{host}:{parts.port}"} & settings.trusted)
+    if parts.scheme == "http" and not trusted and host not in _LOOPBACK:
+        raise _Refused(
+            f"{without_credentials(url)} is not encrypted; use https, or name {host} in "
+            "PIP_TRUSTED_HOST"
+        )
+    try:
+        return httpx.Client(
+            auth=None if parts.username else _netrc(),
+            verify=_verification(settings, trusted=trusted),
+            proxy=settings.proxy,
+            timeout=httpx.Timeout(settings.timeout_s, read=max(settings.timeout_s, 30.0)),
+            follow_redirects=True,
+            headers={"User-Agent": "servekit"},
+        )
+    except ImportError as error:  # a SOCKS proxy
+        raise ValueError(f"the proxy needs a package that is not installed: {error}") from None
+
+
+def _netrc() -> httpx.Auth | None:
+    try:
+        return httpx.NetRCAuth(os.environ.get("NETRC"))
+    except (OSError, SyntaxError):  # none, or none that can be read
+        return None
+
+
+def _verification(settings: Settings, *, trusted: bool) -> ssl.SSLContext | bool:
+    if trusted:
+        return False
+    if settings.cert is None and settings.client_cert is None:
+        return True
+    folder = settings.cert if settings.cert and Path(settings.cert).is_dir() else None
+    file = settings.cert if not folder else None
+    context = ssl.create_default_context(cafile=file, capath=folder)
+    if settings.client_cert:
+        context.load_cert_chain(settings.client_cert)
+    return context
+
+
+def _with_credentials(url: str, page: str) -> str:
+    """Those of the index go to its own host only."""
+    own, of_page = urlsplit(url), urlsplit(page)
+    user, found, _ = of_page.netloc.rpartition("@")
+    same = (own.scheme, own.hostname, own.port) == (of_page.scheme, of_page.hostname, of_page.port)
+    if not found or own.username or not same:
+        return url
+    return urlunsplit(own._replace(netloc=f"{user}@{own.netloc}"))
+
+
+def _local(url: str) -> Path:
+    parts = urlsplit(url)
+    return Path(url2pathname(parts.path)) if parts.scheme == "file" else Path(url).expanduser()
+
+
+# ---- the file
+
+
+def _fetch(
+    client: httpx.Client, wheel: Wheel, path: Path, settings: Settings, report: Report
+) -> None:
+    last: httpx.HTTPError | None = None
+    path.touch()
+    for _ in range(max(settings.retries, 0) + 1):
+        try:
+            _fetch_rest(client, wheel, path, report)
+            return
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code < 500 and error.response.status_code != 429:
+                raise LoadError(f"{wheel.filename} cannot be fetched: {_said(error)}") from error
+            last = error
+        except httpx.HTTPError as error:
+            last = error
+    assert last is not None
+    raise LoadError(
+        f"The package index cannot be reached for {wheel.filename}: {_said(last)}", permanent=False
+    ) from last
+
+
+def _fetch_rest(client: httpx.Client, wheel: Wheel, path: Path, report: Report) -> None:
+    """From where it is to its end. Raises httpx.HTTPError."""
+    done = path.stat().st_size
+    headers = {"Accept-Encoding": "identity"}  # a hash is of the bytes as they are
+    if done:
+        headers["Range"] = f"bytes={done}-"
+    with client.stream("GET", wheel.url, headers=headers) as answer:
+        if done and answer.status_code == 416:  # nothing is left, or it is another file by now
+            path.write_bytes(b"")
+            raise httpx.RemoteProtocolError("the rest cannot be had", request=answer.request)
+        answer.raise_for_status()
+        if done and answer.status_code != 206:
+            done = 0  # it sends all of it again
+        total = done + int(answer.headers.get("content-length") or 0)
+        with path.open("r+b", buffering=0) as file:
+            file.truncate(done)
+            file.seek(done)
+            for piece in answer.iter_raw():  # as they come: what breaks off loses none
+                _write_all(file.fileno(), piece)
+                done += len(piece)
+                report(done, total if total > done else max(total, wheel.size_bytes))
+
+
+def _write_all(fd: int, piece: bytes) -> None:
+    while piece:
+        piece = piece[os.write(fd, piece) :]
+
+
+def _check(wheel: Wheel, path: Path) -> None:
+    """Raises LoadError where the file is not the one that the index tells of."""
+    kind = next((one for one in _HASHES if one in wheel.hashes), None)
+    if kind is None:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, kind).hexdigest()
+    if found != wheel.hashes[kind].lower():
+        raise LoadError(
+            f"{wheel.filename} is not what its index tells: its {kind} is {found}, and "
+            f"{wheel.hashes[kind]} was expected; it is not used.",
+            permanent=False,
+        )
+
+
+def _said(error: Exception) -> str:
+    """In words, without credentials."""
+    if isinstance(error, httpx.HTTPStatusError):
+        code, url = error.response.status_code, without_credentials(str(error.request.url))
+        advice = (
+            "; give a name and a password in the URL of the index or in ~/.netrc"
+            if code in (401, 403)
+            else ""
+        )
+        return f"{url} answers {code} {error.response.reason_phrase}{advice}"
+    if isinstance(error, httpx.TimeoutException):
+        return "it did not answer in time"
+    return str(error) or type(error).__name__

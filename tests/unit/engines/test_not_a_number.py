@@ -1,0 +1,80 @@
+"""A request whose logits are NaN fails alone, and leaves nothing behind that harms another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from servekit.engines.decode import choice, seats
+from servekit.engines.decode.choice import Manner
+from servekit.engines.underway import NOT_A_NUMBER
+from tests.unit.engines.harness import Harness, reference
+
+Make = Callable[..., Harness]
+#: A token whose embedding is NaN: whoever reads it computes NaN from there on.
+POISON = 392
+PROMPTS = ["The quick brown fox", "jumps over the lazy dog. " * 4, "def f(x): return"]
+
+
+@pytest.fixture
+def poisoned(tiny_model: Path, tmp_path: Path) -> Path:
+    library: Any = AutoModelForCausalLM  # untyped
+    model = library.from_pretrained(tiny_model, dtype=torch.float32)
+    folder = tmp_path / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    model.save_pretrained(folder)
+    return folder
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "by request": {},
+    "decoding by itself": {"decode": "graph"},
+    "one at a time": {"batching": "static"},
+}
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 1.0, "seed": 3}, {"logprobs": 2}])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_fails_alone(
+    harness: Make, tiny_model: Path, poisoned: Path, way: str, asked: dict[str, Any]
+) -> None:
+    few = {"kv_cache_bytes": 6 * 2**16, "slots": 4, "max_batch_tokens": 32}  # pages come again soon
+    one = harness(poisoned, options=WAYS[way] | few)
+    expected = reference(tiny_model, PROMPTS, 12)
+    assert not any(POISON in text for text in expected)
+    for _ in range(3):
+        beside = [one.submit(prompt, max_tokens=12, ignore_eos=True) for prompt in PROMPTS]
+        ids = [(7919 * at) % 390 for at in range(40)]
+        bad = one.submit([*ids, POISON, *ids], max_tokens=8, ignore_eos=True, **asked)
+        one.until(lambda bad=bad: one.ended(bad), "the bad one ends")  # type: ignore[misc]
+        [only] = one.outputs[bad]
+        assert only.error is not None and "not numbers (NaN)" in only.error
+        assert only.token_ids == [] and only.param is None
+        assert [one.tokens(job) for job in beside] == expected
+    one.until_idle()
+    assert one.engine._runner.running == 0
+
+
+@pytest.mark.parametrize("manner", [Manner(), Manner(plain=True, ranked=True)])
+def test_a_step_on_the_device_says_which_rows_are_not_numbers(manner: Manner) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 50)
+    logits[1, 7] = torch.nan
+    ints = torch.zeros(4, seats.ALIVE + 1, dtype=torch.int64)
+    ints[:, seats.KIND] = torch.tensor([seats.GREEDY, seats.RANKED, seats.PLAIN, seats.RANKED])
+    ints[:, seats.LIMIT] = 50
+    floats = torch.ones(4, 8)
+    floats[:, seats.FLOOR] = -torch.inf
+    tokens = choice.choose(logits, ints, floats, manner).tolist()
+    assert tokens[1] == NOT_A_NUMBER
+    assert all(0 <= token < 50 for token in (tokens[0], *tokens[2:]))
+    assert tokens[0] == int(logits[0].argmax())

@@ -1,0 +1,80 @@
+"""A worker whose engine has died: what it made is out, what it had not begun is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from servekit.engines.base import StepOutput
+from servekit.errors import EngineFailed, WorkerLost
+from servekit.wire.connection import Connection, dial
+from servekit.wire.messages import (
+    PROTOCOL,
+    Failed,
+    Hello,
+    SamplingParams,
+    WorkerToGateway,
+)
+from tests.unit.gateway.conftest import until
+from tests.unit.worker.serving import serving, spec
+from tests.unit.worker.test_steps import SAID, text
+
+
+async def test_what_was_made_is_out_before_it_hangs_up_and_the_rest_given_back(
+    tmp_path: Path,
+) -> None:
+    async with serving(spec(tmp_path, step_s=3600.0)) as client:
+        ran = client.send(SamplingParams(max_tokens=9), prompt=SAID)
+        await until(lambda: client.runner.busy)
+        (peer,) = [peer for peer in client.runner.peers if peer.jobs]
+        (job_id,) = peer.jobs.values()
+        client.runner.ward.closed = True  # a suspect is alone: what comes is held
+        held = client.send(SamplingParams(max_tokens=9), prompt=SAID)
+        await until(lambda: len(peer.jobs) == 2)
+        client.runner.emit([StepOutput(job_id, [ord("h")]), StepOutput(job_id, [ord("e")])])
+        client.engine.fatal = RuntimeError("it broke")
+        late = client.send(SamplingParams(max_tokens=9), prompt=SAID)
+        await until(lambda: late in client.failures)
+        await client.runner.lose()
+        await until(client.connection.closed.done)
+        assert text(client.deltas[ran]) == "he" and ran not in client.failures
+        assert {client.failures[one].code for one in (held, late)} == {WorkerLost.code}
+        ended: list[Exception | None] = []
+        again: Connection[WorkerToGateway] = await dial(
+            client.engine.spec.socket,
+            lambda: Connection(WorkerToGateway, lambda message: None, ended.append),
+        )
+        again.send(Hello(PROTOCOL, "gateway", "g"))
+        await until(lambda: ended, "it greets nobody any more")
+
+
+@pytest.mark.parametrize("dead", [True, False])
+async def test_a_dead_engines_refusal_is_no_answer(tmp_path: Path, dead: bool) -> None:
+    async with serving(spec(tmp_path)) as client:
+
+        def refuse(job: object) -> None:
+            if dead:
+                client.engine.fatal = RuntimeError("it broke")
+            raise EngineFailed("it takes nothing")
+
+        client.engine.submit = refuse  # type: ignore[method-assign]
+        said = await client.failure(client.send(SamplingParams(max_tokens=9), prompt=SAID))
+        assert isinstance(said, Failed)
+        assert said.code == (WorkerLost.code if dead else EngineFailed.code)
+
+
+async def test_who_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
+    async with serving(spec(tmp_path, step_s=3600.0, max_context=10**7)) as client:
+        client.send(SamplingParams(max_tokens=9), prompt=SAID)
+        await until(lambda: client.runner.busy)
+        (peer,) = [peer for peer in client.runner.peers if peer.jobs]
+        (job_id,) = peer.jobs.values()
+        assert client.connection._transport is not None
+        client.connection._transport.pause_reading()
+        client.runner.emit([StepOutput(job_id, [ord("x")] * 2_000_000)])
+        client.engine.fatal = RuntimeError("it broke")
+        async with asyncio.timeout(10):
+            await client.runner.lose()
+        client.connection._transport.resume_reading()
