@@ -18,6 +18,7 @@ import structlog
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway import bounds, sessions
 from servekit.gateway.caller import Caller
+from servekit.gateway.unknown import UNKNOWN
 from servekit.gateway.verifier import Verifier
 from servekit.wire.access import RequestLimits
 from servekit.wire.messages import AccessRules, Spent
@@ -63,6 +64,7 @@ class Access:
         self.closed = bool(rules.keys)
         self.watchful = self.closed or rules.log_prompts or rules.limits != RequestLimits()
         self._verifier.apply(rules)
+        UNKNOWN.policy = rules.unknown_parameters
         for listener in self._listeners:
             listener()
 
@@ -149,6 +151,8 @@ class Access:
             if caller is None:
                 raise InvalidKey("an API key is needed")
             caller.admit(call, model, adapter)
+            if self.rules.prefixes_by_key:
+                call.cache_salt = caller.rule.name
         bounds.check_call(call, self.rules.limits)
         if self.rules.log_prompts:
             prompt = call.prompt if call.messages is None else call.messages

@@ -34,6 +34,7 @@ class AdapterRoute(Route):
         self.base = base
         self.adapter = adapter
         self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
+        self.choosy = base.choosy
 
     @property
     def ready(self) -> bool:

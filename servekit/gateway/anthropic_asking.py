@@ -97,6 +97,9 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     metadata: Metadata | None = None
+    service_tier: Any = None
+    inference_geo: Any = None
+    cache_control: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, cast
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway import login, manual
+from servekit.gateway.access import ACTING, Access
 from servekit.gateway.adapted import AdapterRoute, base_of
 from servekit.gateway.admin import Supervisor, add_administration
 from servekit.gateway.anthropic import Anthropic
@@ -86,6 +89,9 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            path: str = scope["path"]
+            if path.endswith("/") and not path.startswith("/ui/"):
+                scope["path"] = path.rstrip("/") or "/"  # led elsewhere, a POST would lose its body
             if self.gate.open:
                 await self._http(scope, receive, send)
             else:
@@ -167,6 +173,19 @@ def _add_health(app: FastAPI, router: Router) -> None:
         503: {"description": "Some model cannot; `models` tells the reasons"}
     }
 
+    def is_ready() -> bool:
+        able = all(route.available for route in router.routes.values())
+        return bool(router.routes) and not router.draining and able
+
+    @app.get("/health", include_in_schema=False)
+    @app.get("/v1/health", include_in_schema=False)
+    @app.get("/ping", include_in_schema=False)
+    async def health() -> Response:
+        """200 while /readyz is, and 503 else, with an empty body: for load balancers and clients
+        that look before they ask.
+        """
+        return Response(status_code=200 if is_ready() else 503)
+
     @app.get(
         "/readyz", tags=["service"], summary="Every model can complete a request", responses=no
     )
@@ -175,12 +194,18 @@ def _add_health(app: FastAPI, router: Router) -> None:
 
         A model that is loaded on demand can while it is not loaded, too, unless its last load has
         failed. One that an operator has unloaded does not count.
+
+        With keys, `models` are those that the caller's key may use; without a key it is left out.
         """
-        models = {name: model_health(route) for name, route in router.routes.items()}
-        able = all(route.available for route in router.routes.values())
-        ready = bool(models) and not router.draining and able
+        ready = is_ready()
         state = "ready" if ready else "draining" if router.draining else "not ready"
-        body = {"status": state, "models": models}
+        body: dict[str, Any] = {"status": state}
+        if not router.access.closed or ACTING.get() is not None:
+            body["models"] = {
+                name: model_health(route)
+                for name, route in router.routes.items()
+                if router.access.may_use(name)
+            }
         return Response(
             msgspec.json.encode(body), 200 if ready else 503, media_type="application/json"
         )
@@ -227,7 +252,16 @@ def model_state(route: Route) -> str:
 def _add_models(app: FastAPI, router: Router) -> None:
     @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(route) for route in router.models()]}
+        listed = [_model(route) for route in router.models()]
+        ends = [one["id"] for one in (*listed[:1], *listed[-1:])]  # for Anthropic's clients
+        first, last = ends or (None, None)
+        return {
+            "object": "list",
+            "data": listed,
+            "has_more": False,
+            "first_id": first,
+            "last_id": last,
+        }
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One model")
     async def model(model: str) -> dict[str, Any]:
@@ -253,6 +287,13 @@ def _model(route: Route) -> dict[str, Any]:
         # as vLLM: where it is from, and of an adapter its base
         "root": status.path,
         "parent": base_of(route) or None,
+        # as Anthropic: the same list serves its clients
+        "type": "model",
+        "display_name": status.name,
+        "created_at": f"{datetime.fromtimestamp(status.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "lifecycle": "active",
+        "max_input_tokens": info.max_context if info else None,
+        "max_tokens": info.max_context if info else None,
     }
 
 
@@ -315,7 +356,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started = False
-        origin = Origin(scope["headers"])
+        origin = Origin(scope["headers"], scope.get("client"))
         ORIGIN.set(origin)  # of this request's own task
 
         def watched(message: Any) -> Awaitable[None]:  # no coroutine of its own: the hot path
@@ -323,7 +364,7 @@ class Guard:
             if not started:
                 started = True
                 self._count(scope, message["status"])
-                message = {**message, "headers": [*message.get("headers", ()), origin.header]}
+                message = {**message, "headers": [*message.get("headers", ()), *origin.headers]}
             return send(message)
 
         try:
@@ -333,3 +374,26 @@ class Guard:
             if not started:
                 refuse = self._envelopes.get(scope["path"], send_error)
                 await refuse(send, ServekitError("an internal error; see the logs"))
+
+
+class TrustedProxies:
+    """Takes the client's address and scheme from X-Forwarded-…, of the proxies that the file names.
+
+    Of nobody else: who is slowed down after wrong keys would be somebody else with each try.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+        self._next = app
+        access.on_change(self._on_change)
+        self._on_change()
+
+    def _on_change(self) -> None:
+        trusted = self._access.rules.trusted_proxies
+        self._next = self._app
+        if trusted:
+            app: Any = self._app
+            self._next = cast(ASGIApp, ProxyHeadersMiddleware(app, [*trusted]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._next(scope, receive, send)

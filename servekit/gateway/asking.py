@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.parsing import without_unknown_formats
@@ -18,12 +20,24 @@ from servekit.gateway.schema import (
     ContentPart,
     InMessage,
     ResponseFormat,
+    StructuredOutputs,
+    refuse_unserved,
 )
 from servekit.wire.messages import ChatMessage, Grammar, SamplingParams, ToolCall
+from servekit.wire.values import GrammarParam
 
 Prompt = str | list[int]
 #: Choices of one request in all, over its prompts.
 MAX_CHOICES = 128
+ANY_OBJECT = '{"type":"object"}'
+#: Longer GBNF takes more than a tenth of a second to read, on the event loop.
+MAX_GBNF_CHARS = 16 * 1024
+_UNSERVED_FORMS = (
+    *("structural_tag", "whitespace_pattern"),
+    *("disable_any_whitespace", "disable_additional_properties"),
+)
+#: What stands for something else than itself in a regular expression, between slashes or not.
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def sampling(request: Common) -> SamplingParams:
@@ -34,7 +48,7 @@ def sampling(request: Common) -> SamplingParams:
         limit = request.max_completion_tokens or limit
     if request.min_tokens and limit is not None:
         _check_min_tokens(request.min_tokens, limit)
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=limit,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -49,19 +63,63 @@ def sampling(request: Common) -> SamplingParams:
         min_tokens=request.min_tokens or 0,
         logit_bias=_bias(request.logit_bias) if request.logit_bias else (),
     )
+    rarely = (
+        request.stop_token_ids or request.bad_words or request.truncate_prompt_tokens
+        or request.include_stop_str_in_output
+    )  # fmt: skip
+    return _with_vllm_s(params, request) if rarely else params
+
+
+def _with_vllm_s(params: SamplingParams, request: Common) -> SamplingParams:
+    """With what few requests have: each field of a struct costs all that have none of it."""
+    return msgspec.structs.replace(
+        params,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop=bool(request.include_stop_str_in_output),
+        bad_words=tuple(request.bad_words or ()),
+        truncate_prompt=request.truncate_prompt_tokens or 0,
+    )
 
 
 def completion_sampling(request: CompletionRequest) -> SamplingParams:
     """As `sampling`; OpenAI's default of 16 tokens applies to plain completions."""
     params = sampling(request)
-    if request.response_format is not None:
-        params = msgspec.structs.replace(params, grammar=grammar(request.response_format))
+    if (form := constraint(request)) is not None:
+        params = msgspec.structs.replace(params, grammar=form)
     if request.logprobs is not None:
         params = msgspec.structs.replace(params, logprobs=request.logprobs)
-    if params.max_tokens:
+    if request.echo or request.prompt_logprobs is not None:
+        params = _with_prompt(params, request)
+    if params.max_tokens is not None:
         return params
     _check_min_tokens(params.min_tokens, PLAIN_MAX_TOKENS)
     return msgspec.structs.replace(params, max_tokens=PLAIN_MAX_TOKENS)
+
+
+def _with_prompt(params: SamplingParams, request: CompletionRequest) -> SamplingParams:
+    """With what is to be told of the prompt: an echo has the log probabilities that a text has."""
+    told = max(
+        (n for n in (request.logprobs if request.echo else None, request.prompt_logprobs)
+         if n is not None),
+        default=None,
+    )  # fmt: skip
+    known = _is_text(request.prompt) and not params.truncate_prompt
+    own = request.echo and (told is not None or not known)
+    return msgspec.structs.replace(params, prompt_logprobs=told, echo=bool(own))
+
+
+def _is_text(prompt: Any) -> bool:
+    """Whether an echo is what the client sent; token ids are made text by the worker."""
+    return isinstance(prompt, str) or isinstance(prompt[0], str)
+
+
+def check_prompt_logprobs(request: ChatRequest | CompletionRequest) -> None:
+    """Raise for a stream: vLLM's form has no place for them in one."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise Unsupported(
+            "prompt_logprobs: not in a stream; leave out `stream`, or take `echo` with `logprobs`",
+            param="prompt_logprobs",
+        )
 
 
 def _check_min_tokens(least: int, most: int) -> None:
@@ -79,9 +137,94 @@ def chat_sampling(request: ChatRequest) -> SamplingParams:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     if request.logprobs:
         params = msgspec.structs.replace(params, logprobs=request.top_logprobs or 0)
-    if request.response_format is not None:
-        params = msgspec.structs.replace(params, grammar=grammar(request.response_format))
+    if (form := constraint(request)) is not None:
+        params = msgspec.structs.replace(params, grammar=form)
+    if request.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=request.prompt_logprobs)
     return params
+
+
+def constraint(request: ChatRequest | CompletionRequest) -> Grammar | None:
+    """What the answer has to be, in whichever of the forms it is asked for; None: it is free."""
+    found: list[Grammar | None] = []
+    if request.response_format is not None:
+        found.append(grammar(request.response_format))
+    if request.structured_outputs is not None:
+        found += structured(request.structured_outputs)
+    for param, make in _GUIDED.items():
+        if (value := getattr(request, param)) is not None:
+            found.append(make(value, param))
+    forms = [one for one in found if one is not None]
+    if len(forms) > 1:
+        names = " and ".join(dict.fromkeys(form.param for form in forms))
+        raise RequestError(f"{names}: ask for one form of the answer only", param=forms[1].param)
+    return forms[0] if forms else None
+
+
+def structured(asked: StructuredOutputs) -> list[Grammar]:
+    """vLLM's `structured_outputs`; raises RequestError where nothing is asked for."""
+    param: GrammarParam = "structured_outputs"
+    for name in _UNSERVED_FORMS:
+        refuse_unserved(name, getattr(asked, name), f"{param}.")
+    found = []
+    if asked.json is not None:
+        found.append(_by_schema(asked.json, param))
+    if asked.regex is not None:
+        found.append(_by_regex(asked.regex, param))
+    if asked.choice is not None:
+        found.append(_by_choice(asked.choice, param))
+    if asked.grammar is not None:
+        found.append(_by_grammar(asked.grammar, param))
+    if asked.json_object:
+        found.append(Grammar("json_schema", ANY_OBJECT, param))
+    if not found:
+        raise RequestError(f"{param}: give one of json, regex, choice and grammar", param=param)
+    return found
+
+
+def _by_schema(schema: dict[str, Any] | str, param: GrammarParam) -> Grammar:
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise RequestError(f"{param}: the schema is not valid JSON", param=param) from None
+        if not isinstance(schema, dict | bool):
+            raise RequestError(f"{param}: a JSON schema is an object", param=param)
+    return msgspec.structs.replace(schema_grammar(schema), param=param)
+
+
+def _by_regex(pattern: str, param: GrammarParam) -> Grammar:
+    return Grammar("regex", pattern, param)
+
+
+def _by_choice(texts: list[str], param: GrammarParam) -> Grammar:
+    if not all(texts):
+        raise RequestError(f"{param}: an empty text cannot be chosen", param=param)
+    return Grammar("regex", "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts), param)
+
+
+def _by_grammar(text: str, param: GrammarParam) -> Grammar:
+    """A grammar in Lark as it is; in GBNF, which vLLM takes for its EBNF, as Lark."""
+    if not is_lark_syntax(text):
+        if len(text) > MAX_GBNF_CHARS:
+            said = f"{param}: GBNF of more than {MAX_GBNF_CHARS} characters is not taken; use Lark"
+            raise RequestError(said, param=param)
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # of many kinds: the library raises bare ones
+            why = str(error).partition("\n")[0][:200]
+            raise RequestError(
+                f"{param}: neither Lark (a rule `start:`) nor GBNF (`root ::=`): {why}", param=param
+            ) from None
+    return Grammar("lark", text, param)
+
+
+_GUIDED: dict[str, Callable[[Any, Any], Grammar]] = {
+    "guided_json": _by_schema,
+    "guided_regex": _by_regex,
+    "guided_choice": _by_choice,
+    "guided_grammar": _by_grammar,
+}
 
 
 def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -99,7 +242,7 @@ def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar |
     if format.type == "text":
         return None
     if format.type == "json_object":
-        return Grammar("json_schema", '{"type":"object"}')
+        return Grammar("json_schema", ANY_OBJECT)
     if format.json_schema is None:
         raise RequestError(f"{param}.json_schema is required", param=f"{param}.json_schema")
     return schema_grammar(format.json_schema.schema)
@@ -115,6 +258,12 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
     """The prompts: one or several texts, or lists of token ids."""
     prompts = _prompts(request.prompt)
     n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        raise Unsupported(
+            f"best_of is {request.best_of}, and n is {n}: more than are told are not generated;"
+            " ask for n choices and choose among them",
+            param="best_of",
+        )
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(
             f"{len(prompts)} prompts with {n} choices each are over the limit of {MAX_CHOICES}"
@@ -136,14 +285,6 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> list[Prompt]:
         if one == []:
             raise RequestError(f"prompt[{at}]: expected at least one token id", param="prompt")
     return cast(list[Prompt], prompt)
-
-
-def check_echo(request: CompletionRequest, prompts: list[Prompt]) -> None:
-    """Raise for an echo that cannot be given."""
-    if request.echo and not all(isinstance(prompt, str) for prompt in prompts):
-        raise Unsupported("echo: the prompt has to be text, not token ids", param="echo")
-    if request.echo and request.logprobs is not None:
-        raise Unsupported("echo: the prompt's own logprobs are not supported", param="echo")
 
 
 def continues(request: ChatRequest) -> bool:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from servekit.errors import RequestError
 from servekit.gateway import fate, measures
 from servekit.gateway.origin import ORIGIN
-from servekit.wire.messages import ChatMessage, Delta, Generate, SamplingParams
+from servekit.wire.messages import ChatMessage, Continuation, Delta, Generate, SamplingParams
 
 if TYPE_CHECKING:
     from servekit.gateway.caller import Caller
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from servekit.gateway.pool import Replica
     from servekit.gateway.pump import Pump
     from servekit.gateway.route import Route
+    from servekit.gateway.sources import Suspect
 
 Deltas = list[Delta]
 _UNTIL: dict[fate.Fate, Literal["proven", "done"]] = {
@@ -45,8 +46,10 @@ class Call:
         "_waiter",
         "_waiting",
         "alone_until",
+        "cache_salt",
         "caller",
         "chars",
+        "continuation",
         "created_s",
         "deaths",
         "deaths_in_all",
@@ -55,11 +58,13 @@ class Call:
         "first_s",
         "key",
         "last_s",
+        "least_context",
         "limit_s",
         "messages",
         "meter",
         "model",
         "more",
+        "not_before_s",
         "on_cancel",
         "origin",
         "params",
@@ -72,6 +77,7 @@ class Call:
         "session",
         "sink",
         "stream",
+        "suspect",
         "texts",
         "wire_id",
     )
@@ -100,14 +106,19 @@ class Call:
         self.session = session  # calls of one go to one replica, as far as that is good
         self.origin = ORIGIN.get()  # the HTTP request that it is of
         self.caller: Caller | None = None  # whose key it came with, where keys are needed
+        self.cache_salt = ""  # it shares prefix caches with calls of the same one
         self.created_s = time.monotonic()
         self.first_s = self.last_s = 0.0  # when its first token came, and of a stream the last
         self.meter: Meter = measures.UNMEASURED
         self.deaths = 0  # in a row, see `gateway.fate`
         self.deaths_in_all = 0
         self.alone_until: Literal["", "proven", "done"] = ""  # it is a suspect; what clears it
+        self.suspect: Suspect | None = None  # of deaths that it was running in
+        self.not_before_s = 0.0  # it waits until then, on the monotonic clock
         self.emitted: list[int] = []
         self.chars = 0
+        self.continuation: Continuation | None = None  # from its first token on
+        self.least_context = 0  # tokens of context that it takes, as far as that is known
         self.done = False
         self.place: int | None = None  # in the queue, where its consumer follows that
         self.route: Route | None = None
@@ -209,6 +220,11 @@ class Call:
         return self._new >= fate.PROOF_TOKENS and self.alone_until != "done"
 
     @property
+    def is_choosy(self) -> bool:
+        """Only some replicas can run it: those that go on as it began, or have the room."""
+        return self.continuation is not None or self.least_context > 0
+
+    @property
     def _new(self) -> int:
         """Tokens that this attempt has brought."""
         return len(self.emitted) - self._resumed_at
@@ -229,6 +245,8 @@ class Call:
             self.chars,
             request="" if self.origin is None else self.origin.name,
             trace=self.meter.trace,
+            continuation=self.continuation,
+            cache_salt=self.cache_salt,
         )
         if self.more:
             request = replace(request, **self.more)
@@ -247,6 +265,9 @@ class Call:
 
     def take(self, delta: Delta) -> None:
         """Pass a delta on; the consumer is woken at once if it streams, else at the end."""
+        if delta.continuation is not None:
+            self.continuation = delta.continuation
+            self.least_context = delta.prompt_tokens + delta.continuation.max_tokens
         if delta.token_ids:
             if not self.first_s:
                 self.first_s = self.last_s = self.meter.first(self)
@@ -286,6 +307,7 @@ class Call:
         if self._handed_over:
             return False
         self.emitted, self.chars = [], 0
+        self.continuation, self.least_context = None, 0
         self._forget()
         return True
 

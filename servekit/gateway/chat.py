@@ -13,7 +13,7 @@ import msgspec
 from servekit.gateway.parsing import CallArguments, CallBegins, Event, Reasoning, Text
 from servekit.gateway.respond import Form
 from servekit.gateway.turn import Choice, Piece, Turn
-from servekit.wire.messages import TokenLogprob
+from servekit.wire.messages import Prompt, PromptToken, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 _random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
@@ -46,11 +46,47 @@ def usage(turn: Turn) -> dict[str, Any]:
     return {**counts, "prompt_tokens_details": {"cached_tokens": turn.cached_tokens}}
 
 
+def prompt_of(choice: Choice, best: int | None) -> dict[str, Any]:
+    """vLLM's `prompt_logprobs`, with so many best of each token; nothing for None."""
+    if best is None or choice.prompt is None:
+        return {}
+    return {"prompt_logprobs": [_ranked(one, best) for one in choice.prompt.tokens]}
+
+
+def _ranked(one: PromptToken, best: int) -> dict[str, Any] | None:
+    """By token id; the token itself may be one of the best."""
+    if one.logprob is None:
+        return None
+    told = {one.id: (one.token, one.logprob, one.rank)}
+    for rank, (token, text, logprob) in enumerate(one.best[:best], 1):
+        told.setdefault(token, (text, logprob, rank))
+    return {
+        str(token): {
+            "logprob": max(logprob, LOWEST),
+            "rank": rank,
+            "decoded_token": text.decode(errors="replace"),
+        }
+        for token, (text, logprob, rank) in told.items()
+    }
+
+
+def stop_reason(turn: Turn, ended: Piece | Choice) -> dict[str, Any]:
+    """vLLM's `stop_reason`, for requests with `stop_token_ids`: the string or token that ended it.
+
+    None is the end of the sequence, or the limit.
+    """
+    if not turn.ask.params.stop_token_ids:
+        return {}
+    token = ended.stop_token if ended.stop_token >= 0 else None
+    return {"stop_reason": ended.stop or token}
+
+
 class ChatForm(Form):
     """The answer to POST /v1/chat/completions."""
 
-    def __init__(self, *, usage: bool, logprobs: bool) -> None:
+    def __init__(self, *, usage: bool, logprobs: bool, prompt_logprobs: int | None = None) -> None:
         self._id = new_id("chatcmpl-")
+        self._prompt_logprobs = prompt_logprobs
         self._created = int(time.time())
         self._usage = usage
         self._logprobs = logprobs
@@ -62,10 +98,11 @@ class ChatForm(Form):
 
     def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
         head = self._head(turn, "chat.completion")
-        listed = [self._whole(index, choice) for index, choice in enumerate(choices)]
-        return _encode(head | {"choices": listed, "usage": usage(turn)})
+        listed = [self._whole(turn, index, choice) for index, choice in enumerate(choices)]
+        told = prompt_of(choices[0], self._prompt_logprobs)
+        return _encode(head | {"choices": listed, "usage": usage(turn)} | told)
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole(self, turn: Turn, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": choice.text if choice.text or not choice.calls else None,
@@ -82,6 +119,7 @@ class ChatForm(Form):
             "message": message,
             "logprobs": self._logprobs_of(choice.logprobs),
             "finish_reason": choice.finish,
+            **stop_reason(turn, choice),
         }
 
     # ---- streamed
@@ -103,7 +141,8 @@ class ChatForm(Form):
             for at, delta in enumerate(deltas)
         ]
         if piece.finish is not None:
-            chunks.append(self._chunk(turn, piece.choice, {}, [], piece.finish))
+            more = stop_reason(turn, piece)
+            chunks.append(self._chunk(turn, piece.choice, {}, [], piece.finish, more))
         return chunks
 
     def _chunk(
@@ -113,12 +152,14 @@ class ChatForm(Form):
         delta: dict[str, Any],
         logprobs: list[TokenLogprob] | None = None,
         finish: str | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs_of(logprobs) if logprobs else None,
             "finish_reason": finish,
+            **(more or {}),
         }
         head = self._head(turn, "chat.completion.chunk") | {"choices": [choice]}
         return event(head | {"usage": None} if self._usage else head)
@@ -168,14 +209,27 @@ def _token(token: bytes, logprob: float) -> dict[str, Any]:
 
 
 class CompletionForm(Form):
-    """The answer to POST /v1/completions. `echo`: each answer begins with its prompt."""
+    """The answer to POST /v1/completions. `echo`: each answer begins with its prompt.
 
-    def __init__(self, *, usage: bool, logprobs: bool, echo: bool) -> None:
+    With `logprobs`, and of token ids, what is echoed is what the worker says of the prompt.
+    """
+
+    def __init__(
+        self,
+        *,
+        usage: bool,
+        logprobs: int | None,
+        echo: bool,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         self._id = new_id("cmpl-")
         self._created = int(time.time())
         self._usage = usage
-        self._logprobs = logprobs
+        self._logprobs = logprobs is not None
+        self._best = logprobs or 0
         self._echo = echo
+        self._prompt_logprobs = prompt_logprobs
+        self._echoed: set[int] = set()  # choices whose stream has begun with their prompt
         self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _head(self, turn: Turn) -> dict[str, Any]:
@@ -188,50 +242,88 @@ class CompletionForm(Form):
 
     def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
         listed = [
-            self._choice(index, self._prompt(turn, index) + one.text, one.logprobs, one.finish)
+            self._choice(
+                index,
+                self._prompt(turn, index, one.prompt) + one.text,
+                one.logprobs,
+                one.finish,
+                one.prompt,
+            )
+            | stop_reason(turn, one)
+            | prompt_of(one, self._prompt_logprobs)
             for index, one in enumerate(choices)
         ]
         return _encode(self._head(turn) | {"choices": listed, "usage": usage(turn)})
 
     def opening(self, turn: Turn) -> bytes:
-        if not self._echo:
+        if not self._echo or turn.ask.params.echo:
             return b""
         count = len(turn.ask.prompts) * turn.ask.n
         return b"".join(
             self._chunk(turn, index, self._prompt(turn, index), [], None) for index in range(count)
         )
 
-    def _prompt(self, turn: Turn, index: int) -> str:
+    def _prompt(self, turn: Turn, index: int, told: Prompt | None = None) -> str:
+        """The text of a prompt: what the client sent, or of token ids what the worker says."""
         if not self._echo:
             return ""
         prompt = turn.ask.prompts[index // turn.ask.n]
-        assert isinstance(prompt, str)
-        return prompt
+        if isinstance(prompt, str) and not turn.ask.params.truncate_prompt:
+            return prompt
+        return "" if told is None else told.text
 
     def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
         chunks = []
         for piece in pieces:
             text = "".join(event.text for event in piece.events if isinstance(event, Text))
+            told = self._new(piece)
+            if told is not None:
+                text = self._prompt(turn, piece.choice, told) + text
             if text or piece.logprobs or piece.finish:
                 args = (piece.choice, text, piece.logprobs, piece.finish)
-                chunks.append(self._chunk(turn, *args))
+                more = stop_reason(turn, piece) if piece.finish else {}
+                chunks.append(self._chunk(turn, *args, more, told))
         return b"".join(chunks)
 
+    def _new(self, piece: Piece) -> Prompt | None:
+        """What a stream's first piece says of its prompt: one that goes on elsewhere repeats it."""
+        if piece.prompt is None or piece.choice in self._echoed or not self._echo:
+            return None
+        self._echoed.add(piece.choice)
+        return piece.prompt
+
     def _chunk(
-        self, turn: Turn, index: int, text: str, logprobs: list[TokenLogprob], finish: str | None
+        self,
+        turn: Turn,
+        index: int,
+        text: str,
+        logprobs: list[TokenLogprob],
+        finish: str | None,
+        more: dict[str, Any] | None = None,
+        prompt: Prompt | None = None,
     ) -> bytes:
-        chunk = self._head(turn) | {"choices": [self._choice(index, text, logprobs, finish)]}
+        choice = self._choice(index, text, logprobs, finish, prompt) | (more or {})
+        chunk = self._head(turn) | {"choices": [choice]}
         return event(chunk | {"usage": None} if self._usage else chunk)
 
     def _choice(
-        self, index: int, text: str, logprobs: list[TokenLogprob], finish: str | None
+        self,
+        index: int,
+        text: str,
+        logprobs: list[TokenLogprob],
+        finish: str | None,
+        prompt: Prompt | None = None,
     ) -> dict[str, Any]:
-        told = self._tell(index, logprobs) if self._logprobs else None
+        echoed = prompt.tokens if prompt is not None and self._echo else []
+        told = self._tell(index, logprobs, echoed) if self._logprobs else None
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
 
-    def _tell(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Log probabilities in the form that plain completions have."""
-        tokens = [one.token.decode(errors="replace") for one in logprobs]
+    def _tell(
+        self, index: int, logprobs: list[TokenLogprob], prompt: list[PromptToken]
+    ) -> dict[str, Any]:
+        """Log probabilities in the form that plain completions have, an echoed prompt's first."""
+        texts = [*(one.token for one in prompt), *(one.token for one in logprobs)]
+        tokens = [text.decode(errors="replace") for text in texts]
         offsets, at = [], self._offsets.get(index, 0)
         for token in tokens:
             offsets.append(at)
@@ -239,8 +331,12 @@ class CompletionForm(Form):
         self._offsets[index] = at
         return {
             "tokens": tokens,
-            "token_logprobs": [max(one.logprob, LOWEST) for one in logprobs],
-            "top_logprobs": [
+            "token_logprobs": [
+                *(None if one.logprob is None else max(one.logprob, LOWEST) for one in prompt),
+                *(max(one.logprob, LOWEST) for one in logprobs),
+            ],
+            "top_logprobs": [_best(one, self._best) for one in prompt]
+            + [
                 {token.decode(errors="replace"): max(value, LOWEST) for token, value in one.best}
                 for one in logprobs
             ],
@@ -251,3 +347,11 @@ class CompletionForm(Form):
         if not self._usage:
             return DONE
         return event(self._head(turn) | {"choices": [], "usage": usage(turn)}) + DONE
+
+
+def _best(one: PromptToken, count: int) -> dict[str, float] | None:
+    """The best in place of a prompt's token; None for the first, which comes after nothing."""
+    if one.logprob is None:
+        return None
+    best = one.best[:count]
+    return {text.decode(errors="replace"): max(value, LOWEST) for _, text, value in best}

@@ -53,6 +53,7 @@ class Door:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
                 parsed = parse(body, api_key(scope))
+                del body  # or it is held for as long as the answer takes
                 if isinstance(parsed, bytes):
                     turn = None
                 else:
@@ -77,6 +78,7 @@ class Door:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
                 asked, write = parse(body, api_key(scope))
+                del body
             except ClientGone:
                 return
             except ServekitError as error:

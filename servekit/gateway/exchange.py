@@ -10,7 +10,7 @@ import structlog
 
 from servekit.errors import ServekitError
 from servekit.gateway.http import EVENT_STREAM, JSON, envelope, error_headers, too_large
-from servekit.gateway.origin import ORIGIN, Origin
+from servekit.gateway.origin import ORIGIN, WARNING, Origin
 
 if TYPE_CHECKING:
     from servekit.gateway.protocol import Http
@@ -130,7 +130,7 @@ class Exchange:
         self.flow = protocol.flow
         self.handler = handler
         self.headers = protocol.headers
-        self.origin = Origin(protocol.headers)
+        self.origin = Origin(protocol.headers, protocol.client)
         self.path = protocol.url
         self.body: bytes | bytearray = b""
         self.response_started = False
@@ -192,6 +192,7 @@ class Exchange:
 
     def fail(self, error: ServekitError) -> None:
         """OpenAI's error envelope; an event of its own once a stream has begun."""
+        self.body = b""  # the connection keeps this until its next request
         if self.response_started:
             self.stream(b"data: " + envelope(error) + b"\n\n", last=True)
         else:
@@ -231,6 +232,8 @@ class Exchange:
         # not among the heads that are kept: these differ from answer to answer
         if self.extra:
             head += b"".join(b"%b: %b\r\n" % pair for pair in self.extra)
+        if self.origin.warning:
+            head += b"%b: %b\r\n" % (WARNING, self.origin.warning)
         return b"%bx-request-id: %b\r\n" % (head, self.origin.id)
 
     def _complete(self) -> None:

@@ -36,7 +36,7 @@ from enum import Enum
 
 from servekit.wire.messages import PROOF_TOKENS
 
-__all__ = ["NOT_RESUMED", "PROOF_TOKENS", "Fate", "deaths_in_a_row", "fate"]
+__all__ = ["CHANGED", "NOT_RESUMED", "PROOF_TOKENS", "Fate", "deaths_in_a_row", "fate"]
 
 #: Deaths in a row after which a call is replayed alone, and after which it is quarantined.
 ALONE_AT = 2
@@ -47,6 +47,11 @@ MOST_DEATHS = 16
 NOT_RESUMED = (
     "the worker died in the middle of the answer, and this model's engine cannot go on where"
     " another left off; ask again"
+)
+#: The same, where none is left of what has begun the answer.
+CHANGED = (
+    "its worker ended in the middle of the answer, and another model, adapter or version of it is"
+    " served under this name by now, which would go on in other words; ask again"
 )
 
 

@@ -8,6 +8,7 @@ thought of needs one, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -26,6 +27,9 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 #: What load balancers and readers of the documentation ask for; no key is needed.
 OPEN = {"/", "/livez", "/readyz", "/version", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+OPEN |= {"/health", "/v1/health", "/ping"}
+#: Of these the one that tells who has a key more.
+READY = "/readyz"
 OPEN |= login.PATHS | manual.PATHS
 #: Open where the file says so.
 METRICS = "/metrics"
@@ -34,7 +38,7 @@ OPEN_FOLDER = "/static-offline-docs/"
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 #: Headers that a page may read beside those that every page may.
 EXPOSED = b", ".join(
-    [b"retry-after", b"www-authenticate", b"x-request-id"]
+    [b"retry-after", b"www-authenticate", b"x-request-id", b"servekit-warning"]
     + [
         b"x-ratelimit-%b-%b" % (which, what)
         for what in (b"requests", b"tokens")
@@ -129,7 +133,10 @@ class Gate:
         try:
             if self._strangers is not None and path not in OPEN:
                 self._strangers.refuse(headers)
-            if self._access.closed and not self._is_open(path):
+            if self._access.closed and path == READY:
+                with contextlib.suppress(RequestError):
+                    ACTING.set(await self._caller(scope))
+            elif self._access.closed and not self._is_open(path):
                 caller = await self._caller(scope)
                 ACTING.set(caller)  # of this request's own task
                 if scope["method"] == "POST" and not _is_page(path):

@@ -24,7 +24,7 @@ import structlog
 import uvicorn
 
 from servekit.gateway import traces
-from servekit.gateway.app import Application, Guard
+from servekit.gateway.app import Application, Guard, TrustedProxies
 from servekit.gateway.exchange import Handler
 from servekit.gateway.limits import LIMITS, Limits, Sweep
 from servekit.gateway.line import Line, Remote
@@ -47,6 +47,8 @@ TRAFFIC_EVERY_S = 1.0
 _LAST_WORDS_S = 0.1
 #: Between two looks at whether anybody is left, for a gateway that another has taken over from.
 _LOOK_EVERY_S = 0.05
+#: Between two looks at whether somebody has removed the socket of the UI.
+_LOOK_AT_SOCKET_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Gateway:
         )
         access, measures = self._router.access, self._router.measures
         access.on_change(lambda: traces.follow(measures, access.rules.tracing, settings.name))
+        access.on_change(self._follow_rules)
         self._tls = settings.tls
         self._told = asyncio.Event()
         self._serial = 0  # of the Topology that holds
@@ -118,7 +121,8 @@ class Gateway:
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
-        app = Guard(self._app, log, self._app.gate.envelopes, self._app.count)
+        guard = Guard(self._app, log, self._app.gate.envelopes, self._app.count)
+        app = TrustedProxies(guard, self._router.access)
         answers = self._router.measures.answers
         async with serving(
             app, public, self._app.exchanges, limit, tls=tls, also=others, answers=answers
@@ -139,6 +143,9 @@ class Gateway:
             await asyncio.to_thread(tracer.close)
         await self._line.close()
         return 0
+
+    def _follow_rules(self) -> None:
+        Http.write_timeout_s = self._router.access.rules.write_timeout_s
 
     def _on_message(self, message: ToGateway | Certified) -> None:
         match message:
@@ -245,12 +252,14 @@ class Gateway:
         if path is None:
             return
         path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
-        path.chmod(0o600)
         try:
-            async with serving(Guard(ui.app, log), listener):
-                await asyncio.shield(self._stop)
+            async with contextlib.AsyncExitStack() as servers:
+                while not self._stop.done():
+                    if not path.exists():  # at first, and when somebody has removed it
+                        with contextlib.suppress(FileNotFoundError):  # nor is the directory there
+                            ui_server = serving(Guard(ui.app, log), _bound(path))
+                            await servers.enter_async_context(ui_server)
+                    await asyncio.wait((self._stop,), timeout=_LOOK_AT_SOCKET_EVERY_S)
         finally:
             await ui.shutdown()  # or the streams of open pages hold up the end
 
@@ -259,6 +268,18 @@ class Gateway:
 
         assert self._settings.ui_socket is not None
         self._app.ui = UnixProxy(self._settings.ui_socket)
+
+
+def _bound(path: Path) -> socket.socket:
+    """A Unix socket there that only this user can open. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def keep_out_of_collections() -> None:
@@ -321,6 +342,7 @@ def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float
         http=http,
         ws="none",
         lifespan="off",
+        proxy_headers=False,  # see `TrustedProxies`
         log_config=None,
         access_log=False,
         server_header=False,

@@ -153,6 +153,7 @@ class Legacy:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             ask = self._ask(body, api_key(scope), stream=stream)
+            del body  # or it is held for as long as the answer takes
             turn = await self._open(ask, receive)
         except (ClientGone, ClientClosed):
             return
@@ -180,10 +181,9 @@ class Legacy:
         router = self._router
         if backend and router.serves(backend):
             return backend
-        allowed = [route.status.name for route in router.models()]
-        if not allowed:
+        if not any(router.models()):
             raise ModelUnavailable("there is no model here that may be used")
-        return allowed[0]
+        return router.find("").status.name
 
     async def _open(self, ask: Ask, receive: Receive) -> Turn:
         """Once the model can serve: its client takes a restart for the end."""

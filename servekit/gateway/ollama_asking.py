@@ -126,6 +126,13 @@ class NameRequest(msgspec.Struct):
 
     model: str = ""
     name: str = ""
+    # of no effect here: a model is served as it is, or it is not
+    stream: Any = None
+    insecure: Any = None
+    verbose: Any = None
+    system: Any = None
+    template: Any = None
+    options: Any = None
 
 
 # ---------------------------------------------------------------- sampling

@@ -87,7 +87,9 @@ def _expires_at(route: Route) -> str:
 
 
 def _size_bytes(info: ModelInfo | None) -> int:
-    return 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
+    if info is None:
+        return 0
+    return info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
 
 
 def details(route: Route) -> dict[str, Any]:
@@ -118,9 +120,11 @@ def _family(info: ModelInfo) -> str:
 
 
 def _count(parameters: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M")):
+    """As Ollama writes it: 7.6B, 134.52M, 8B. Source: its format.HumanNumber."""
+    for size, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
         if parameters >= size:
-            return f"{parameters / size:.1f}{letter}"
+            whole = parameters % size == 0
+            return f"{parameters / size:.{0 if whole else digits}f}{letter}"
     return str(parameters)
 
 

@@ -21,7 +21,7 @@ from servekit.gateway.asking import (
     Prompt,
     chat_messages,
     chat_sampling,
-    check_echo,
+    check_prompt_logprobs,
     completion_prompts,
     completion_sampling,
 )
@@ -107,6 +107,8 @@ class OpenAI:
             or request.reasoning_effort
             or request.continue_final_message
             or request.add_generation_prompt is False
+            or request.stop_token_ids
+            or request.prompt_logprobs is not None
         ):
             return False
         status = self._router.find(request.model).status
@@ -116,14 +118,16 @@ class OpenAI:
 
     def _rich_chat(self, request: ChatRequest, key: str) -> Rich:
         options = request.stream_options
+        check_prompt_logprobs(request)
         ask = chat_ask(request, key)
         usage = bool(options and options.include_usage)
-        return ask, ChatForm(usage=usage, logprobs=bool(request.logprobs))
+        told = request.prompt_logprobs
+        return ask, ChatForm(usage=usage, logprobs=bool(request.logprobs), prompt_logprobs=told)
 
     def _completion(self, body: bytes, key: str) -> Plain | Rich:
         request = decode(CompletionRequest, body)
         prompts = completion_prompts(request)
-        if len(prompts) > 1 or (request.n or 1) > 1 or request.logprobs is not None or request.echo:
+        if self._is_rich(request, len(prompts)):
             return self._rich_completion(request, prompts, key)
         call = Call(
             request.model,
@@ -135,17 +139,31 @@ class OpenAI:
         )
         return COMPLETION, request, call
 
+    def _is_rich(self, request: CompletionRequest, prompts: int) -> bool:
+        """Several choices, or more than text."""
+        told = request.logprobs is not None or request.prompt_logprobs is not None
+        told = told or bool(request.echo or request.stop_token_ids)
+        return prompts > 1 or (request.n or 1) > 1 or told
+
     def _rich_completion(self, request: CompletionRequest, prompts: list[Prompt], key: str) -> Rich:
         options = request.stream_options
-        check_echo(request, prompts)
+        check_prompt_logprobs(request)
         ask = completion_ask(request, prompts, key)
-        usage, logprobs = bool(options and options.include_usage), request.logprobs is not None
-        return ask, CompletionForm(usage=usage, logprobs=logprobs, echo=bool(request.echo))
+        usage = bool(options and options.include_usage)
+        form = CompletionForm(
+            usage=usage,
+            logprobs=request.logprobs,
+            echo=bool(request.echo),
+            prompt_logprobs=request.prompt_logprobs,
+        )
+        return ask, form
 
     def _begin(self, parse: Parse, exchange: Exchange) -> None:
         """Take a request on the short way; raises ServekitError for what is wrong with it."""
         key = str(exchange.header(b"authorization"), "latin-1")
-        parsed = parse(bytes(exchange.body), key)
+        body, exchange.body = bytes(exchange.body), b""
+        parsed = parse(body, key)
+        del body  # or it is held for as long as the answer takes
         if len(parsed) == 2:
             ask, form = parsed
             ask.session = _session(exchange) or ask.session
@@ -200,6 +218,7 @@ class OpenAI:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             parsed = parse(body, api_key(scope))
+            del body  # or it is held for as long as the answer takes
             session = session_of(scope)
             if len(parsed) == 2:
                 ask, form = parsed

@@ -81,6 +81,8 @@ def _add_schemas(schemas: Json, operations: list[Operation]) -> Schemas:
         known |= zip(unique, references, strict=True)
         for component in components.values():
             _describe_fields(component, sentences)
+            if sentences is ASKED:
+                _narrow_fields(component)
         schemas |= components
     for envelope, example in examples.ERRORS.items():
         schemas[f"{envelope}Error"]["examples"] = [example]
@@ -93,6 +95,19 @@ def _describe_fields(component: Json, sentences: Mapping[str, str]) -> None:
         sentence = sentences.get(f"{component['title']}.{name}") or sentences.get(name)
         if sentence:
             field["description"] = sentence
+
+
+def _narrow_fields(component: Json) -> None:
+    """Let fields that are declared to be refused have those values alone that ask for nothing."""
+    from servekit.gateway.reference.asked import TAKEN
+    from servekit.gateway.schema import NOTHING
+
+    for name, field in component.get("properties", {}).items():
+        taken = TAKEN.get(f"{component['title']}.{name}") or TAKEN.get(name)
+        if taken is None and name in NOTHING and not field.keys() & {"type", "anyOf", "$ref"}:
+            taken = NOTHING[name]
+        if taken is not None:
+            field["enum"] = list(taken)
 
 
 def _describe_reads(document: Json, known: Schemas) -> None:

@@ -20,6 +20,8 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 HEADER = b"x-request-id"
 TRACEPARENT = b"traceparent"
+#: What a client would want to know of its request although it was answered.
+WARNING = b"servekit-warning"
 #: What a log, a header and a command line can hold without harm.
 _fit = re.compile(rb"[A-Za-z0-9._:/=+@-]{1,128}").fullmatch
 #: Of this process, and so of this gateway's life.
@@ -30,10 +32,12 @@ _numbers = itertools.count(1)
 class Origin:
     """One HTTP request, whatever calls it makes."""
 
-    __slots__ = ("context", "id", "traceparent")
+    __slots__ = ("address", "context", "id", "traceparent", "warning")
 
-    def __init__(self, headers: Headers) -> None:
+    def __init__(self, headers: Headers, client: tuple[str, int] | None = None) -> None:
+        self.address = client[0] if client else ""  # as far as the gateway knows: a proxy's, maybe
         self.id = self.traceparent = b""
+        self.warning = b""  # for the client, in a header of the answer
         self.context: Any = None  # of its trace, once a call of it has begun one
         for name, value in headers:
             if name == HEADER:
@@ -51,6 +55,11 @@ class Origin:
     @property
     def header(self) -> tuple[bytes, bytes]:
         return HEADER, self.id
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Those of its answer: its id, and what its client would want to know."""
+        return [self.header, (WARNING, self.warning)] if self.warning else [self.header]
 
 
 #: Of the request that is being taken, in its own task or callback.

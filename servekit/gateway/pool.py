@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import structlog
 
-from servekit.errors import REQUEST_ERRORS, RequestError, WireError, WorkerLost
+from servekit.errors import (
+    REQUEST_ERRORS,
+    ContextLengthExceeded,
+    ModelChanged,
+    RequestError,
+    WireError,
+    WorkerLost,
+)
 from servekit.gateway.call import Call
 from servekit.gateway.steps import take_one_each
 from servekit.wire.address import is_tcp
@@ -20,9 +27,13 @@ from servekit.wire.connection import LOST_S, Connection, dial
 from servekit.wire.messages import (
     PROTOCOL,
     Alone,
+    Borrow,
     Cancel,
+    Cancelled,
+    Continuation,
     Failed,
     Hello,
+    Lent,
     ModelInfo,
     OneEach,
     ReplicaStatus,
@@ -42,6 +53,8 @@ log: Any = structlog.get_logger("servekit.gateway")
 REDIAL_S = 0.05
 #: The longest between two, where it is on another machine: each may cost a handshake.
 _REDIAL_AT_MOST_S = 1.0
+#: Cancelled calls that are kept until their worker has said that they are gone.
+_MOST_CANCELLED = 256
 #: Requests that the log names of those that a worker had when it died.
 _NAMED = 16
 
@@ -57,6 +70,11 @@ class Reach(NamedTuple):
 NEARBY = Reach()
 
 
+def base_generation(began: Continuation) -> str:
+    """That of the model, without the adapter's."""
+    return began.generation.partition("+")[0]
+
+
 class Owner(Protocol):
     """Who is told what becomes of the calls: the router."""
 
@@ -66,11 +84,16 @@ class Owner(Protocol):
     def on_free(self, replica: Replica) -> None: ...
     def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
     def on_returned(self, replica: Replica, call: Call) -> None: ...
+    def on_changed(self, replica: Replica, call: Call) -> None: ...
+    def has_larger(self, replica: Replica, call: Call) -> bool: ...
     def on_ended(self, call: Call) -> None: ...
 
 
 class Replica:
-    """One worker, as this gateway reaches it. `credits` is how many calls it may hold for us."""
+    """One worker, as this gateway reaches it. `credits` is how many calls it may hold for us.
+
+    These are our share of its slots, and what it lends us of the other gateways' while calls wait.
+    """
 
     def __init__(self, owner: Owner, model: str, status: ReplicaStatus, share: int) -> None:
         self.owner = owner
@@ -79,11 +102,15 @@ class Replica:
         self.socket = status.socket
         self.info: ModelInfo | None = None
         self.calls: dict[int, Call] = {}
+        self._cancelled: dict[int, Call] = {}  # they may be in the engine yet, and kill it
         self.wanted = True  # False: no new calls, those in flight may finish
         self.alone: int | None = None  # who is, by the worker's word: our wire id, or 0
         self._asked = 0  # wire id of a suspect that is there, and waits to be alone
         self.resumes = True  # its engine can go on after what another one has done
+        self.refuses = False  # it drains, and has finished: it goes on with nothing any more
         self.share = share  # gateways that share the worker's slots
+        self.borrows = False  # we have asked for more than our share
+        self._lent = 0  # slots beyond it
         self.last_id = 0  # the wire id of the last call that was sent
         self.account: Account | None = None  # what it owes and holds, where there is a choice
         self._open_slots = 0  # for ordinary calls
@@ -113,19 +140,68 @@ class Replica:
         """It starts nothing: a suspect is alone there, or about to be. Until then credits are 0."""
         return self.alone is not None or self._asked > 0
 
+    def suits(self, call: Call) -> bool:
+        """It is connected, and says what the call's first worker would go on to say."""
+        if self.info is None or self.refuses:
+            return False
+        began = call.continuation
+        return began is None or self.info.generation == base_generation(began)
+
+    def takes(self, call: Call) -> bool:
+        """Whether a call that it `suits` may be sent now. One that drains finishes what its like
+        have begun, which may have no other place left.
+        """
+        if self.wanted:
+            return self.credits > 0
+        begun = call.continuation is not None and not call.alone_until
+        return begun and self.info is not None and len(self.calls) < self.info.slots
+
     def ran(self, call: Call) -> bool:
         """Whether a call without proof was running, rather than held; see `gateway.fate`."""
         return self.alone == call.wire_id if call.alone_until else self.alone is None
 
     def set_share(self, share: int) -> None:
         """So many gateways share the worker's slots."""
-        self.share = share
+        if share != self.share:
+            self.share = share
+            self._give_back()
         self._renew()
 
     def _slots(self) -> int:
         if self.info is None or not self.wanted:
             return 0
-        return max(1, self.info.slots // self.share)
+        return self._own_slots(self.info) + self._lent
+
+    def _own_slots(self, info: ModelInfo) -> int:
+        return max(1, info.slots // self.share)
+
+    def borrow(self) -> None:
+        """Ask for slots that other gateways do not use: calls wait, and there is no room."""
+        if self.share > 1 and not self.borrows and self.info is not None:
+            self.borrows = True
+            self._tell_share(self._own_slots(self.info))
+
+    def ease(self) -> None:
+        """Nothing waits: give back what was lent once half of our share is free, not with each."""
+        if self.info is None or 2 * len(self.calls) <= self._own_slots(self.info):
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Do with our own share again."""
+        if self.borrows:
+            self.borrows, self._lent = False, 0
+            self._renew()
+            self._tell_share(0)
+
+    def _tell_share(self, slots: int) -> None:
+        if self._connection is not None:
+            self._connection.send(Borrow(slots))
+
+    def _on_lent(self, slots: int) -> None:
+        if self.borrows:  # not an answer to what is over
+            self._lent = slots
+            self._renew()
+            self.owner.on_free(self)
 
     def _renew(self) -> None:
         self._open_slots = 0 if self.held or self._crowded else self._slots()
@@ -160,9 +236,20 @@ class Replica:
     def drop(self, call: Call) -> None:
         """Cancel a call that runs here; its slot is free for another one at once."""
         if self._forget(call.wire_id) is not None and self._connection is not None:
-            self._connection.send(Cancel(call.wire_id))
+            harmless = call.proven
+            self._connection.send(Cancel(call.wire_id, not harmless))
+            if not harmless:
+                self._cancelled[call.wire_id] = call
+                if len(self._cancelled) > _MOST_CANCELLED:
+                    del self._cancelled[next(iter(self._cancelled))]
         self._waits_no_more(call.wire_id)
         call.replica = None
+
+    def take_cancelled(self) -> list[Call]:
+        """The calls that nobody waits for, and that may yet have been running when it died."""
+        calls = list(self._cancelled.values())
+        self._cancelled.clear()
+        return calls
 
     def _forget(self, wire_id: int) -> Call | None:
         """A call is here no more, for whatever reason."""
@@ -186,7 +273,7 @@ class Replica:
     def reinstate(self) -> bool:
         """It takes calls again after all; False if its connection is closed, or about to be."""
         if self.calls:
-            self.wanted = True
+            self.wanted, self.refuses = True, False
             self._renew()
         return self.wanted
 
@@ -236,6 +323,10 @@ class Replica:
             self._on_alone(message.id)
         elif isinstance(message, Together):
             self._on_alone(None)
+        elif isinstance(message, Lent):
+            self._on_lent(message.slots)
+        elif isinstance(message, Cancelled):
+            self._cancelled.pop(message.id, None)
         else:
             if is_tcp(self.socket) and self._connection is not None:
                 self._connection.allow()
@@ -277,8 +368,12 @@ class Replica:
         self._waits_no_more(message.id)
         kind = REQUEST_ERRORS.get(message.code, RequestError)
         if kind is WorkerLost:  # it is draining: nothing is wrong with the call
-            self.wanted = False
+            self.wanted, self.refuses = False, True
             self._renew()
+            self.owner.on_returned(self, call)
+        elif kind is ModelChanged:
+            self.owner.on_changed(self, call)
+        elif kind is ContextLengthExceeded and self.owner.has_larger(self, call):
             self.owner.on_returned(self, call)
         else:
             self.owner.on_ended(call)
@@ -294,6 +389,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         began_s = time.perf_counter()  # uvloop's own time is in whole milliseconds
         was, self.info, self._connection = self.info, None, None
+        self.borrows, self._lent = False, 0
         calls = list(self.calls.values())
         for wire_id in list(self.calls):
             self._forget(wire_id)

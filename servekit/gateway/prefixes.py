@@ -7,7 +7,7 @@ sent are a radix tree in which the path to a node is its key: a set that holds t
 of its members. The longest prefix is found by bisection, and an unknown block ends it.
 
 What is before the messages is in the hash, too: the adapter, whose keys and values are not those of
-the base, the tools, and the arguments of the chat template.
+the base, the tools, the arguments of the chat template, and the salt of those who share a cache.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def read(call: Call, *, blocks: bool = True, head: bool = False) -> Prompt:
 
     It takes 0.3 µs for each block.
     """
-    prompt = call.prompt
+    prompt, more = call.prompt, call.more
+    if call.cache_salt:
+        more = {**more, "cache_salt": call.cache_salt}
     if isinstance(prompt, list):
-        return _of_ids(prompt, call.more, blocks, head)
+        return _of_ids(prompt, more, blocks, head)
     if call.messages is None:
         text = prompt or ""
         tokens = (len(text) or _inputs(call.more)) // CHARS_PER_TOKEN
@@ -108,9 +110,9 @@ def read(call: Call, *, blocks: bool = True, head: bool = False) -> Prompt:
         parts = [_turn(message) for message in call.messages]
         text = "".join(parts)
         first = "".join(parts[: _opening(call.messages)]) if head else ""
-    root = _root(call.more)
+    root = _root(more)
     known = _chain(root, text, BLOCK_CHARS)
-    return Prompt(tokens, known, _stable(call.more, first.encode()) if head else None)
+    return Prompt(tokens, known, _stable(more, first.encode()) if head else None)
 
 
 def stable_hash(text: bytes) -> int:
@@ -151,7 +153,8 @@ def _opening(messages: Sequence[ChatMessage]) -> int:
 
 
 def _before(more: dict[str, Any]) -> bytes:
-    return _encode([more.get("adapter"), more.get("tools"), more.get("template")])
+    known = ("adapter", "tools", "template", "cache_salt")
+    return _encode([more.get(name) for name in known])
 
 
 def _root(more: dict[str, Any]) -> int:

@@ -158,7 +158,7 @@ class Http(LimitedProtocol):
         )
 
     def on_body(self, body: bytes) -> None:
-        self.body_goes_on()
+        self.body_goes_on(len(body))
         exchange: Any = self.cycle
         if not isinstance(exchange, Exchange):
             super().on_body(body)

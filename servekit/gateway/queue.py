@@ -6,7 +6,7 @@ A pure data structure: times are the caller's, and there is no I/O.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ STEP_S = 10.0
 class _Entry(NamedTuple, Generic[Item]):
     rank: float  # lower leaves first: when it came, plus STEP_S for each step of priority
     item: Item
+    size_bytes: int = 0
 
 
 _Lane = OrderedDict[str, deque[_Entry[Item]]]
@@ -38,6 +39,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.size_bytes = 0  # of all items but those that came back
         self._size = 0
         self._returned: deque[Item] = deque()
         self._lanes: dict[int, _Lane[Item]] = {}
@@ -49,11 +51,19 @@ class FairQueue(Generic[Item]):
     def full(self) -> bool:
         return self._size >= self.limit
 
-    def push(self, item: Item, key: str = "", priority: int = 0, at_s: float = 0.0) -> None:
+    def push(
+        self,
+        item: Item,
+        key: str = "",
+        priority: int = 0,
+        at_s: float = 0.0,
+        size_bytes: int = 0,
+    ) -> None:
         """Add an item that came `at_s`; the caller has looked at `full`."""
         lane = self._lanes.setdefault(priority, OrderedDict())
-        lane.setdefault(key, deque()).append(_Entry(at_s + priority * STEP_S, item))
+        lane.setdefault(key, deque()).append(_Entry(at_s + priority * STEP_S, item, size_bytes))
         self._size += 1
+        self.size_bytes += size_bytes
 
     def give_back(self, item: Item) -> None:
         """Put an item before all others; the limit does not apply to it."""
@@ -70,7 +80,8 @@ class FairQueue(Generic[Item]):
         priority = min(self._lanes, key=self._turn)
         lane = self._lanes[priority]
         key, items = lane.popitem(last=False)
-        item = items.popleft().item
+        _, item, size_bytes = items.popleft()
+        self.size_bytes -= size_bytes
         if items:
             lane[key] = items  # this key's next turn comes after all others
         elif not lane:
@@ -95,12 +106,24 @@ class FairQueue(Generic[Item]):
         most = max(waiting, key=waiting.__getitem__, default=key)
         if waiting.get(most, 0) < waiting.get(key, 0) + 2:
             return None
-        # of the lane that comes last, where several have items of that key
-        priority = max(p for p, lane in self._lanes.items() if most in lane)
-        item = self._lanes[priority][most].pop().item
-        self._forget_empty(priority, most)
+        return self.take_newest(most)
+
+    def take_newest(self, key: str) -> Item:
+        """Take the newest item of a key that has some, of the lane that comes last."""
+        priority = max(p for p, lane in self._lanes.items() if key in lane)
+        _, item, size_bytes = self._lanes[priority][key].pop()
+        self._forget_empty(priority, key)
         self._size -= 1
+        self.size_bytes -= size_bytes
         return item
+
+    def bytes_by_key(self) -> Counter[str]:
+        """The size of what waits, by key. O(n)."""
+        held: Counter[str] = Counter()
+        for lane in self._lanes.values():
+            for key, items in lane.items():
+                held[key] += sum(entry.size_bytes for entry in items)
+        return held
 
     def remove(self, item: Item) -> bool:
         """Take an item out wherever it is; False if it is not there. O(n)."""
@@ -120,6 +143,7 @@ class FairQueue(Generic[Item]):
                 for at, entry in enumerate(items):
                     if entry.item is item:
                         del items[at]
+                        self.size_bytes -= entry.size_bytes
                         self._forget_empty(priority, key)
                         return True
         return False

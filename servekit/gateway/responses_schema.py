@@ -97,6 +97,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     include: list[str] | None = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+    max_tool_calls: Any = None
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None

@@ -25,10 +25,10 @@ from servekit.errors import ModelNotFound, ModelUnavailable, meant
 from servekit.gateway.balancer import Balancer
 from servekit.gateway.call import Call
 from servekit.gateway.pace import Pace
-from servekit.gateway.pool import Replica
+from servekit.gateway.pool import Replica, base_generation
 from servekit.gateway.queue import FairQueue
 from servekit.wire import health
-from servekit.wire.messages import ModelStatus, ReplicaStatus
+from servekit.wire.messages import Continuation, ModelStatus, ReplicaStatus
 
 #: States of a worker that will, in all likelihood, serve soon, itself or its successor.
 COMING = ("starting", "loading", "backoff", "stalled")
@@ -45,6 +45,7 @@ class Route:
         self.status = status
         self.queue: FairQueue[Call] = FairQueue(status.max_queue)
         self.suspects: deque[Call] = deque()
+        self.choosy: deque[Call] = deque()  # these wait for certain replicas, see `Call.is_choosy`
         self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
         self._balancer: Balancer[Replica] = Balancer()
@@ -98,11 +99,12 @@ class Route:
 
     @property
     def waiting(self) -> int:
-        return len(self.queue) + len(self.suspects)
+        return len(self.queue) + len(self.suspects) + len(self.choosy)
 
     def waited_s(self) -> float:
         """How long the first of those that wait has waited; 0 where none do."""
-        came = [call.created_s for call in (*self.queue.heads(), *islice(self.suspects, 1))]
+        rest = (*islice(self.suspects, 1), *islice(self.choosy, 1))
+        came = [call.created_s for call in (*self.queue.heads(), *rest)]
         return time.monotonic() - min(came) if came else 0.0
 
     @property
@@ -179,12 +181,16 @@ class Route:
         """A replica has room: give it what waits, the suspects first."""
         if self.suspects:
             self._try_suspect()
+        if self.choosy:
+            self._place_choosy()
         self._fill(replica)
 
     def dispatch_all(self) -> None:
         """As `dispatch`, for all replicas."""
         if self.suspects:
             self._try_suspect()
+        if self.choosy:
+            self._place_choosy()
         while len(self.queue) and self.has_room:
             call = self.queue.pop()
             if (replica := self.best(call)) is not None:
@@ -193,22 +199,90 @@ class Route:
     def _fill(self, replica: Replica) -> None:
         while len(self.queue) and replica.credits > 0:
             self._send(replica, self.queue.pop())
+        if len(self.queue):
+            replica.borrow()
+        elif replica.borrows:
+            replica.ease()
+
+    def borrow(self) -> None:
+        """Calls wait: ask each replica for slots that other gateways do not use."""
+        for replica in self.replicas.values():
+            replica.borrow()
 
     def _send(self, replica: Replica, call: Call) -> None:
         if len(self.replicas) > 1:
             self._balancer.note(replica, call)
         replica.run(call)
 
+    def _place_choosy(self) -> None:
+        """Send those that wait for certain replicas where these have room."""
+        for call in list(self.choosy):
+            able = [one for one in self._apt(call) if one.takes(call)]
+            if able:
+                self.choosy.remove(call)
+                self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
+
+    def _apt(self, call: Call) -> list[Replica]:
+        """The replicas that can run it: of its generation, and large enough.
+
+        Where none is, and none is coming, it ends sooner on a smaller one, by its length; a call
+        that has not begun is told by any that it is too long.
+        """
+        alike = [one for one in self.replicas.values() if one.suits(call)]
+        large = [one for one in alike if one.info and one.info.max_context >= call.least_context]
+        waits = call.continuation is not None and self._is_coming(call)
+        return large if large or waits else alike
+
+    def _is_coming(self, call: Call) -> bool:
+        """Whether a worker that goes on as the call began is being started, for all we know."""
+        return any(
+            one.state in COMING and _may_be(one, call.continuation) for one in self.status.replicas
+        )
+
+    def goes_on(self, call: Call) -> bool:
+        """Whether what has begun can be gone on with, now or soon.
+
+        A model that comes and goes is loaded again for it; what it is then is seen then. Where no
+        worker serves and none will, that is said, and by others.
+        """
+        if self.hopeless:
+            return True
+        if any(one.suits(call) and (one.wanted or not call.alone_until) for one in self._connected):
+            return True
+        residence = self.status.residence
+        if residence is not None and residence.tier != "resident":
+            return True
+        states = (*COMING, "ready")
+        return any(
+            one.state in states and _may_be(one, call.continuation) for one in self.status.replicas
+        )
+
+    @property
+    def _connected(self) -> list[Replica]:
+        return [one for one in self.replicas.values() if one.info is not None]
+
+    def take_stranded(self) -> list[Call]:
+        """The calls that wait to be gone on with and cannot be any more; they wait no longer."""
+        begun = [call for call in (*self.suspects, *self.choosy) if call.continuation is not None]
+        stranded = [call for call in begun if not self.goes_on(call)]
+        for call in stranded:
+            self.withdraw(call)
+        return stranded
+
     def _try_suspect(self) -> None:
         """Send the next suspect to a worker, unless the one before is still on trial."""
         last = self._on_trial
         if last is not None and last.alone_until and last.replica is not None and not last.proven:
             return
-        if (replica := self._ward()) is not None:
-            self._on_trial = call = self.suspects.popleft()
-            self._send(replica, call)
+        now_s = time.monotonic()
+        for call in self.suspects:
+            if call.not_before_s <= now_s and (replica := self._ward(call)) is not None:
+                self.suspects.remove(call)
+                self._on_trial = call
+                self._send(replica, call)
+                return
 
-    def _ward(self) -> Replica | None:
+    def _ward(self, call: Call) -> Replica | None:
         """The replica that a suspect does the least harm to; None: wait for a better one."""
         reported = {replica.socket: replica.running for replica in self.status.replicas}
 
@@ -216,7 +290,8 @@ class Route:
             """What it has to do; other gateways' calls are known from the supervisor, and late."""
             return max(len(replica.calls), reported.get(replica.socket, 0))
 
-        able = [replica for replica in self.replicas.values() if replica.has_room]
+        every = self._apt(call) if call.is_choosy else self.replicas.values()
+        able = [replica for replica in every if replica.has_room]
         best = min(able, key=lambda replica: (load(replica), replica.held), default=None)
         return None if best is None or (load(best) and self._recovering) else best
 
@@ -235,7 +310,10 @@ class Route:
         """
         call.meter.lost(call)
         if not call.alone_until:
-            self.queue.give_back(call)
+            if call.is_choosy:
+                self.choosy.append(call)
+            else:
+                self.queue.give_back(call)
         elif first:
             self.suspects.appendleft(call)
         else:
@@ -243,12 +321,14 @@ class Route:
 
     def order(self) -> list[Call]:
         """All calls that wait, in the order they will run."""
-        return [*self.suspects, *self.queue.order()]
+        return [*self.suspects, *self.choosy, *self.queue.order()]
 
     def withdraw(self, call: Call) -> None:
         """Take a call out of what waits."""
         if call in self.suspects:
             self.suspects.remove(call)
+        elif call in self.choosy:
+            self.choosy.remove(call)
         else:
             self.queue.remove(call)
 
@@ -277,6 +357,11 @@ class Route:
             if call.place != places[call]:
                 call.tell(places[call])
         return bool(self.followers)
+
+
+def _may_be(replica: ReplicaStatus, began: Continuation | None) -> bool:
+    """Whether a worker may turn out to be of a generation, as far as is known of it."""
+    return began is None or base_generation(began).startswith(replica.generation)
 
 
 def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:

@@ -16,22 +16,33 @@ import structlog
 from servekit.errors import (
     ClientClosed,
     DeadlineExceeded,
+    ModelChanged,
     ModelUnavailable,
     QueueFull,
     RequestError,
+    SourceQuarantined,
     WorkerLost,
 )
 from servekit.gateway.access import Access
-from servekit.gateway.adapted import AdapterRoute, Farewells, adapters_of
-from servekit.gateway.bounds import check_grammar
+from servekit.gateway.adapted import AdapterRoute, Farewells, adapters_of, base_of
+from servekit.gateway.bounds import check_fits, check_grammar, held_bytes
 from servekit.gateway.call import Call
-from servekit.gateway.deadlines import Deadlines
+from servekit.gateway.deadlines import GRAIN_S, Deadlines
 from servekit.gateway.demand import Demand
-from servekit.gateway.fate import NOT_RESUMED, Fate
+from servekit.gateway.fate import ALONE_AT, CHANGED, NOT_RESUMED, Fate
 from servekit.gateway.measures import Measures
 from servekit.gateway.pool import NEARBY, Replica
-from servekit.gateway.quarantine import Quarantine, refusal
+from servekit.gateway.quarantine import Quarantine, fingerprint, refusal
 from servekit.gateway.route import Route, describe, unknown
+from servekit.gateway.sources import (
+    MOST_WAITING,
+    PAUSE_S,
+    Sources,
+    Suspect,
+    Verdict,
+    in_words,
+    source_of,
+)
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 from servekit.wire.residency import KeepAlive, Wanted
 
@@ -62,6 +73,7 @@ class Router:
         self.requests = 0
         self.chooses = False  # some model has several replicas: it matters whose session a call is
         self.quarantine = Quarantine()
+        self.sources = Sources()
         self.access = Access()
         self.measures = Measures()
         self._report = report
@@ -80,13 +92,27 @@ class Router:
         return len(self._open)
 
     def find(self, model: str) -> Route:
-        """The route of a model's name, its alias, or an adapter; raises ModelNotFound."""
+        """The route of a model's name, its alias, or an adapter; of none, the default model's.
+
+        Raises ModelNotFound.
+        """
         route = self._names.get(model)
         if route is None:
-            if not model and len(self.routes) == 1:
-                return next(iter(self.routes.values()))
+            if not model and self.routes:
+                return self._default()
             raise unknown(model, [one.status for one in self.models()])
         return route
+
+    def _default(self) -> Route:
+        """What answers requests that name no model: the file's choice, else the first.
+
+        With keys, the first of them that the caller may use; where that is none, the refusal names
+        the choice.
+        """
+        first = self._names.get(self.access.rules.default_model)
+        routes = [*([first] if first is not None else []), *self.routes.values()]
+        usable = (r for r in routes if self.access.may_use(r.status.name, base_of(r)))
+        return next(usable, routes[0])
 
     def serves(self, model: str) -> bool:
         """Whether this is the name or alias of a model, or the name of an adapter."""
@@ -109,8 +135,14 @@ class Router:
         RequestQuarantined at once; later failures reach the call's consumer. `timeout_s` is capped
         by the model's own.
         """
+        size_bytes = 0
         try:
             route = self._take(call)
+            waits = call.alone_until or len(route.queue)
+            replica = None if waits else route.best(call)
+            if replica is None:
+                check_fits(call, route.status.info)
+                self._make_room_in_memory(route, call, size_bytes := held_bytes(call))
         except RequestError as error:
             self.measures.refused(self, call, error)
             raise
@@ -118,11 +150,14 @@ class Router:
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.keep(call)
-        replica = None if len(route.queue) else route.best(call)
+        if call.alone_until:
+            self._line_up(route, call)
+            return call
         if replica is not None:
             replica.run(call)
         else:
-            route.queue.push(call, call.key, call.priority, call.created_s)
+            route.queue.push(call, call.key, call.priority, call.created_s, size_bytes)
+            route.borrow()
             if route.on_wait is not None:
                 route.on_wait(route)
         return call
@@ -144,21 +179,39 @@ class Router:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
-        if (error := self.quarantine.error(route.status.name, call, time.time())) is not None:
+        if (error := self.quarantine.error(route.status, call, time.monotonic())) is not None:
             raise error
+        if self.sources.holds(time.monotonic()):
+            self._judge(route, call)
         if route.queue.full:
             self._make_room(route, call)
 
     def _make_room(self, route: Route, call: Call) -> None:
         """Raise QueueFull; to the key that waits most where that is not the caller's."""
-        error = QueueFull(
-            f"{len(route.queue)} requests wait for {route.status.name!r} already; try later",
-            retry_after_s=route.pace.wait_s(len(route.queue), self._loop.time()),
-        )
         crowded = route.queue.crowd_out(call.key)
-        if crowded is None:
-            raise error
-        self._fail(crowded, error)
+        said = f"{len(route.queue)} requests wait for {route.status.name!r} already; try later"
+        self._refuse_full(route, said, crowded)
+
+    def _make_room_in_memory(self, route: Route, call: Call, size_bytes: int) -> None:
+        """As `_make_room`, where what waits for all models holds too many bytes with this call."""
+        queues = [one.queue for one in self.routes.values()]
+        limit_bytes = self.access.rules.max_queue_bytes
+        said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
+        while sum(queue.size_bytes for queue in queues) + size_bytes > limit_bytes:
+            held = [
+                (size, key, queue) for queue in queues for key, size in queue.bytes_by_key().items()
+            ]
+            most, key, queue = max(held, key=lambda one: one[0], default=(0, "", route.queue))
+            mine = sum(size for size, name, _ in held if name == call.key)
+            spared = key == call.key or most <= mine + size_bytes
+            self._refuse_full(route, said, None if spared else queue.take_newest(key))
+
+    def _refuse_full(self, route: Route, said: str, instead: Call | None) -> None:
+        """Raise QueueFull, or have it told to the call that leaves `instead`."""
+        wait_s = route.pace.wait_s(len(route.queue) + (instead is not None), self._loop.time())
+        if instead is None:  # and no name for the error: its traceback would hold it, and the body
+            raise QueueFull(said, retry_after_s=wait_s)
+        self._fail(instead, QueueFull(said, retry_after_s=wait_s))
 
     def drain(self) -> None:
         """Take nothing new; `idle` is set when what is in flight is done."""
@@ -188,10 +241,11 @@ class Router:
         """Make the routes what the supervisor says they are."""
         if topology.draining:
             self.drain()
-        self.quarantine.add(topology.quarantined, time.time())
+        self.quarantine.add(topology.quarantined, time.monotonic())
         self.access.apply(topology.access)
         for status in topology.models:
-            route = self.routes.setdefault(status.name, Route(status))
+            route = self.routes.pop(status.name, None) or Route(status)
+            self.routes[status.name] = route  # in the file's order, whatever it was
             route.set_status(status)
             route.adapters = adapters_of(route)
             self._apply_replicas(route, status, topology.gateways)
@@ -221,6 +275,7 @@ class Router:
             route.replicas[socket].set_share(gateways)
         if route.hopeless:
             self._fail_waiting(route)
+        self._release_stranded(route)
         route.dispatch_all()
 
     def _remove(self, route: Route) -> None:
@@ -245,8 +300,9 @@ class Router:
 
     def on_lost(self, replica: Replica, calls: list[Call]) -> None:
         """A worker died: what it was doing is done elsewhere, before all that waits."""
-        for call in calls:
-            ran = replica.ran(call)
+        running = {call: replica.ran(call) for call in calls}
+        sources = self._suspect(replica, calls)
+        for call, ran in running.items():
             decided = call.died(ran)
             if not self._resumable(replica, call):
                 continue
@@ -255,6 +311,9 @@ class Router:
                 self._quarantine(call.route, call)
             else:
                 call.route.take_back(call, first=not ran)
+        if (route := self.routes.get(replica.model)) is not None:
+            for source in sources:
+                self._judge_source(route, source)
         self._reroute(replica)
 
     def on_returned(self, replica: Replica, call: Call) -> None:
@@ -269,11 +328,42 @@ class Router:
         assert call.route is not None
         if call.route.removed:
             self._fail(call, WorkerLost("its worker ended, and the model is no longer served"))
-        elif not replica.resumes and not call.rewind():
-            self._fail(call, WorkerLost(NOT_RESUMED))
-        elif error := self.quarantine.error(call.route.status.name, call, time.time()):
+            return False
+        error = self._not_resumed(replica, call)
+        if error is None or call.rewind():
+            error = self.quarantine.error(call.route.status, call, time.monotonic())
+        if error is not None:
             self._fail(call, error)
         return not call.done
+
+    def _not_resumed(self, replica: Replica, call: Call) -> RequestError | None:
+        """Why nobody can go on after what a call has brought so far; None if somebody can."""
+        if not replica.resumes:
+            return WorkerLost(NOT_RESUMED)
+        assert call.route is not None
+        if call.continuation is None or call.route.goes_on(call):
+            return None
+        return ModelChanged(CHANGED)
+
+    def on_changed(self, replica: Replica, call: Call) -> None:
+        """A worker has loaded something else than what a call began with."""
+        assert call.route is not None
+        if call.rewind():
+            call.route.take_back(call)
+            self._reroute(replica)
+        else:
+            self._fail(call, ModelChanged(CHANGED))
+
+    def has_larger(self, replica: Replica, call: Call) -> bool:
+        """Whether a call that is too long for one replica may fit another; it goes there then."""
+        if replica.info is None or call.route is None or call.continuation is not None:
+            return False
+        least = replica.info.max_context + 1
+        others = [one.info for one in call.route.replicas.values() if one.routable and one.info]
+        if not any(info.max_context >= least for info in others):
+            return False
+        call.least_context = least
+        return True
 
     def _reroute(self, lost: Replica) -> None:
         route = self.routes.get(lost.model)
@@ -281,28 +371,144 @@ class Router:
             return
         if not lost.wanted and not lost.calls and route.replicas.get(lost.socket) is lost:
             del route.replicas[lost.socket]
+        self._release_stranded(route)
         route.dispatch_all()
         if route.hopeless:
             self._fail_waiting(route)
 
+    def _release_stranded(self, route: Route) -> None:
+        """Nothing will go on with these as they began: anew, if nobody has seen any of it."""
+        for call in route.take_stranded():
+            if call.rewind():
+                route.take_back(call)
+            else:
+                self._fail(call, ModelChanged(CHANGED))
+
     def on_ended(self, call: Call) -> None:
         """The call's worker has answered it, well or not."""
-        self._end(call)
+        self._end(call, harmless=True)
         if call.route is not None:
             call.route.pace.completed(self._loop.time())
 
     def _quarantine(self, route: Route, call: Call) -> None:
         """Give a call up for what it does to workers, and all that waits and is the same."""
-        now = time.time()
-        entry = self.quarantine.commit(route.status, call, now)
-        self._fail(call, refusal(entry, now))
-        if entry.until <= now:
+        entry = self.quarantine.commit(route.status, call, time.monotonic())
+        self._fail(call, refusal(entry, entry.for_s))
+        if entry.for_s <= 0:
             return
         self._report(entry)
         for other in route.order():
-            if other.same_as(call):
+            error = refusal(entry, entry.for_s) if other.same_as(call) else None
+            if error is None and other.alone_until:
+                error = self.quarantine.error(route.status, other, time.monotonic())
+            if error is not None:
                 route.withdraw(other)
-                self._fail(other, refusal(entry, now))
+                self._fail(other, error)
+
+    # ---- whose requests take workers down: see `gateway.sources`
+
+    def _suspect(self, replica: Replica, calls: list[Call]) -> set[str]:
+        """A worker died: hold it against what was running there and had not proven itself.
+
+        Returns the sources of that.
+        """
+        cancelled = replica.take_cancelled()
+        suspects: list[Suspect] = []
+        sources: set[str] = set()
+        sure = replica.alone is not None and replica.alone > 0
+        for call in (*calls, *cancelled):
+            if call.proven:
+                self._clear(call)
+            elif replica.ran(call) or (call.done and replica.alone is None):
+                if call.suspect is None:
+                    marks = source_of(call), fingerprint(replica.model, call)
+                    call.suspect = Suspect(tuple(filter(None, marks)))
+                suspects.append(call.suspect)
+                sources.add(source_of(call))
+        self.sources.add(suspects, sure, time.monotonic())
+        for call in cancelled:
+            self._charge(call)
+        return sources - {""}
+
+    def _clear(self, call: Call) -> None:
+        if self.quarantine and call.route is not None:
+            self.quarantine.clear(call.route.status.name, call)
+        if call.suspect is not None:
+            self.sources.clear(call.suspect)
+            call.suspect = None
+
+    def _charge(self, call: Call) -> None:
+        if call.suspect is not None:
+            self.sources.charge(call.suspect)
+            call.suspect = None
+
+    def _judge(self, route: Route, call: Call) -> None:
+        """What becomes of a new call, by what is held against its source, or its like.
+
+        Raises SourceQuarantined.
+        """
+        now_s, source = time.monotonic(), source_of(call)
+        judged = self.sources.judge(source, now_s)
+        if judged is Verdict.REFUSED:
+            raise refusal(entry := self._refuse_source(route, source), entry.for_s)
+        same = self.sources.judge(fingerprint(route.status.name, call), now_s, times=2.0)
+        worst = max(judged, same)
+        if worst is Verdict.FREE:
+            return
+        if len(route.suspects) >= route.queue.limit:
+            said = f"{len(route.suspects)} requests wait to be tried one by one; try later"
+            self._refuse_full(route, said, None)
+        waiting = sum(source_of(other) == source for other in route.suspects)
+        if source.startswith("key:") and judged is not Verdict.FREE and waiting >= MOST_WAITING:
+            raise SourceQuarantined(
+                f"requests from {in_words(source)} have taken workers down; {waiting} of them"
+                " wait to be tried one by one; try later",
+                retry_after_s=PAUSE_S,
+            )
+        self._isolate(call, judged, worst, now_s)
+
+    def _isolate(self, call: Call, judged: Verdict, worst: Verdict, now_s: float) -> None:
+        call.alone_until = "proven"
+        call.deaths = max(call.deaths, ALONE_AT if worst >= Verdict.WAITS else ALONE_AT - 1)
+        if judged is Verdict.WAITS:
+            call.not_before_s = now_s + self.sources.pause_s(source_of(call), now_s)
+
+    def _line_up(self, route: Route, call: Call) -> None:
+        route.suspects.append(call)
+        wait_s = call.not_before_s - time.monotonic()
+        if wait_s > 0:
+            # uvloop's timers count whole milliseconds, and may be early by as much
+            self._loop.call_later(wait_s + GRAIN_S, route.dispatch_all)
+        route.dispatch_all()
+        if call.replica is None and route.on_wait is not None:
+            route.on_wait(route)
+
+    def _judge_source(self, route: Route, source: str) -> None:
+        """A death may be a source's: what waits of it is treated as if it came now."""
+        now_s = time.monotonic()
+        judged = self.sources.judge(source, now_s)
+        if judged is Verdict.FREE:
+            return
+        own = [call for call in route.order() if source_of(call) == source]
+        if judged is Verdict.REFUSED:
+            entry = self._refuse_source(route, source)
+            for call in own:
+                route.withdraw(call)
+                self._fail(call, refusal(entry, entry.for_s))
+            return
+        for call in own:
+            if not call.alone_until and not call.emitted:
+                route.withdraw(call)
+                self._isolate(call, judged, judged, now_s)
+                self._line_up(route, call)
+
+    def _refuse_source(self, route: Route, source: str) -> Quarantined:
+        for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)
+        now_s = time.monotonic()
+        entry = self.quarantine.commit_source(route.status, source, for_s, now_s)
+        if for_s > 0:
+            self._report(entry)
+        return entry
 
     # ---- ends
 
@@ -341,8 +547,9 @@ class Router:
             route.pace.resume(self._loop.time())
         route.in_flight += 1
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: Call, *, harmless: bool = False) -> None:
         self._open.remove(call)
+        (self._clear if harmless or call.proven else self._charge)(call)
         if call.route is not None:
             call.route.left(call)
         if self.draining and not self._open:

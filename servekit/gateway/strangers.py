@@ -1,8 +1,9 @@
 """Web pages of others that reach us through a browser on this machine, while there are no keys.
 
 By another name: a page's own name is made to point to 127.0.0.1 (DNS rebinding), and the browser
-takes our answers for the page's own. It says the name in `Host`: one with a dot that is not known
-is refused. Addresses, localhost and names without a dot are nobody's to give away.
+takes our answers for the page's own. It says the name in `Host`: one that is not known is refused.
+Addresses and localhost are nobody's to give away. Names without a dot and those in .local are: any
+machine of the network answers for them, by LLMNR and mDNS.
 
 By another origin: a page sends us a form or a plain POST. It could not read the answer, but it
 would run; `Origin` tells it.
@@ -61,10 +62,8 @@ class Strangers:
 
 
 def is_local(name: str) -> bool:
-    """Whether nobody could point this name at us but who owns the machine or its network."""
-    if "." not in name.rstrip(".") and ":" not in name:
-        return True
-    if name.endswith((".localhost", ".local", ".internal")):
+    """Whether nobody could point this name at us but who owns the machine or its name server."""
+    if name in ("", "localhost") or name.endswith((".localhost", ".internal")):
         return True
     try:
         ipaddress.ip_address(name)

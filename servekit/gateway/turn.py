@@ -47,7 +47,9 @@ from servekit.wire.messages import (
     Delta,
     Dialect,
     Grammar,
+    ModelInfo,
     ModelStatus,
+    Prompt,
     SamplingParams,
     TokenLogprob,
     ToolCall,
@@ -90,6 +92,8 @@ class Piece(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] = []
     finish: Finish | None = None
     stop: str = ""  # the stop string that ended it, if one did
+    stop_token: int = -1  # likewise of `stop_token_ids`
+    prompt: Prompt | None = None  # with the first, where it was asked for
 
 
 class Choice:
@@ -102,6 +106,8 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish = "stop"
         self.stop = ""
+        self.stop_token = -1
+        self.prompt: Prompt | None = None
 
     def add(self, piece: Piece) -> None:
         for event in piece.events:
@@ -118,6 +124,8 @@ class Choice:
         self.logprobs += piece.logprobs
         self.finish = piece.finish or self.finish
         self.stop = piece.stop
+        self.stop_token = piece.stop_token
+        self.prompt = self.prompt or piece.prompt
 
 
 class Turn:
@@ -131,8 +139,8 @@ class Turn:
         self.prompt_tokens = self.cached_tokens = 0  # the latter are of the former
         self.completion_tokens = 0
         check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
-        self._dialect = dialect = Dialect() if info is None else info.dialect
         self._choice = _choose(ask, route.status)
+        self._dialect = dialect = Dialect() if info is None else _dialect(info, self._choice)
         thinking = begins_thinking(dialect, ask.template, ask.continues)
         self._news = asyncio.Event()
         self._calls = list(self._make_calls(thinking))
@@ -254,17 +262,18 @@ class Turn:
     def _piece(self, index: int, deltas: Deltas) -> Piece:
         text = "".join([delta.text for delta in deltas])
         last = deltas[-1]
-        events = self._events(index, text, ended=last.finish is not None)
+        events = self._events(index, text, last)
         if self._choice.tools:
             self._note_calls(index, events)
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
         self._count_prompt(index, last)
+        prompt = deltas[0].prompt  # of a stream that goes on elsewhere it comes again
         if last.finish is None:
-            return Piece(index, events, logprobs)
+            return Piece(index, events, logprobs, prompt=prompt)
         self._left.discard(index)
         self.completion_tokens += last.completion_tokens
         finish = self._finish(index, last.finish, last.stop)
-        return Piece(index, events, logprobs, finish, last.stop)
+        return Piece(index, events, logprobs, finish, last.stop, last.stop_token, prompt)
 
     def _note_calls(self, index: int, events: list[Event]) -> None:
         for event in events:
@@ -281,12 +290,14 @@ class Turn:
             self.prompt_tokens += delta.prompt_tokens - tokens
             self.cached_tokens += delta.cached_tokens - cached
 
-    def _events(self, index: int, text: str, *, ended: bool) -> list[Event]:
+    def _events(self, index: int, text: str, last: Delta) -> list[Event]:
         parse = self._parsers[index]
         if parse is None:
             return [Text(text)] if text else []
         events = parse.feed(text) if text else []
-        return events + parse.end() if ended else events
+        if last.finish is None:
+            return events
+        return events + parse.end(cut=last.finish == "length" or bool(last.stop))
 
     def _finish(self, index: int, finish: str, stop: str) -> Finish:
         if finish == "length":
@@ -311,18 +322,35 @@ def _choose(ask: Ask, model: ModelStatus) -> ToolChoice:
     tools, asked = check_tools(ask.tools), ask.tool_choice
     choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)
     if choice.tools and model.info is not None and "tools" not in model.info.serves:
+        forced = "forced_tools" in model.info.serves
+        if not (forced and choice.mode == "required"):
+            only = '; a tool_choice that asks for a call is served, such as "required"'
+            raise Unsupported(
+                f"tools: the {model.engine} engine of {model.name!r} does not take it: the chat"
+                " template tells the model of no tools, or it is not known how it calls them (then"
+                f" `tool_parser` in the file says so){only if forced else ''}",
+                param="tools",
+            )
+    form = ask.params.grammar
+    if choice.tools and form is not None and form.kind != "json_schema":
         raise Unsupported(
-            f"tools: the {model.engine} engine of {model.name!r} does not take it: the chat"
-            " template tells the model of no tools, or it is not known how it calls them (then"
-            " `tool_parser` in the file says so)",
-            param="tools",
+            f"{form.param}: beside tools the answer can be bound by a JSON schema only; leave out"
+            " one of the two",
+            param=form.param,
         )
-    if choice.mode == "required" and ask.params.grammar is not None:
+    if choice.mode == "required" and form is not None:
         raise RequestError(
-            "response_format: a call of a tool is asked for already; leave out one of the two",
-            param="response_format",
+            f"{form.param}: a call of a tool is asked for already; leave out one of the two",
+            param=form.param,
         )
     return choice
+
+
+def _dialect(info: ModelInfo, choice: ToolChoice) -> Dialect:
+    """How the answer is written. A model whose template has no tools calls them in plain JSON."""
+    if choice.mode == "required" and "tools" not in info.serves:
+        return replace(info.dialect, tools="json", tool_begin="", tool_end="")
+    return info.dialect
 
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:

@@ -102,6 +102,9 @@ def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
             head=f"{ICON}<script>{here.with_name('ui.js').read_text()}</script>",
             css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
         )
+    # an open page would hold a connection for as long as it lives, of six that a browser opens;
+    # all that it would bring is the end of a visit, which the stream of an answer tells, too
+    blocks.config["connect_heartbeat"] = False
 
 
 def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: Watch) -> tuple[Hook, Hook]:
@@ -188,7 +191,7 @@ def _elsewhere(scope: Scope) -> str | None:
     if language == DEFAULT:
         language = preferred(scope["headers"])
     there = f"{root(language)}/{name}"
-    return None if path == there or (not name and path == there.rstrip("/")) else there
+    return None if path == there else there
 
 
 async def _lead(send: Send, where: str) -> None:

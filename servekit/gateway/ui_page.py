@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import gradio as gr
 
+from servekit.gateway.caller import Caller
 from servekit.gateway.pages import (
     compare,
     dashboard,
@@ -102,7 +103,7 @@ def _layout(frame: Frame) -> Parts:
             note = gr.HTML("", elem_id="sk-note")
             box = _question(say)
         with gr.Column(elem_id="sk-side"):
-            status = gr.HTML(workers(frame.router, say), elem_id="sk-workers")
+            status = gr.HTML("", elem_id="sk-workers")  # by whose page it is: see `restore`
             with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
                 settings = _settings(say)
             frame.code(_wish, [turns, model, *settings])
@@ -302,16 +303,19 @@ class Events:
     async def tick(self, request: gr.Request, model: str | None, seen: str) -> Update:
         """Update what has changed since this browser's last tick, if anything has."""
         parts = self._parts
-        html, models = workers(self._router, self._frame.say), await self._choices(request)
+        caller = await self._frame.caller(request)
+        html, models = self._workers(caller), self._choices(caller)
         now = f"{html}{models}"
         if now == seen:
             return {parts.seen: gr.skip()}
         choice = self._model(models, model, model)
         return {parts.workers: html, parts.model: choice, parts.seen: now}
 
-    async def _choices(self, request: gr.Request) -> Choices:
-        frame = self._frame
-        return choices(frame.router, frame.say, await frame.caller(request))
+    def _workers(self, caller: Caller | None) -> str:
+        return workers(self._router, self._frame.say, caller)
+
+    def _choices(self, caller: Caller | None) -> Choices:
+        return choices(self._router, self._frame.say, caller)
 
     def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:
         """The choices, and the wanted one if it is not chosen already: the user may be quicker."""
@@ -325,12 +329,13 @@ class Events:
     ) -> Update:
         """Bring back what this browser had; not the question, which may be under way already."""
         parts = self._parts
-        update: Update = {parts.workers: workers(self._router, self._frame.say)}
+        caller = await self._frame.caller(request)
+        update: Update = {parts.workers: self._workers(caller)}
         if turns := turns_of(stored):
             update[parts.chat] = turns
         kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
         model, *settings = kept or [current, *[None] * len(SETTINGS)]
-        update[parts.model] = self._model(await self._choices(request), current, model)
+        update[parts.model] = self._model(self._choices(caller), current, model)
         # None has to be said, too: the page takes a number without a value for 0
         return update | dict(zip(parts.settings, settings, strict=True))
 

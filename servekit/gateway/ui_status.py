@@ -14,13 +14,19 @@ from servekit.wire.messages import ReplicaStatus
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
-def workers(router: Router, say: Say = SAY_ENGLISH) -> str:
-    """Every model with its workers, as HTML."""
+def workers(router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None) -> str:
+    """Every model that a visitor may use with its workers, as HTML; `caller` as for `choices`."""
     if router.draining:
         return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
     if not router.routes:
         return f'<p class="sk-quiet">{escape(say("no_models"))}</p>'
-    return "".join(_model(route, say) for route in router.routes.values())
+    seen = [route for route in router.routes.values() if may_see(router, caller, route.status.name)]
+    return "".join(_model(route, say) for route in seen)
+
+
+def may_see(router: Router, caller: Caller | None, model: str) -> bool:
+    """Whether a visitor may be told of a model, by its own name. Without keys all may."""
+    return not router.access.closed or (caller is not None and caller.may_use(model))
 
 
 def choices(

@@ -40,9 +40,9 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
         seen = gr.State(())
     parts = [figures, gpus, workers, events]
 
-    async def tick(before: Sequence[int]) -> list[Any]:
+    async def tick(request: gr.Request, before: Sequence[int]) -> list[Any]:
         """Only what has changed since this browser's last tick."""
-        shown = await render(frame)
+        shown = await render(frame, await frame.caller(request))
         now = tuple(map(hash, shown))
         old = before if len(before) == len(now) else (None,) * len(now)
         fresh = [
@@ -51,8 +51,8 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
         ]
         return [now, *fresh]
 
-    async def fill() -> list[Any]:
-        return await tick(())
+    async def fill(request: gr.Request) -> list[Any]:
+        return await tick(request, ())
 
     blocks.load(fill, None, [seen, *parts], **NOW)
     gr.Timer(EVERY_S).tick(tick, [seen], [seen, *parts], **NOW)
@@ -96,20 +96,25 @@ async def _lines(frame: Frame, caller: Caller | None, name: str) -> tuple[tuple[
     return names, tail.html(await frame.tail.lines(name), frame.say)
 
 
-async def render(frame: Frame) -> tuple[str, str, str, str]:
-    """The parts of the page as they are now."""
+async def render(frame: Frame, caller: Caller | None) -> tuple[str, str, str, str]:
+    """The parts of the page as they are now, of the models that a visitor may use.
+
+    Figures and gateways are of all models: who may use some only is shown neither.
+    """
     status = await frame.watch.status()
-    models = _models(frame, status)
+    whole = frame.sees_all(caller)
+    models = [one for one in _models(frame, status) if whole or frame.sees(caller, one.name)]
+    happenings = [one for one in frame.watch.happenings if whole or frame.sees(caller, one.model)]
     gpus = machine.gpus(status.gpus, models, frame.say) if status is not None else ""
     heading = f'<div class="sk-card"><h2>{escape(frame.say("gpu.title"))}</h2>'
     workers = machine.workers(models, frame.say)
-    if status is not None:
+    if status is not None and whole:
         workers += machine.gateways(status.gateways, frame.say)
     return (
-        draw(list(frame.watch.samples), status, frame.say),
+        draw(list(frame.watch.samples), status, frame.say) if whole else "",
         f'{heading}<div class="sk-gpus">{gpus}</div></div>' if gpus else "",
         workers,
-        machine.happenings(list(frame.watch.happenings), frame.say),
+        machine.happenings(happenings, frame.say),
     )
 
 

@@ -22,7 +22,7 @@ from servekit.gateway.pages.tail import Tail
 from servekit.gateway.pages.watch import Watch
 from servekit.gateway.router import Router
 from servekit.gateway.ui_chat import Visit
-from servekit.gateway.ui_status import choices, error_note, progress_note
+from servekit.gateway.ui_status import choices, error_note, may_see, progress_note
 
 MODELS_EVERY_S = 5.0
 #: Characters of a prompt: it is shown as code, too, and sent with each event.
@@ -96,10 +96,23 @@ class Frame:
     # ---- models
 
     def model(self, label: str, task: str = "generate", **more: Any) -> gr.Dropdown:
-        """A choice of the models and adapters that serve `task`."""
-        found = choices(self.router, self.say, task=task)
+        """A choice of the models and adapters that serve `task`.
+
+        The page is made once for all visitors: which these are is filled in as each draws it.
+        """
+        found = [] if self.router.access.closed else choices(self.router, self.say, task=task)
         value = found[0][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
+
+    def sees(self, caller: Caller | None, model: str) -> bool:
+        """Whether a visitor may be told of a model; see `caller`."""
+        return may_see(self.router, caller, model)
+
+    def sees_all(self, caller: Caller | None) -> bool:
+        """Whether a visitor may be told of all models: by the key's own, or as administrator."""
+        if not self.router.access.closed:
+            return True
+        return caller is not None and (caller.rule.admin or caller.rule.models is None)
 
     def keep_choices(self, blocks: gr.Blocks, models: Sequence[gr.Dropdown], task: str) -> None:
         """Tell of models that come and go, and in which state they are."""

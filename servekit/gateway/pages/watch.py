@@ -7,6 +7,7 @@ requests of all gateways. What happened is read off its word on each worker, bef
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ class Happening:
     name: str
     kind: str  # "state.ready", "died", "gone", …: a key of the texts
     detail: str = ""
+    model: str = ""  # by its own name
 
 
 @dataclass(slots=True)
@@ -107,13 +109,17 @@ def changes(
     before: Mapping[str, ModelStatus], now: Mapping[str, ModelStatus], at: float
 ) -> list[Happening]:
     """What became of models and their workers between two looks."""
-    found = [Happening(at, name, "gone") for name in before.keys() - now.keys()]
+    found = [Happening(at, name, "gone", model=name) for name in before.keys() - now.keys()]
     for name, status in now.items():
         old = before.get(name)
         known = {} if old is None else {one.name: one for one in old.replicas}
-        for replica in status.replicas:
-            found += _of_replica(known.get(replica.name), replica, at)
-        found += _of_adapters(old, status, at) if old is not None else []
+        new = [
+            one
+            for replica in status.replicas
+            for one in _of_replica(known.get(replica.name), replica, at)
+        ]
+        new += _of_adapters(old, status, at) if old is not None else []
+        found += [dataclasses.replace(one, model=name) for one in new]
     return found
 
 

@@ -4,6 +4,8 @@ Each family has a body: a script that reads calls, their opening marker included
 Malformed where it finds something else. Then all that has not been said of a call comes out as
 text: up to the name and the beginning of the arguments the whole of it, marker included; from
 there on a call can't be taken back, its arguments end where they err, and what follows is text.
+Where the text is cut off within a call, by a limit or a stop string, nothing of it is text: a call
+whose name is known is told with the arguments that have come, any other is dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +24,19 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 class Calls:
     """The calls of one answer: numbers them and names them."""
 
-    __slots__ = ("_short_ids", "_tape", "count")
+    __slots__ = ("_short_ids", "_tape", "count", "doubtful", "named")
 
     def __init__(self, tape: Tape, *, short_ids: bool = False) -> None:
         self._tape = tape
         self._short_ids = short_ids
         self.count = 0
+        self.named = ""  # the call that is being read, before it has begun
+        self.doubtful = False  # what is being read may be the answer itself
+
+    def name(self, name: str) -> None:
+        """Note the name of the call that is being read; at the text's end it may be half of one."""
+        if not (self._tape.ended and self._tape.at >= len(self._tape.text)):
+            self.named = name
 
     def begin(self, name: str, id: str = "") -> None:
         """A call is certain: what has been read of it is not text any more."""
@@ -36,6 +45,7 @@ class Calls:
         self._tape.release()
         self._tape.emit(CallBegins(self.count, id or self._new_id(), name))
         self.count += 1
+        self.named = ""
 
     def argue(self, text: str) -> None:
         """A piece of the arguments of the call that was begun last."""
@@ -104,9 +114,16 @@ def _bare(tape: Tape, calls: Calls, family: Family) -> Script[None]:
 def _attempt(tape: Tape, calls: Calls, body: Body, opening: str) -> Script[None]:
     """Read calls from their opening on; what is none comes out as text."""
     known = calls.count
+    calls.named, calls.doubtful = "", False
     try:
         yield from body(tape, calls)
     except Malformed:
+        if tape.cut and not calls.doubtful:
+            if calls.named:
+                calls.begin(calls.named)
+            tape.release()
+            tape.at = len(tape.text)
+            return
         tape.rewind()
         if calls.count == known:  # what stands behind the opening may yet hold a call
             tape.say(opening)

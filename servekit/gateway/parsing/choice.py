@@ -18,7 +18,7 @@ from servekit.wire.messages import Dialect, Grammar
 
 _TEXT = "/(?s:.*)/"
 #: What opens calls that have no marker: text must not begin so.
-_BARE = {"llama3_json": "{", "pythonic": "["}
+_BARE = {"llama3_json": "{", "json": "{", "pythonic": "["}
 
 
 def tool_grammar(
@@ -45,8 +45,9 @@ def tool_grammar(
         )
     lark = Lark(dialect)
     many = parallel and not choice.once
-    if answer is not None and dialect.tools == "llama3_json":
-        schema = _call_or_answer(choice.tools, json.loads(answer.text))
+    if answer is not None and _BARE.get(dialect.tools) == "{":
+        arguments = "arguments" if dialect.tools == "json" else "parameters"
+        schema = _call_or_answer(choice.tools, json.loads(answer.text), arguments)
         whole = f"{thoughts(lark, dialect, begun)} {lark.json(schema, JSON_SPACE)}"
         return lark.grammar(whole, param="tools")
     by_schema = required or answer is not None
@@ -66,7 +67,7 @@ def tool_grammar(
     return lark.grammar(f"{thoughts(lark, dialect, begun)} {whole}", param="tools")
 
 
-def _call_or_answer(tools: Sequence[Tool], answer: Any) -> dict[str, Any]:
+def _call_or_answer(tools: Sequence[Tool], answer: Any, arguments: str) -> dict[str, Any]:
     """One schema for both where calls are bare JSON: what begins alike is one thing to a lexer."""
     parts = {"answer": answer}
     branches: list[dict[str, Any]] = [{"$ref": "#/$defs/answer"}]
@@ -75,13 +76,13 @@ def _call_or_answer(tools: Sequence[Tool], answer: Any) -> dict[str, Any]:
         parts[f"tool{at}"] = function.get("parameters") or {"type": "object"}
         properties = {
             "name": {"const": function["name"]},
-            "parameters": {"$ref": f"#/$defs/tool{at}"},
+            arguments: {"$ref": f"#/$defs/tool{at}"},
         }
         branches.append(
             {
                 "type": "object",
                 "properties": properties,
-                "required": ["name", "parameters"],
+                "required": ["name", arguments],
                 "additionalProperties": False,
             }
         )

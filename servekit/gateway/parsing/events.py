@@ -43,5 +43,9 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Event]:
         """Take the next piece; return what has become certain."""
 
-    def end(self) -> list[Event]:
-        """Return what was held back: no further text comes."""
+    def end(self, *, cut: bool = False) -> list[Event]:
+        """Return what was held back: no further text comes.
+
+        `cut`: the text was cut off, by a limit or a stop string. Then what has begun a marker, or
+        a call whose name is not known yet, is dropped: it is no part of the answer.
+        """

@@ -38,6 +38,10 @@ def _llama(dialect: Dialect, texts: TextArguments) -> Family:
     return Family(("<|python_tag|>",), json_calls("<|python_tag|>"), bare="{")
 
 
+def _bare_json(dialect: Dialect, texts: TextArguments) -> Family:
+    return Family((), json_calls(), bare="{")
+
+
 def _template(dialect: Dialect, texts: TextArguments) -> Family:
     begin, end = dialect.tool_begin, dialect.tool_end
     return Family((begin,), json_calls(begin, end))
@@ -59,6 +63,7 @@ FAMILIES: dict[str, Make] = {
     "glm": _tagged(GLM),
     "invoke": _tagged(INVOKE),
     "function": lambda dialect, texts: named_calls.function(),
+    "json": _bare_json,
     "template": _template,
 }
 

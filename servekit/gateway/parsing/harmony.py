@@ -32,6 +32,8 @@ def harmony(tape: Tape, *, tools: bool) -> Script[None]:
         try:
             header = yield from _header(tape)
         except Malformed:
+            if tape.cut:  # within a header
+                return
             tape.rewind()
             yield from rest(tape)
             return

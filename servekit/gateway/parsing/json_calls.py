@@ -66,7 +66,9 @@ def _call(tape: Tape, calls: Calls, *, strict: bool) -> Script[None]:
     while (key := (yield from _key(tape))) is not None:
         if key in _NAMES and not name:
             name = yield from _string(tape)
+            calls.name(name)
         elif key not in _ARGUMENTS or waiting or calls.count > known:
+            calls.doubtful |= strict and calls.count == known
             yield from _collect(tape)
         elif name:
             yield from _arguments(tape, calls, name)

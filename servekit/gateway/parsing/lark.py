@@ -109,12 +109,14 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
         return grammar
     match grammar.kind:
         case "json_schema":
-            return lark.grammar(f"{before} {lark.json(json.loads(grammar.text), JSON_SPACE)}")
+            value = lark.json(json.loads(grammar.text), JSON_SPACE)
+            return lark.grammar(f"{before} {value}", param=grammar.param)
         case "regex":
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", r"\n")
-            return lark.grammar(f"{before} {lark.rule(f'/{pattern}/')}")
+            return lark.grammar(f"{before} {lark.rule(f'/{pattern}/')}", param=grammar.param)
         case "lark":
-            return lark.grammar(f"{before} sk_start", _START.sub("sk_start", grammar.text))
+            more = _START.sub("sk_start", grammar.text)
+            return lark.grammar(f"{before} sk_start", more, grammar.param)
 
 
 def harmony_thoughts(lark: Lark) -> str:

@@ -106,6 +106,7 @@ def _call(tape: Tape, calls: Calls, named: Named) -> Script[None]:
 
 
 def _arguments(tape: Tape, calls: Calls, name: str) -> Script[None]:
+    calls.name(name)
     if (yield from tape.skip_space()) != "{":
         raise Malformed
     calls.begin(name)

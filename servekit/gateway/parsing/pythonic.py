@@ -45,6 +45,7 @@ def _call(tape: Tape, calls: Calls) -> Script[None]:
     name = yield from tape.name()
     yield from tape.expect("(")
     yield from tape.skip_space()
+    calls.name(name)
     before = "{"
     while not (yield from tape.take(")")):
         key = yield from tape.name()

@@ -97,6 +97,10 @@ def _llama(syntax: Syntax) -> tuple[str, str]:
     return "", syntax.in_json("parameters")
 
 
+def _bare_json(syntax: Syntax) -> tuple[str, str]:
+    return "", joined(syntax.in_json("arguments"), syntax.lark.text("\n"), syntax.many)
+
+
 def _mistral(syntax: Syntax) -> tuple[str, str]:
     lark, begin = syntax.lark, "[TOOL_CALLS]"
     if "[ARGS]" in dict(syntax.dialect.tokens):
@@ -245,6 +249,7 @@ WRITERS: dict[str, Writer] = {
     "hermes": _hermes,
     "template": _template,
     "llama3_json": _llama,
+    "json": _bare_json,
     "mistral": _mistral,
     "deepseek": _deepseek,
     "kimi_k2": _kimi,

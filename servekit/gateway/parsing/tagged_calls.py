@@ -144,6 +144,7 @@ def _call(tape: Tape, calls: Calls, tags: Tags, texts: TextArguments) -> Script[
     if tags.name[1]:
         yield from tape.expect(tags.name[1])
     yield from tape.skip_space()
+    calls.name(name)
     calls_end = tags.end or tags.outer_end
     tag = yield from tape.expect(tags.key[0], calls_end)
     calls.begin(name)

@@ -23,6 +23,9 @@ MAX_SPACE = 32
 #: What is held back without being known for a call may be so long, in characters.
 MAX_HELD = 65_536
 MAX_NAME = 256
+#: Where a text is cut off, its end is taken for a marker's beginning from so many characters on: a
+#: single one, such as "<" or "[", is as likely to be text.
+LEAST_OF_MARKER = 2
 _IN_NAME = frozenset(f"{string.ascii_letters}{string.digits}_.:/-")
 
 
@@ -33,12 +36,13 @@ class Malformed(Exception):
 class Tape:
     """Text that has come and is not yet consumed, and the events made of it."""
 
-    __slots__ = ("_mark", "at", "ended", "events", "text")
+    __slots__ = ("_mark", "at", "cut", "ended", "events", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0  # of `text`: the first character not consumed
         self.ended = False
+        self.cut = False  # ended in the midst, by a limit or a stop string
         self.events: list[Event] = []
         self._mark: int | None = None
 
@@ -173,15 +177,24 @@ class Tape:
                 at = self.text.find(marker, here, stop + len(marker))
                 if here <= at < stop:
                     stop, found = at, marker
-            if not found and not self.ended:
-                stop -= begun(self.text, here, markers)
-            if strip and (found or not self.ended):
+            held = 0 if found else self._held_at_end(here, markers)
+            stop -= held
+            if strip and (found or held or not self.ended):
                 stop = max(here, stop - _space_before(self.text, here, stop))
             tell(self.text[here:stop])
             self.at = stop
+            if self.ended and not found:
+                self.at = len(self.text)
             if found or self.ended:
                 return found
             yield
+
+    def _held_at_end(self, start: int, markers: Sequence[str]) -> int:
+        """How many characters at the end of the text begin a marker, and are not told."""
+        if self.ended and not self.cut:
+            return 0
+        size = begun(self.text, start, markers)
+        return 0 if self.cut and size < LEAST_OF_MARKER else size
 
     def until(self, *markers: str) -> Script[tuple[str, str]]:
         """Consume all before the first of `markers` and return both; Malformed if none comes."""
@@ -251,7 +264,7 @@ class ScriptParser:
         next(self._script, None)
         return self._tape.take_events()
 
-    def end(self) -> list[Event]:
-        self._tape.ended = True
+    def end(self, *, cut: bool = False) -> list[Event]:
+        self._tape.ended, self._tape.cut = True, cut
         next(self._script, None)
         return self._tape.take_events()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 ASKED = {
     # ---- OpenAI's
-    "model": "A model's name or alias; may be empty where only one is served",
+    "model": "A model's name or alias; without one it is `server.default_model`, else the first",
     "stream": "Send the answer piece by piece",
     "stream_options": "More of a stream",
     "include_usage": "A last chunk, without choices, tells the tokens",
@@ -35,6 +35,40 @@ ASKED = {
         " that allows anything but the end"
     ),
     "user": "Has no effect",
+    "safety_identifier": "Has no effect",
+    "service_tier": "Has no effect",
+    "prompt_cache_retention": "Has no effect",
+    "guided_decoding_backend": "Has no effect",
+    "request_id": "Has no effect; a header `X-Request-Id` names a request",
+    "stop_token_ids": "The answer ends before the first of these, which `stop_reason` names",
+    "include_stop_str_in_output": "What ended the answer, a stop string or token, is a part of it",
+    "bad_words": "Their tokens, as they begin a text or follow a space, never come",
+    "truncate_prompt_tokens": (
+        "Keep so many tokens of the prompt's end; -1: as many as fit beside `max_tokens`; 0: all"
+    ),
+    "prompt_logprobs": "Tell those of the prompt's tokens, and of so many best; not in a stream",
+    "structured_outputs": "What the answer has to be, kept to token by token; one form of it",
+    "json": "A JSON schema, or its text",
+    "regex": "A regular expression in the Rust dialect, of the whole answer",
+    "choice": "The answer is one of these",
+    "grammar": "A grammar in llguidance's Lark dialect, or in GBNF with a rule `root`",
+    "json_object": "Any JSON object",
+    "guided_json": "The older name of `structured_outputs.json`",
+    "guided_regex": "The older name of `structured_outputs.regex`",
+    "guided_choice": "The older name of `structured_outputs.choice`",
+    "guided_grammar": "The older name of `structured_outputs.grammar`",
+    "guided_whitespace_pattern": "Not supported",
+    "structural_tag": "Not supported",
+    "whitespace_pattern": "Not supported",
+    "disable_any_whitespace": "Not supported but for false",
+    "disable_additional_properties": "Not supported but for false",
+    "allowed_token_ids": "Not supported",
+    "use_beam_search": "Not supported but for false",
+    "skip_special_tokens": "Not supported but for true",
+    "CompletionRequest.max_tokens": (
+        "Tokens to generate at most; with the prompt they have to fit the context; 0: none, for"
+        " `echo` and `prompt_logprobs`"
+    ),
     "prompt_cache_key": (
         "Requests of one key go to one replica of the model, as long as that is not busier than the"
         " others; a header `X-Session-Id` says the same, and goes before it"
@@ -55,7 +89,7 @@ ASKED = {
     "separate_reasoning": "servekit's own; false: leave thoughts in `content`",
     "continue_final_message": "The last message is the assistant's beginning, to be gone on with",
     "add_generation_prompt": "false only with `continue_final_message`",
-    "echo": "Begin the answer with the prompt, which has to be text; not with `logprobs`",
+    "echo": "Begin the answer with the prompt; with `logprobs` those of its tokens come first",
     "role": "Who says it; `developer` is taken for `system`",
     "content": "Text, or parts of type text",
     "name": "Of whom, or of what",
@@ -86,7 +120,7 @@ ASKED = {
     "modalities": "Text only",
     "prediction": "Not supported",
     "web_search_options": "Not supported",
-    "best_of": "Not supported but for 1; use `n`",
+    "best_of": "Only as many as `n`",
     "suffix": "Not supported",
     # ---- responses
     "ResponsesRequest.input": "A text, or the items of the whole conversation so far",
@@ -98,7 +132,10 @@ ASKED = {
     "verbosity": "Has no effect",
     "effort": "For the chat template; `none` also turns thinking off",
     "summary": "Has no effect",
-    "metadata": "Told again in the response; has no effect",
+    "metadata": "Has no effect",
+    "ResponsesRequest.metadata": "Told again in the response; has no effect",
+    "ResponsesRequest.stream_options": "Has no effect",
+    "max_tool_calls": "Has no effect",
     "truncation": "Nothing is cut off: what is too long is refused",
     "store": "Nothing is kept",
     "include": "`message.output_text.logprobs` has an effect",
@@ -135,6 +172,8 @@ ASKED = {
     "ToolChoice.type": "`any` orders a call, `tool` one of that name",
     "disable_parallel_tool_use": "true: one call at most",
     "user_id": "Has no effect",
+    "inference_geo": "Has no effect",
+    "cache_control": "Has no effect",
     "mcp_servers": "Not supported",
     "container": "Not supported",
     "context_management": "Not supported",
@@ -159,6 +198,12 @@ ASKED = {
     "EmbedRequest.input": "A text, or several",
     "EmbeddingsRequest.prompt": "The text",
     "NameRequest.name": "The older name of `model`",
+    "NameRequest.stream": "Has no effect",
+    "insecure": "Has no effect",
+    "verbose": "Has no effect",
+    "NameRequest.system": "Has no effect",
+    "NameRequest.template": "Has no effect",
+    "NameRequest.options": "Has no effect",
     # ---- HuixiangDou's
     "InferenceRequest.prompt": "The question",
     "history": "The rounds before it: a question and its answer each",
@@ -170,4 +215,16 @@ ASKED = {
     "base_model_name": "The model that it is for; may be left out where there is one",
     "load_inplace": "Instead of what has this name now",
     "any_base": "servekit's own: load it although it names another base",
+}
+
+#: Values that are taken, of fields whose type would let any pass: by field, or `Type.field`.
+TAKEN: dict[str, tuple[object, ...]] = {
+    "ContentPart.type": ("text", "refusal"),
+    "ResponsesRequest.previous_response_id": (None,),
+    "ResponsesRequest.conversation": (None,),
+    "ResponsesRequest.prompt": (None,),
+    "ResponsesRequest.background": (None, False),
+    "mcp_servers": (None, []),
+    "container": (None,),
+    "context_management": (None,),
 }

@@ -119,6 +119,12 @@ MODEL_ENTRY = {
     "state": "ready",
     "root": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "parent": None,
+    "type": "model",
+    "display_name": MODEL,
+    "created_at": "2026-11-21T12:00:00Z",
+    "lifecycle": "active",
+    "max_input_tokens": 8192,
+    "max_tokens": 8192,
 }
 _REPLICA = {
     "name": f"{MODEL}/0",
@@ -151,7 +157,13 @@ READS: dict[str, dict[str, object]] = {
     "/livez": {"status": "ok"},
     "/readyz": {"status": "ready", "models": {MODEL: _HEALTH}},
     "/version": {"version": "0.1.0"},
-    "/v1/models": {"object": "list", "data": [MODEL_ENTRY]},
+    "/v1/models": {
+        "object": "list",
+        "data": [MODEL_ENTRY],
+        "has_more": False,
+        "first_id": MODEL,
+        "last_id": MODEL,
+    },
     "/v1/models/{model}": MODEL_ENTRY,
     "/api/tags": {"models": [_OLLAMA_MODEL]},
     "/api/ps": {"models": [_OLLAMA_MODEL | _RUNNING]},

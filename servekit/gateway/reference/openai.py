@@ -7,6 +7,8 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 Finish = Literal["stop", "length", "tool_calls"]
+#: With `stop_token_ids` in the request: the string or token that ended the answer.
+StopReason = str | int | UnsetType | None
 
 
 class PromptTokensDetails(Struct):
@@ -73,6 +75,18 @@ class AssistantMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
+class PromptLogprob(Struct):
+    """A token that stands in the prompt, or could have; the most probable has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+#: Of each token of the prompt, by token id, with `prompt_logprobs`; None: the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | UnsetType
+
+
 class ChatChoice(Struct):
     """One of the `n` answers."""
 
@@ -80,6 +94,7 @@ class ChatChoice(Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
+    stop_reason: StopReason = UNSET
 
 
 class ChatCompletion(Struct):
@@ -91,6 +106,7 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class FunctionCallPiece(Struct):
@@ -125,6 +141,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
+    stop_reason: StopReason = UNSET
 
 
 class ChatChunk(Struct):
@@ -142,8 +159,8 @@ class CompletionLogprobs(Struct):
     """Log probabilities in the older form: lists with an entry for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None: the first of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -154,6 +171,8 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
+    stop_reason: StopReason = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Completion(Struct):
@@ -174,6 +193,7 @@ class CompletionChunkChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: StopReason = UNSET
 
 
 class CompletionChunk(Struct):
@@ -238,6 +258,12 @@ class Model(Struct):
     state: str
     root: str
     parent: str | None
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
 
 
 class ModelList(Struct):
@@ -245,6 +271,9 @@ class ModelList(Struct):
 
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class OpenAIErrorObject(Struct):

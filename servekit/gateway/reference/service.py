@@ -55,7 +55,7 @@ class ModelHealth(Struct):
 
 
 class Health(Struct):
-    """The answer of /readyz, with 200 and with 503."""
+    """The answer of /readyz, with 200 and with 503. With keys, `models` are those of the key."""
 
     status: Literal["ready", "not ready", "draining"]
-    models: dict[str, ModelHealth]
+    models: dict[str, ModelHealth] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_STOP_REASON = "With `stop_token_ids`: the string or token that ended it; null: neither"
+
 TOLD = {
     # ---- OpenAI's
     "id": "Its id, made for this answer",
@@ -50,6 +52,22 @@ TOLD = {
     "data": "In order",
     "embedding": "The vector as numbers, or as base64 of float32, little-endian",
     "count": "How many tokens there are",
+    "ChatChoice.stop_reason": _STOP_REASON,
+    "ChatChunkChoice.stop_reason": _STOP_REASON,
+    "CompletionChoice.stop_reason": _STOP_REASON,
+    "CompletionChunkChoice.stop_reason": _STOP_REASON,
+    "prompt_logprobs": "Of each token of the prompt, by token id, where asked for; null: the first",
+    "rank": "1 is the most probable",
+    "decoded_token": "Its text",
+    "Model.type": "What it is, for Anthropic's clients",
+    "display_name": "Its name once more",
+    "Model.created_at": "As `created`, by RFC 3339",
+    "lifecycle": "Always active",
+    "max_input_tokens": "As `max_model_len`",
+    "Model.max_tokens": "As `max_model_len`",
+    "has_more": "All are told at once",
+    "first_id": "The first one's name",
+    "last_id": "The last one's name",
     "max_model_len": "The model's context in tokens; null while that is not known yet",
     "Tokens.tokens": "Their ids",
     "Detokenized.prompt": "The text",

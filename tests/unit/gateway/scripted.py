@@ -12,6 +12,7 @@ from servekit.wire.messages import (
     PROOF_TOKENS,
     PROTOCOL,
     Alone,
+    Borrow,
     Cancel,
     Delta,
     Failed,
@@ -94,6 +95,8 @@ class ScriptedWorker:
             self.jobs.pop(message.id, None)
             self.line = [request for request in self.line if request.id != message.id]
             self._advance()
+        elif isinstance(message, Borrow):
+            pass  # nobody has left anything to lend
         elif self.draining:
             peer.send(Failed(message.id, "worker_lost", "the worker is draining"))
         else:

@@ -9,9 +9,10 @@ import pytest
 from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway.access import ACTING, Access, key_of
+from servekit.gateway.call import Call
 from servekit.gateway.exchange import Exchange
 from servekit.gateway.gate import Gate
-from servekit.wire.messages import AccessRules, KeyRule
+from servekit.wire.messages import AccessRules, KeyRule, SamplingParams
 
 SALT = b"s" * 32
 
@@ -65,6 +66,20 @@ async def test_who_may_administer() -> None:
         access.require_admin()
     ACTING.set(await access.verify(b"root"))
     access.require_admin()
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+async def test_whose_prefixes_a_call_may_share(by_key: bool) -> None:
+    access = Access()
+    rules = [KeyRule(name, digest=fast_digest(name.encode(), SALT)) for name in ("alice", "bob")]
+    access.apply(AccessRules(tuple(rules), salt=SALT, prefixes_by_key=by_key))
+    salts = []
+    for name in ("alice", "bob", "alice"):
+        call = Call("m", SamplingParams(), prompt="Hello")
+        ACTING.set(await access.verify(name.encode()))
+        access.admit(call, "m")
+        salts.append(call.request(1).cache_salt)
+    assert salts == (["alice", "bob", "alice"] if by_key else ["", "", ""])
 
 
 async def test_without_rules_nothing_stands_in_the_way() -> None:

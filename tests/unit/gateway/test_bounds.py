@@ -53,6 +53,19 @@ def test_depth() -> None:
         check_depth(nested(50_000), LIMITS, "tools")
 
 
+@pytest.mark.parametrize("multiple", [33_333_333, 10_007, 0.010_007, 1e-300 / 3, 123_456_789_000])
+def test_multiples_that_take_long_to_compile(multiple: float) -> None:
+    for schema in ({"multipleOf": multiple}, {"properties": {"a": {"multipleOf": multiple}}}):
+        with pytest.raises(RequestError, match=r"multipleOf is .*, and at most 10000") as caught:
+            check_schema(schema, LIMITS, "tools")
+        assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("multiple", [1, 0.01, 5, 1e-9, 10**12, 2_500_000, 9_999, 0, True, "7"])
+def test_multiples_that_do_not(multiple: Any) -> None:
+    check_schema({"type": "integer", "multipleOf": multiple}, LIMITS, "tools")
+
+
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
 def test_numbers_beyond_the_wire(number: int) -> None:
     for value in (number, {"a": [number]}, [[[[[[[{"a": number}]]]]]]]):

@@ -3,33 +3,101 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from servekit.errors import RequestError
 from servekit.gateway.exchange import Exchange
 from servekit.gateway.gateway import serving
-from servekit.gateway.http import Receive, Scope, Send, read_body, send_json
-from servekit.gateway.limits import Limits
+from servekit.gateway.http import Receive, Scope, Send, read_body, send_error, send_json
+from servekit.gateway.limits import LimitedProtocol, Limits
+from servekit.gateway.protocol import Http
 
 WITHIN_S = 5.0
-LIMITS = Limits(header_s=0.2, body_s=0.3, linger_s=0.2, sweep_every_s=0.02)
+LIMITS = Limits(header_s=0.2, body_s=0.3, linger_s=0.5, unread_bytes=4 * 2**20, sweep_every_s=0.02)
 MAX_BODY_BYTES = 1_000_000
+HUGE_BYTES = 32 * 2**20
+
+
+class Seen:
+    """What one test sees of its server: a slow request has begun, a client has gone."""
+
+    begun: asyncio.Event
+    gone: asyncio.Event
 
 
 async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
-    body = await read_body(scope, receive, MAX_BODY_BYTES)
+    if (odd := ODD.get(scope["path"])) is not None:
+        await odd(receive, send)
+        return
+    try:
+        body = await read_body(scope, receive, MAX_BODY_BYTES)
+    except RequestError as error:
+        await send_error(send, error)
+        return
     await send_json(send, b"%d" % len(body))
+
+
+async def slow(receive: Receive, send: Send) -> None:
+    body = (await receive())["body"]
+    Seen.begun.set()
+    if body == b"wait":
+        assert (await receive())["type"] == "http.disconnect"
+        Seen.gone.set()
+        return
+    await asyncio.sleep(0.05)
+    await send_json(send, b"%d" % len(body))
+
+
+async def stream(receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for word in (b"one ", b"two ", b"three "):
+        await send({"type": "http.response.body", "body": word, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+async def huge(receive: Receive, send: Send) -> None:
+    await receive()
+    await send_json(send, b"x" * HUGE_BYTES)
+    await receive()
+    Seen.gone.set()
+
+
+async def huge_stream(receive: Receive, send: Send) -> None:
+    watching = asyncio.ensure_future(watch(receive))
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while not watching.done():
+        await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+    Seen.gone.set()
+
+
+async def watch(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+ODD = {"/slow": slow, "/stream": stream, "/huge": huge, "/huge_stream": huge_stream}
 
 
 def count_hot(exchange: Exchange) -> None:
     exchange.answer(b"%d" % len(exchange.body))
 
 
-Connect = Callable[[], Any]
+def slow_hot(exchange: Exchange) -> None:
+    Seen.begun.set()
+    if exchange.body == b"wait":
+        exchange.on_gone = Seen.gone.set
+    else:
+        length = len(exchange.body)
+        asyncio.get_running_loop().call_later(0.05, lambda: exchange.answer(b"%d" % length))
+
+
+Connect = Any
 
 
 @pytest.fixture
@@ -43,7 +111,9 @@ async def connect() -> AsyncIterator[Connect]:
         writers.append(writer)
         return reader, writer
 
-    hot = {b"/hot": count_hot}
+    connect.port = port  # type: ignore[attr-defined]
+    Seen.begun, Seen.gone = asyncio.Event(), asyncio.Event()
+    hot = {b"/hot": count_hot, b"/slow_hot": slow_hot}
     async with serving(count_bytes, listener, hot, MAX_BODY_BYTES, LIMITS):
         yield connect
         for writer in writers:
@@ -56,7 +126,10 @@ async def to_the_end(connect: Connect, *pieces: bytes) -> bytes:
     for piece in pieces:
         writer.write(piece)
         await writer.drain()
-    return bytes(await asyncio.wait_for(reader.read(), WITHIN_S))
+    try:
+        return bytes(await asyncio.wait_for(reader.read(), WITHIN_S))
+    finally:
+        writer.close()
 
 
 def code_of(answer: bytes) -> tuple[int, str]:
@@ -212,3 +285,210 @@ async def test_a_long_body_at_a_fair_rate_is_taken(connect: Connect, chunked: bo
         await asyncio.wait([reading], timeout=LIMITS.body_s / 6)
     writer.write(b"0\r\n\r\n" if chunked else b"")
     assert b"200 OK" in await asyncio.wait_for(reading, WITHIN_S)
+
+
+# ---------------------------------------------------------------- Host, chunks, and old clients
+
+
+@PATHS
+@pytest.mark.parametrize(
+    "hosts", [b"", b"host: x\r\nhost: x\r\n", b"Host: x\r\nx: y\r\nhost: y\r\n"]
+)
+async def test_a_host_that_is_not_said_once_is_400(
+    connect: Connect, path: bytes, hosts: bytes
+) -> None:
+    asks = b"POST %b HTTP/1.1\r\n%bcontent-length: 2\r\n\r\nab" % (path, hosts)
+    assert code_of(await to_the_end(connect, asks)) == (400, "invalid_http")
+
+
+AMBIGUOUS = {
+    "doubled length": b"content-length: 2\r\ncontent-length: 2\r\n\r\nab",
+    "two lengths": b"content-length: 2\r\ncontent-length: 3\r\n\r\nab",
+    "a list of lengths": b"content-length: 2, 2\r\n\r\nab",
+    "a signed length": b"content-length: +2\r\n\r\nab",
+    "length and chunks": b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n0\r\n\r\n",
+    "chunks not last": b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "a folded line": b"content-length:\r\n 2\r\n\r\nab",
+    "a blank before the colon": b"content-length : 2\r\n\r\nab",
+}
+
+
+@PATHS
+@pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+async def test_a_request_that_proxies_may_read_in_another_way_is_400(
+    connect: Connect, path: bytes, rest: bytes
+) -> None:
+    hidden = HEAD % b"/hidden" + b"content-length: 0\r\n\r\n"
+    got = await to_the_end(connect, HEAD % path + rest + hidden)
+    assert code_of(got) == (400, "invalid_http")
+
+
+@PATHS
+async def test_chunk_extensions_have_an_end(connect: Connect, path: bytes) -> None:
+    begun = HEAD % path + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n1;"
+    reader, writer = await connect()
+    writer.write(begun + b"x" * 400_000)
+    got = await asyncio.wait_for(reader.readuntil(b"}}"), WITHIN_S)
+    assert code_of(got) == (400, "invalid_http")
+    assert await flood(writer, b"x" * 16_384) < 8 * 2**20
+
+
+@PATHS
+async def test_a_body_in_single_bytes_is_taken(connect: Connect, path: bytes) -> None:
+    """Nearly all of it is what stands around the chunks."""
+    chunks = b"1\r\nx\r\n" * 60_000
+    asks = HEAD % path + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    got = await to_the_end(connect, asks, *pieces(chunks), b"0\r\n\r\n")
+    assert got.endswith(b"\r\n\r\n60000")
+
+
+def pieces(data: bytes, size: int = 10_000) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+async def flood(writer: asyncio.StreamWriter, piece: bytes) -> int:
+    """Send a piece again and again until the server takes no more; how much it took, bytes."""
+    sent = 0
+    try:
+        while sent < 512 * 2**20:
+            writer.write(piece)
+            await asyncio.wait_for(writer.drain(), WITHIN_S)
+            sent += len(piece)
+    except ConnectionError:
+        pass
+    return sent
+
+
+@PATHS
+@pytest.mark.parametrize(
+    "rest", [b"content-length: 99999999999\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"]
+)
+async def test_the_rest_of_a_body_that_is_too_large_has_an_end(
+    connect: Connect, path: bytes, rest: bytes
+) -> None:
+    reader, writer = await connect()
+    chunk = b"x" * 65_536
+    piece = b"%x\r\n%b\r\n" % (len(chunk), chunk) if b"chunked" in rest else chunk
+    writer.write(HEAD % path + rest + 17 * piece)
+    assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), WITHIN_S)
+    sent = await flood(writer, piece)
+    assert sent <= LIMITS.unread_bytes + MAX_BODY_BYTES + 16 * 2**20
+
+
+async def test_http_1_0_is_answered_without_chunks(connect: Connect) -> None:
+    got = await to_the_end(connect, b"GET /stream HTTP/1.0\r\n\r\n")
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert body == b"one two three "
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("path", [b"/hot", b"/asgi", b"/slow", b"/slow_hot"])
+async def test_a_client_that_only_sends_no_more_is_answered(
+    connect: Connect, path: bytes, version: bytes
+) -> None:
+    reader, writer = await connect()
+    asks = b"POST %b HTTP/%b\r\nhost: x\r\ncontent-length: 2\r\n\r\nab" % (path, version)
+    writer.write(asks)
+    writer.write_eof()
+    got = await asyncio.wait_for(reader.read(), WITHIN_S)  # and then it ends
+    assert got.endswith(b"\r\n\r\n2")
+    interim, *_ = got.split(b"HTTP/1.1 200 OK")
+    assert interim in (b"", b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+async def test_pipelined_requests_are_answered_after_the_end(connect: Connect) -> None:
+    reader, writer = await connect()
+    for path in (b"/slow", b"/hot", b"/asgi"):
+        writer.write(HEAD % path + b"content-length: 2\r\n\r\nab")
+    writer.write_eof()
+    got = await asyncio.wait_for(reader.read(), WITHIN_S)
+    assert got.count(b"\r\n\r\n2") == 3
+
+
+@pytest.mark.parametrize("path", [b"/slow", b"/slow_hot"])
+async def test_a_client_that_has_left_is_noticed(connect: Connect, path: bytes) -> None:
+    """On the wire it is as one that only sends no more."""
+    _, writer = await connect()
+    writer.write(HEAD % path + b"content-length: 4\r\n\r\nwait")
+    await writer.drain()
+    await asyncio.wait_for(Seen.begun.wait(), WITHIN_S)
+    writer.close()
+    await asyncio.wait_for(Seen.gone.wait(), WITHIN_S)
+
+
+async def test_half_a_request_is_not_waited_for_after_the_end(connect: Connect) -> None:
+    for half in (b"POST /hot HT", HEAD % b"/hot" + b"content-length: 4\r\n\r\nab"):
+        reader, writer = await connect()
+        writer.write(half)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 0.15) == b""
+
+
+# ---------------------------------------------------------------- clients that do not read
+
+
+@pytest.mark.parametrize("path", [b"/huge", b"/huge_stream"])
+@pytest.mark.parametrize("last", [b"", b"connection: close\r\n"])
+async def test_a_client_that_does_not_read_is_ended(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, path: bytes, last: bytes
+) -> None:
+    monkeypatch.setattr(Http, "write_timeout_s", 0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", connect.port))
+        await loop.sock_sendall(client, b"GET %b HTTP/1.1\r\nhost: x\r\n%b\r\n" % (path, last))
+        await asyncio.wait_for(Seen.gone.wait(), WITHIN_S)
+
+
+async def test_a_client_that_reads_slowly_gets_all(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Http, "write_timeout_s", 0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", connect.port))
+        await loop.sock_sendall(
+            client, b"GET /huge HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        )
+        came, began_s = 0, loop.time()
+        while piece := await asyncio.wait_for(loop.sock_recv(client, 131_072), WITHIN_S):
+            came += len(piece)
+            if loop.time() - began_s < 1.5:
+                await asyncio.wait([asyncio.ensure_future(Seen.gone.wait())], timeout=0.02)
+        assert came > HUGE_BYTES
+
+
+async def test_with_too_many_connected_only_what_is_vital_is_answered(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LimitedProtocol, "most_connections", 3)
+    asks = b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n"
+    _, busy = await connect()
+    busy.write(HEAD % b"/slow" + b"content-length: 4\r\n\r\nwait")
+    await asyncio.wait_for(Seen.begun.wait(), WITHIN_S)
+    idle = [await connect() for _ in range(2)]
+    for reader, writer in idle:
+        writer.write(asks % b"/asgi")
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), WITHIN_S)
+    reader, writer = await connect()
+    writer.write(asks % b"/health")
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), WITHIN_S)
+    for path in (b"/asgi", b"/hot"):
+        refused = await to_the_end(connect, HEAD % path + b"content-length: 2\r\n\r\nab")
+        assert code_of(refused) == (503, "too_many_connections")
+        assert b"\r\nretry-after: 1\r\n" in refused
+    for reader, _ in idle:  # they make room
+        assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
+    got = b""
+    async with asyncio.timeout(WITHIN_S):  # those that were refused linger
+        while b" 200 OK" not in got:
+            with contextlib.suppress(ConnectionError):  # it was idle for a sweep
+                got = await to_the_end(connect, HEAD % b"/asgi" + b"connection: close\r\n\r\n")
+    assert not Seen.gone.is_set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,7 +211,7 @@ class Service(RuleBasedStateMachine):
     @rule(at=indices)
     def another_gateway_quarantines(self, at: int) -> None:
         call, _ = self.calls[at % len(self.calls)]
-        self.quarantined.append(Quarantined(fingerprint("m", call), "m", time.time() + 600))
+        self.quarantined.append(Quarantined(fingerprint("m", call), "m", 0.0, 600.0))
         self.do(self.tell)
 
     @rule()

@@ -27,7 +27,9 @@ SYSTEM = ChatMessage("system", TEXT[:1000])
 
 
 def known(prompt: Any = None, messages: Any = None, **more: Any) -> Prompt:
+    salt = more.pop("cache_salt", "")
     call = Call("m", SamplingParams(), prompt=prompt, messages=messages, more=more)
+    call.cache_salt = salt
     return read(call, head=True)
 
 
@@ -89,6 +91,7 @@ def test_the_end_of_a_message_does_not_change_its_beginning() -> None:
         {"adapter": "b"},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"template": {"enable_thinking": False}},
+        {"cache_salt": "alice"},
     ],
 )
 def test_what_is_before_the_messages_tells_prompts_apart(more: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def test_every_item_leaves_exactly_once_and_in_the_order_foretold(
     plain, now = Plain(), 0.0
     for number, (what, key, value) in enumerate(steps):
         if what == "push":
-            queue.push(number, key, value, now)
+            queue.push(number, key, value, now, size_bytes=number)
             plain.push(number, key, value, now)
         elif what == "back":
             queue.give_back(number)
@@ -85,6 +85,7 @@ def test_every_item_leaves_exactly_once_and_in_the_order_foretold(
             assert queue.pop() == expected == plain.pop()
         assert len(queue) == len(plain.inside())
         assert set(queue.order()) == plain.inside()
+        assert queue.size_bytes == sum(item for item, *_ in plain.waiting)
     foretold = queue.order()
     assert [queue.pop() for _ in foretold] == foretold == [plain.pop() for _ in foretold]
     with pytest.raises(IndexError):

@@ -6,6 +6,7 @@ import asyncio
 import functools
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.config import keys
 from servekit.errors import (
@@ -20,8 +21,17 @@ from servekit.errors import (
     RequestQuarantined,
     WorkerLost,
 )
+from servekit.gateway.access import ACTING
 from servekit.gateway.call import Call, Deltas
-from servekit.wire.messages import AccessRules, ChatMessage, KeyRule, SamplingParams
+from servekit.wire.messages import (
+    AccessRules,
+    ChatMessage,
+    KeyRule,
+    ModelInfo,
+    ModelStatus,
+    SamplingParams,
+    Topology,
+)
 from tests.unit.gateway.conftest import DEADLINE_S, EchoWorker, Service, until
 from tests.unit.gateway.scripted import ScriptedWorker
 
@@ -265,6 +275,32 @@ async def test_what_is_not_served_is_404_or_503(service: Service) -> None:
         service.router.open(Call("other", SamplingParams(), prompt="x"))
 
 
+def two_models(*rules: KeyRule, default: str = "") -> Topology:
+    models = tuple(ModelStatus(name, "echo", "-", 0, (), aliases=(name * 2,)) for name in "ab")
+    return Topology(models, access=AccessRules(keys=rules, default_model=default))
+
+
+async def test_a_request_without_a_model_gets_the_default_one(service: Service) -> None:
+    router = service.router
+    router.apply(two_models())
+    assert router.find("").status.name == "a"
+    router.apply(Topology(two_models().models[::-1]))  # the file has them in another order now
+    assert router.find("").status.name == "b"
+    router.apply(two_models(default="b"))
+    assert router.find("").status.name == "b"
+    router.apply(two_models(default="bb"))  # an alias
+    assert router.find("").status.name == "b"
+
+
+async def test_a_key_that_may_not_use_the_default_model_gets_one_of_its_own(
+    service: Service,
+) -> None:
+    only_b = KeyRule("alice", digest=b"x", models=("b",))
+    service.router.apply(two_models(only_b, default="a"))
+    ACTING.set(service.router.access.callers["alice"])
+    assert service.router.find("").status.name == "b"
+
+
 async def test_what_waits_is_told_when_nothing_will_come(service: Service) -> None:
     [worker] = await service.up(step_s=0.01, slots=1)
     running, waiting = (service.router.open(ask(tokens=500)) for _ in range(2))
@@ -503,3 +539,69 @@ async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -
     service.router.access.apply(AccessRules((rule,)))
     with pytest.raises(ModelNotFound, match=r"served are: none yet$"):
         service.router.find("aliass")
+
+
+# ---------------------------------------------------------------- bytes of what waits
+
+MIB = 2**20
+INFO = ModelInfo(1000, 1, True, "echo", "none", "cpu")
+
+
+def limit_queue(service: Service, size_bytes: int) -> None:
+    service.router.access.apply(AccessRules(max_queue_bytes=size_bytes))
+
+
+def large(key: str = "", mib: int = 1) -> Call:
+    return Call("m", SamplingParams(max_tokens=2), prompt="x" * (mib * MIB), key=key)
+
+
+async def test_what_waits_is_bounded_in_bytes(service: Service) -> None:
+    await service.up(step_s=0.01, slots=1, max_context=100 * MIB)
+    limit_queue(service, 4 * MIB)
+    running = service.router.open(ask())
+    waiting = [service.router.open(large()) for _ in range(3)]
+    with pytest.raises(QueueFull, match="hold 4 MiB already") as refused:
+        service.router.open(large())
+    assert refused.value.retry_after_s
+    small = service.router.open(ask())
+    waiting[0].cancel()
+    waiting.append(service.router.open(large()))
+    for call in (running, small, *waiting):
+        call.cancel()
+    assert service.router.routes["m"].queue.size_bytes == 0
+
+
+async def test_bytes_keep_out_only_those_who_filled_the_queue(service: Service) -> None:
+    await service.up(step_s=0.002, slots=1, max_context=100 * MIB)
+    limit_queue(service, 4 * MIB)
+    running = service.router.open(ask())
+    crowd = [service.router.open(large("crowd")) for _ in range(3)]
+    light = service.router.open(large("light"))
+    with pytest.raises(QueueFull):
+        await answer(crowd[-1])
+    with pytest.raises(QueueFull):
+        service.router.open(large("crowd"))
+    for call in (running, light, *crowd[:-1]):
+        await answer(call)
+    assert service.router.routes["m"].queue.size_bytes == 0
+
+
+async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> None:
+    await service.up(step_s=0.01, slots=1, max_context=1000)
+    route = service.router.routes["m"]
+    status = replace(route.status, info=replace(INFO, max_context=1000, token_bytes=4))
+    route.set_status(status)
+    running = service.router.open(ask())
+    for prompt in ("é" * 3000, [1] * 1001):
+        with pytest.raises(ContextLengthExceeded, match="context is 1000 tokens") as refused:
+            service.router.open(Call("m", SamplingParams(), prompt=prompt))
+        assert refused.value.param == "prompt"
+    fits: list[Call] = [
+        Call("m", SamplingParams(), prompt="x" * 3999),
+        Call("m", SamplingParams(), prompt="x y" + " " * 99_999),
+        Call("m", SamplingParams(), prompt=[1] * 999),
+        Call("m", SamplingParams(), messages=[ChatMessage("assistant", "x" * 9999)]),
+        Call("m", SamplingParams(), prompt="x" * 9999, more={"task": "tokenize"}),
+    ]
+    for call in [running, *(service.router.open(call) for call in fits)]:
+        call.cancel()

@@ -15,7 +15,6 @@ from servekit.errors import RequestError
 from servekit.gateway.asking import (
     chat_messages,
     chat_sampling,
-    check_echo,
     completion_prompts,
     completion_sampling,
     continues,
@@ -50,7 +49,7 @@ def refused(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Requ
         if kind is ChatRequest:
             take_chat(request)
         else:
-            check_echo(request, completion_prompts(request))
+            completion_prompts(request)
             completion_sampling(request)
     assert error.value.status == 400
     return error.value
@@ -117,8 +116,7 @@ def test_message_parts_and_roles() -> None:
         ({"model": "m"}, "prompt", "prompt is required"),
         ({"model": 3, "prompt": "a"}, "model", "expected `str`"),
         ({"model": "m", "prompt": "a", "max_tokens": "9"}, "max_tokens", "expected `int`, got"),
-        ({"model": "m", "prompt": "a", "max_tokens": 0}, "max_tokens", ">= 1"),
-        ({"model": "m", "prompt": "a", "max_tokens": -1}, "max_tokens", ">= 1"),
+        ({"model": "m", "prompt": "a", "max_tokens": -1}, "max_tokens", ">= 0"),
         ({"model": "m", "prompt": "a", "max_tokens": True}, "max_tokens", "expected `int"),
         ({"model": "m", "prompt": "a", "temperature": 2.1}, "temperature", "<= 2.0"),
         ({"model": "m", "prompt": "a", "temperature": -1}, "temperature", ">= 0.0"),
@@ -135,8 +133,6 @@ def test_message_parts_and_roles() -> None:
         ({"model": "m", "prompt": "a", "n": 0}, "n", ">= 1"),
         ({"model": "m", "prompt": "a", "n": True}, "n", "expected `int"),
         ({"model": "m", "prompt": "a", "logprobs": 21}, "logprobs", "<= 20"),
-        ({"model": "m", "prompt": [1], "echo": True}, "echo", "has to be text"),
-        ({"model": "m", "prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported"),
         ({"model": "m", "prompt": "a", "best_of": 2}, "best_of", "ask for n choices"),
         ({"model": "m", "prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "no token id"),
         ({"model": "m", "prompt": "a", "logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
@@ -216,3 +212,9 @@ def test_no_value_of_any_field_is_worse_than_a_refusal(field: str, value: Any) -
 def test_no_bytes_are_worse_than_a_refusal(body: bytes) -> None:
     with pytest.raises(RequestError):
         decode(ChatRequest, body)
+
+
+def test_best_of_is_taken_where_it_is_n() -> None:
+    body = {"model": "m", "prompt": "a", "n": 3, "best_of": 3}
+    assert completion_prompts(decode(CompletionRequest, json.dumps(body).encode())) == ["a"]
+    assert "best_of is 4, and n is 3" in refused(body | {"best_of": 4}).message

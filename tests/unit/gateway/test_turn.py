@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from servekit.errors import Unsupported
 from servekit.gateway.router import Router
 from servekit.gateway.turn import Ask, Turn
 from servekit.wire.messages import (
@@ -22,6 +23,7 @@ from servekit.wire.messages import (
     Topology,
     WorkerSpec,
 )
+from tests.unit.engines.harness import TEMPLATE
 from tests.unit.engines.remote.liar import Liar, lying, said
 from tests.unit.engines.speaking import write_model
 from tests.unit.gateway.conftest import DEADLINE_S, until
@@ -82,6 +84,54 @@ async def test_stop_strings_do_not_cut_a_call_that_was_ordered(
     assert call.name == "pick"
     assert json.loads(call.arguments) in ({"n": 1}, {"n": 2})
     assert (answer.finish, answer.stop) == (finish, "")
+
+
+# ---------------------------------------------------------------- a template without tools
+
+
+@pytest.fixture
+async def plain(tmp_path: Path) -> AsyncIterator[Router]:
+    folder = write_model(tmp_path / "m", "Qwen3-Coder", [], [])
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    async with routed(spec(tmp_path, "transformers", str(folder), threads=1)) as router:
+        yield router
+
+
+NAMED = {"type": "function", "function": {"name": "pick"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_call_can_be_asked_for_of_any_model(
+    plain: Router, choice: Any, stream: bool
+) -> None:
+    info = plain.routes["m"].status.info
+    assert info is not None and "tools" not in info.serves
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    params = SamplingParams(max_tokens=400, seed=3, temperature=1.0)
+    asked = ask(params=params, tools=[TOOL, other], tool_choice=choice, stream=stream)
+    async with asyncio.timeout(6 * DEADLINE_S):
+        [answer] = await Turn(plain, asked).whole()
+    assert answer.text == "" and answer.calls
+    assert {call.name for call in answer.calls} <= {"pick", "other"}
+    assert all(isinstance(json.loads(call.arguments), dict) for call in answer.calls)
+    if choice is NAMED:
+        assert [call.name for call in answer.calls] == ["pick"]
+
+
+async def test_a_call_that_is_cut_off_leaves_no_markup(plain: Router) -> None:
+    for limit in range(1, 30, 3):
+        params = SamplingParams(max_tokens=limit, seed=3, temperature=1.0)
+        asked = ask(params=params, tool_choice=NAMED)
+        async with asyncio.timeout(6 * DEADLINE_S):
+            [answer] = await Turn(plain, asked).whole()
+        assert answer.text == ""
+        assert answer.finish == "length" or json.loads(answer.calls[0].arguments)
+
+
+async def test_calls_that_nothing_asks_for_are_refused_with_the_way_out(plain: Router) -> None:
+    with pytest.raises(Unsupported, match='such as "required"'):
+        Turn(plain, ask())
 
 
 # ---------------------------------------------------------------- of an engine that is told

@@ -31,18 +31,19 @@ def read(
     *,
     tools: bool = True,
     reasoning: bool = True,
+    cut: bool = False,
 ) -> Said:
     """All that a parser makes of `text`, fed in pieces whose sizes go round `sizes`."""
-    return joined(feed(parser(dialect, tools=tools, reasoning=reasoning), text, sizes))
+    return joined(feed(parser(dialect, tools=tools, reasoning=reasoning), text, sizes, cut=cut))
 
 
-def feed(parse: Parser, text: str, sizes: Sequence[int]) -> list[Event]:
+def feed(parse: Parser, text: str, sizes: Sequence[int], *, cut: bool = False) -> list[Event]:
     events, at, turn = [], 0, 0
     while at < len(text):
         size = sizes[turn % len(sizes)]
         events += parse.feed(text[at : at + size])
         at, turn = at + size, turn + 1
-    return events + parse.end()
+    return events + parse.end(cut=cut)
 
 
 def joined(events: Sequence[Event]) -> Said:
@@ -66,9 +67,9 @@ def joined(events: Sequence[Event]) -> Said:
     return [(first, second) for first, second in said]
 
 
-def all_cuts_agree(dialect: Dialect, text: str) -> Said:
+def all_cuts_agree(dialect: Dialect, text: str, *, cut: bool = False) -> Said:
     """What is said of `text`, which must be the same in one piece, by characters and between."""
-    whole = read(dialect, text, [len(text) or 1])
+    whole = read(dialect, text, [len(text) or 1], cut=cut)
     for sizes in ([1], [2], [3], [5], [7], [1, 4, 2]):
-        assert read(dialect, text, sizes) == whole, sizes
+        assert read(dialect, text, sizes, cut=cut) == whole, sizes
     return whole

@@ -24,6 +24,11 @@ CALLS: list[tuple[str, str, Said]] = [
         ' <|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
         [("f", "{}"), ("g", "{}")],
     ),
+    (
+        "json",
+        '{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', [("f", '{"a": 1}')]),
     (
         "mistral",
@@ -142,6 +147,45 @@ def test_calls_cut_short_anywhere(tools: str, text: str, said: Said) -> None:
         for (kind, words), (wanted, all_words) in zip(part, said, strict=False):
             if kind == wanted:
                 assert all_words.startswith(words) or kind in ("text", "thought")
+
+
+@pytest.mark.parametrize(("tools", "text", "said"), CALLS)
+def test_a_limit_leaves_no_markup_in_the_text(tools: str, text: str, said: Said) -> None:
+    """However much came: what is said is a beginning of what would have been, one sign apart."""
+    for end in range(len(text)):
+        part = all_cuts_agree(dialect(tools), text[:end], cut=True)
+        sign = text[:end].strip()[-1:]
+        beyond = len(part) > len(said) or said[len(part) - 1][0] != "text"
+        if part and beyond and part[-1][0] == "text" and part[-1][1].strip() == sign:
+            part.pop()  # it may begin a marker, and may be text
+        assert len(part) <= len(said), (text[:end], part)
+        for at, ((kind, words), (wanted, all_words)) in enumerate(zip(part, said, strict=False)):
+            assert kind == wanted, (text[:end], part)
+            whole = at + 1 < len(part)
+            beginning = words.rstrip("<[" if kind in ("text", "thought") else "<")
+            told = (text[:end], words)
+            assert words == all_words if whole else all_words.startswith(beginning.rstrip()), told
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "said"),
+    [
+        ("hermes", 'Hm.\n<tool_call>\n{"name": "f", "argu', [("text", "Hm."), ("f", "")]),
+        ("hermes", '<tool_call>\n{"na', []),
+        ("hermes", "<tool_c", []),
+        ("hermes", "1 <", [("text", "1 <")]),
+        ("llama3_json", '{"name": "f", "param', [("f", "")]),
+        ("llama3_json", '{"city": "Paris", "popu', [("text", '{"city": "Paris", "popu')]),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<param", [("f", "")]),
+        ("pythonic", "[f(a=1", [("f", "")]),
+        ("mistral", "[TOOL_CALLS]get_wea", []),
+        ("harmony", "<|channel|>commentary to=functions.f <|con", []),
+        ("hermes", "<think>hm</thi", [("thought", "hm")]),
+    ],
+)
+def test_what_a_limit_leaves_of_a_call(tools: str, text: str, said: Said) -> None:
+    spoken = Dialect(tools=tools, think_begin="<think>", think_end="</think>")
+    assert all_cuts_agree(spoken, text, cut=True) == said
 
 
 def test_mistral_gets_ids_that_its_template_takes() -> None:
