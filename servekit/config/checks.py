@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from servekit.config import fitting, paths
 from servekit.config import keys as api_keys
 from servekit.config.access import KeyConfig
+from servekit.config.chat_template import read_template
 from servekit.config.engines import KINDS, EngineKind
 from servekit.config.installed import Machine, lacking
 from servekit.config.nodes import Node, find
@@ -65,6 +66,8 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield from _adapters(config, at, folder)
     if kind.instead in config.options:
         yield from _library(config, (*at, "options", kind.instead), folder)
+    if config.chat_template is not None and not kind.is_remote:
+        yield from _chat_template(config, config.chat_template, at, folder)
     if config.gpus is not None:
         yield from _gpus(config, config.gpus, at)
     yield from _residency(config, at)
@@ -139,15 +142,15 @@ def here(
     if remedy := lacking(kind, machine.has, config.options):
         message = f"the engine {config.engine} is not installed; {remedy}."
         yield Problem((*at, "engine"), message)
-    elif kind.gpu == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
-        message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here."
-        yield Problem((*at, "engine"), message)
+    elif kind.gpu_here == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
+        message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here"
+        yield Problem((*at, "engine"), f"{message}{fitting.instead(kind)}.")
 
 
 #: What says how a model is loaded, and means nothing where somebody else has loaded it.
 _OF_LOADING = [
     *("revision", "gpus", "memory", "dtype", "trust_remote_code", "tool_parser"),
-    *("reasoning_parser", "stray_memory"),
+    *("reasoning_parser", "stray_memory", "chat_template"),
 ]
 
 
@@ -163,6 +166,18 @@ def _remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
     if config.replicas not in ("auto", 1) and any(config.options.get(key) for key in limits):
         message = "each replica would keep to the endpoint's limits by itself; use one."
         yield Problem((*at, "replicas"), message)
+
+
+def _chat_template(config: ModelConfig, text: str, at: Place, folder: Path) -> Iterator[Problem]:
+    at = (*at, "chat_template")
+    if config.engine != "auto" and not kind_of(config).chat_templates:
+        message = f"the engine {config.engine} renders no chat template."
+        yield Problem(at, message, at_key=True)
+        return
+    try:
+        read_template(text, folder)
+    except ValueError as error:
+        yield Problem(at, f"{error}.")
 
 
 def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
@@ -249,8 +264,19 @@ def keys(config: Config) -> Iterator[Problem]:
 def _models(key: KeyConfig, at: Place, known: set[str]) -> Iterator[Problem]:
     for i, model in enumerate(key.models or ()):
         if model not in known:
-            there = ", ".join(sorted(known))
-            yield Problem((*at, i), f"no model is called '{short(model)}'; there are: {there}.")
+            yield _unknown(model, (*at, i), known)
+
+
+def _unknown(model: str, at: Place, known: Collection[str]) -> Problem:
+    there = ", ".join(sorted(known))
+    return Problem(at, f"no model is called '{short(model)}'; there are: {there}.")
+
+
+def default_model(config: Config) -> Iterator[Problem]:
+    """A default model that is not there."""
+    model, known = config.server.default_model, names_of(config)
+    if model is not None and model not in known:
+        yield _unknown(model, ("server", "default_model"), known)
 
 
 def tls(config: Config, folder: Path) -> Iterator[Problem]:

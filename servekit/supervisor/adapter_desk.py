@@ -93,7 +93,9 @@ class AdapterDesk:
         base, _, rest = name.rpartition("/")
         if base == fleet.model.name and (rest.isdecimal() or rest.startswith("standby")):
             raise ConfigError(f"{name!r} is what a worker is called; take another name")
-        own = fleet.adapters.book.get(name) is not None
+        # what the file names of this model may have been removed, and comes again
+        filed = name in {adapter.name for adapter in fleet.model.adapters}
+        own = filed or fleet.adapters.book.get(name) is not None
         if not own and name in self._taken():
             raise ConfigError(f"the name {name!r} is taken; each model and adapter has its own")
 

@@ -143,9 +143,11 @@ class Adapters:
     # ---- for the file
 
     def lacks(self, file: Sequence[AdapterSpec]) -> bool:
-        """Whether to follow the file takes a load: one has failed, or was unloaded since."""
-        known = [self.book.get(spec.name) for spec in file]
-        return any(entry is None or entry.state == "failed" for entry in known)
+        """Whether to follow the file takes a load: one has failed, was unloaded or exchanged."""
+        known = [(spec, self.book.get(spec.name)) for spec in file]
+        return any(
+            entry is None or entry.state == "failed" or entry.spec != spec for spec, entry in known
+        )
 
     def follow(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
         """Have what the file names now, and not what it named before.

@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -49,6 +49,8 @@ _LAST_LINES_S = 0.5
 _DUMP_S = 0.5
 #: How often those who left its group are looked for: until none is found, or this often.
 _ESCAPED_LOOKS = 100
+#: After who was killed, where the kernel counts one more for memory.
+_BY_KERNEL = ", probably by the kernel: out of memory"
 #: Where there are no pidfds.
 _LOOK_EVERY_S = 0.05
 
@@ -82,12 +84,19 @@ class Exit:
     def __str__(self) -> str:
         return self.explain()
 
+    def of_engine(self, cause: str) -> Exit:
+        """The same exit where the engine had died before, of `cause`; ours ranks first."""
+        killed = "SIGKILL" in cause  # a process below the worker was
+        if killed and self.out_of_memory:
+            cause = cause.rstrip(".") + _BY_KERNEL
+        return replace(self, cause=self.cause or cause, out_of_memory=killed and self.out_of_memory)
+
     def explain(self, when: str = "") -> str:
         """In words; `when` follows what happened: "exit code 1 before it was ready: No module"."""
         if self.cause:
             return self.cause
         if self.signal is not None:
-            oom = ", probably by the kernel: out of memory" if self.out_of_memory else ""
+            oom = _BY_KERNEL if self.out_of_memory else ""
             return f"killed by {_signal_name(self.signal)}{when}{oom}"
         # Our own log lines are for machines; what precedes an exit as plain text is its reason.
         plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
@@ -260,7 +269,8 @@ class Child(Generic[Incoming]):
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
         if self._connection is not None:
             self._connection.abort()
-        killed = code == -signal.SIGKILL
+        # A worker exits by itself (os.EX_SOFTWARE) where the kernel killed a process below it.
+        killed = code in (-signal.SIGKILL, os.EX_SOFTWARE)
         exit_ = Exit(
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,

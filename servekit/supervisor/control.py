@@ -86,6 +86,7 @@ class Operators:
         self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
         self._server: asyncio.Server | None = None
+        self._listening: asyncio.Task[None] | None = None
 
     async def listen(self, path: Path) -> None:
         """Raises StartError where the file system has no sockets."""
@@ -93,6 +94,22 @@ class Operators:
             self._server = await listen(path, self._connect)
         except OSError as error:
             raise StartError(f"cannot listen on {path}: {error.strerror}") from error
+
+    def listen_again(self, path: Path) -> None:
+        """Called often: make the socket anew if somebody has removed it."""
+        if path.exists() or self._server is None:
+            return
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.get_running_loop().create_task(self._replace(path))
+
+    async def _replace(self, path: Path) -> None:
+        self.close()  # first, for some event loops remove the path as they close
+        try:
+            await self.listen(path)
+        except StartError as error:
+            log.warning("operators cannot reach us", reason=error.message)
+        else:
+            log.warning("the operators' socket was removed, and is made anew", path=str(path))
 
     def close(self) -> None:
         """Take no more operators. Those who wait for our end see it when the process exits."""

@@ -1,7 +1,9 @@
 """All replicas of one model, and how they become those of another version of it.
 
-Where there is room (on the CPU, or on GPUs) a new replica is ready before an old one is drained;
-else an old one makes room first. Whether its memory is really gone is seen to by the gate.
+Where there is room (on the CPU, or on GPUs) a new replica is ready before an old one is drained,
+which then finishes what it runs, however long that takes by the requests' own deadlines; else an
+old one makes room first, and is cut off after `drain_timeout_s`. Whether its memory is really gone
+is seen to by the gate.
 A new version of which nothing comes up is taken back: the old one serves on, or again.
 """
 
@@ -20,6 +22,7 @@ from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.circuit import circuit_of
 from servekit.supervisor.claims import least
 from servekit.supervisor.gpus import Slot
+from servekit.supervisor.journal import journal
 from servekit.supervisor.nursery import Nursery
 from servekit.supervisor.placement import Assignment
 from servekit.supervisor.reload import Slots, same_worker
@@ -127,12 +130,13 @@ class Fleet:
     def shrink(self, replica: Replica) -> None:
         """Have it finish what it runs, and end."""
         self.planned = tuple(one.place.gpus for one in self._living() if one is not replica)
-        log.info("draining", child=replica.name)
         self._finish(replica)
 
     def _finish(self, replica: Replica) -> None:
         # no request takes longer than its model allows: none is cut off
-        replica.end(Drain(), self.model.timeout_s + self._yard.drain_timeout_s)
+        grace_s = replica.model.timeout_s + self._yard.drain_timeout_s
+        log.info("draining", child=replica.name, at_most_s=grace_s)
+        replica.end(Drain(), grace_s)
 
     def leave(self) -> None:
         """Drain all of it."""
@@ -230,7 +234,7 @@ class Fleet:
                 return
             fresh.append(self.replicas[-1])
         for replica in old:
-            self._drain(replica)
+            self._finish(replica)
 
     def _sorted(self) -> tuple[list[Replica], list[Replica]]:
         living = self._living()
@@ -244,7 +248,7 @@ class Fleet:
             if ready(fresh) < done:
                 break
             if old:
-                self._drain(old.pop(0))
+                self._finish(old.pop(0))
         if ready(fresh) or not old:
             return True
         self._take_back(fresh, old)
@@ -257,6 +261,15 @@ class Fleet:
         for victim in victims:
             old.remove(victim)
             self._drain(victim)
+        self._hurry(slot)
+        if victims:
+            names, at_most_s = ", ".join(one.name for one in victims), self._yard.drain_timeout_s
+            said = (
+                f"no memory for both versions of {self.model.name}: what {names} runs is cut off"
+                f" after {at_most_s:g} s (server.drain_timeout_s)"
+            )
+            log.warning(said)
+            journal.tell("reload", said, model=self.model.name)
         await self._until(lambda: self._yard.has_room(self.model, slot))
         replica = self._add(self.model, slot)
         if not victims or proven:
@@ -322,6 +335,12 @@ class Fleet:
     def _drain(self, replica: Replica) -> None:
         log.info("draining", child=replica.name, at_most_s=self._yard.drain_timeout_s)
         replica.end(Drain(), self._yard.drain_timeout_s)
+
+    def _hurry(self, slot: Slot) -> None:
+        """Those of earlier versions that yet finish there are waited for no longer than this."""
+        for replica in self.replicas:
+            if replica.ending and not set(slot).isdisjoint(replica.place.gpus):
+                self._drain(replica)
 
     async def _until(self, true: Callable[[], bool]) -> None:
         while not true():

@@ -18,6 +18,7 @@ from servekit.supervisor.child import Command
 from servekit.supervisor.journal import journal
 from servekit.supervisor.launcher import AnyChild
 from servekit.supervisor.life import Host, Life
+from servekit.supervisor.quarantine import aged
 from servekit.supervisor.starts import Occasion
 from servekit.wire.adapters import Told, Unused
 from servekit.wire.counting import Counted, Series
@@ -43,6 +44,8 @@ _LOOK_EVERY_S = 0.005
 #: How often a gateway is asked for a sign of life, and after which silence it is replaced.
 _ASK_EVERY_S = 1.0
 SILENT_S = 30.0
+#: Deaths of the same cause, before any gateway has served, after which the start has failed.
+_DEATHS_IN_VAIN = 5
 
 
 class Gateway(Life[FromGateway]):
@@ -61,12 +64,13 @@ class Gateway(Life[FromGateway]):
     ) -> None:
         super().__init__(f"gateway/{which}", host)
         self.starting.occasion = Occasion.up()
+        self.has_served = False  # in any of its lives
         self.traffic = Traffic(0, 0, {})
         self._past_tokens: Counter[str] = Counter()  # of its lives before
         self._tell_others = tell_others
         self._which, self._listen_fds = which, listen_fds
         self._server = server
-        self._topology = Topology(())
+        self._topology, self._published_s = Topology(()), time.monotonic()
         self._sent = self._told = 0  # serial numbers of topologies
         self._asked_at = self.answered_at = 0.0  # on the monotonic clock
         self._killing: asyncio.Task[None] | None = None
@@ -145,11 +149,13 @@ class Gateway(Life[FromGateway]):
 
     def greet(self) -> None:
         self._forget_credentials()
-        self.publish(self._topology)
+        passed_s = time.monotonic() - self._published_s
+        held = aged(self._topology.quarantined, passed_s)
+        self.publish(replace(self._topology, quarantined=held))
 
     def publish(self, topology: Topology) -> None:
         """Tell it where everything is; a later incarnation is told first thing."""
-        self._topology = topology
+        self._topology, self._published_s = topology, time.monotonic()
         self._unused -= {
             adapter.name
             for model in topology.models
@@ -180,6 +186,7 @@ class Gateway(Life[FromGateway]):
             case Serving():
                 took_s = round(time.monotonic() - self._began_at, 2)
                 log.info("serving", child=self.name, after_s=took_s)
+                self.has_served = True
                 self.came_up()
             case Quarantined():
                 self.host.quarantine(message)
@@ -271,6 +278,20 @@ def gateways_of(server: ServerConfig, listen_fds: tuple[int, ...], host: Host) -
     for index in range(server.gateways):
         gateways.append(Gateway(index, listen_fds, server, host, tell_others))
     return gateways
+
+
+def in_vain(gateways: Sequence[Gateway]) -> str:
+    """Why the start has failed: no gateway has ever served, and one dies of the same again and
+    again. "" otherwise.
+    """
+    if any(gateway.has_served for gateway in gateways):
+        return ""
+    for gateway in gateways:
+        causes = [death.what for death in gateway.history.exits()[-_DEATHS_IN_VAIN:]]
+        if len(causes) == _DEATHS_IN_VAIN and len(set(causes)) == 1:
+            log_file = gateway.host.run_dir.log_path(gateway.name.replace("/", "-"))
+            return f"no gateway can serve. {gateway.name}: {causes[0]} (more in {log_file})"
+    return ""
 
 
 async def until_told(gateways: Sequence[Gateway]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from servekit.supervisor import listening
 from servekit.supervisor.file_limit import raise_file_limit
 from servekit.supervisor.heritage import Heritage
-from servekit.supervisor.run_dir import RunDir
+from servekit.supervisor.run_dir import RunDir, default_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +28,33 @@ class Ground:
     @classmethod
     def take(
         cls,
-        run_dir: Path,
+        run_dir: Path | None,
         host: str,
         port: int,
         legacy_port: int | None = None,
         *,
         inherits: bool = False,
+        environ: Mapping[str, str] = os.environ,
     ) -> Ground:
         """Bind the sockets and lock the run directory, with room for files. Raises StartError.
 
+        Without `run_dir` the first default that can be used, by `environ`.
         `inherits`: what outlives a supervisor of that run directory is to serve on.
 
         The sockets first: where a port is busy no directory has been made in vain.
         """
         raise_file_limit()
-        heritage = Heritage.of(run_dir, port) if inherits else None
+        heir_of = run_dir or default_paths(environ)[0]
+        heritage = Heritage.of(heir_of, port) if inherits else None
         if heritage is not None:
-            return cls(RunDir.take(run_dir, sweep=False), heritage.listeners, heritage)
+            return cls(RunDir.take(heir_of, sweep=False), heritage.listeners, heritage)
         with contextlib.ExitStack() as taken:
             listeners = [taken.enter_context(listening.bind(host, port))]
             if legacy_port is not None:
                 legacy = listening.bind(host, legacy_port, setting="server.legacy_port")
                 listeners.append(taken.enter_context(legacy))
-            ground = cls(RunDir.take(run_dir), tuple(listeners))
+            taken_dir = RunDir.take_default(environ) if run_dir is None else RunDir.take(run_dir)
+            ground = cls(taken_dir, tuple(listeners))
             taken.pop_all()
         return ground
 

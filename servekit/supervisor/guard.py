@@ -8,6 +8,7 @@ first, by one byte.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 from servekit.supervisor import interpreter, offspring, shared_memory
-from servekit.supervisor.leftovers import MARK, end_leftovers, read_children
+from servekit.supervisor.leftovers import MARK, end_leftovers, read_children, unmark_by_limit
 
 #: A child that was between fork and exec when its parent died carries its mark a moment later.
 _WATCH_S = 0.3
+#: From one start to the next, should it die again and again.
+_AGAIN_S = 0.5
 
 
 class Guard:
@@ -31,14 +34,40 @@ class Guard:
     def __init__(
         self, run_dir: Path, mark: str, environ: Mapping[str, str], grace_s: float = 0.0
     ) -> None:
-        self._process = offspring.start(
-            [*interpreter.module("servekit.supervisor.guard"), str(run_dir), mark, f"{grace_s:g}"],
-            env={name: value for name, value in environ.items() if name != MARK},
+        self._args = (str(run_dir), mark, f"{grace_s:g}")
+        self._env = {name: value for name, value in environ.items() if name != MARK}
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._began_at = time.monotonic()
+        process = offspring.start(
+            [*interpreter.module("servekit.supervisor.guard"), *self._args],
+            env=self._env,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        with contextlib.suppress(OSError):  # or else it is one that is ended with the others
+            unmark_by_limit(process.pid)
+        return process
+
+    def look(self) -> bool:
+        """Called often: start it again if somebody has ended it; whether that was so."""
+        if self._process.poll() is None or time.monotonic() < self._began_at + _AGAIN_S:
+            return False
+        self._reap()
+        with contextlib.suppress(OSError):  # no memory, no files left: it is tried again
+            self._process = self._start()
+            return True
+        return False
+
+    def _reap(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process.wait()
+        offspring.reaped(self._process)
 
     def dismiss(self) -> None:
         """There is nothing left to guard; returns when it is gone."""
@@ -49,8 +78,7 @@ class Guard:
             stdin.close()
         except BrokenPipeError:  # it was killed before us
             pass
-        self._process.wait()
-        offspring.reaped(self._process)
+        self._reap()
 
 
 def main() -> None:

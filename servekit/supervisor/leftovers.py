@@ -1,5 +1,8 @@
 """Ending what a dead instance left behind: its children's groups, and all that carries its mark.
 
+The mark is carried twice: in the environment, and as a resource limit that limits nothing. A
+process that empties its environment and begins a session of its own keeps its limits.
+
 Used by the guard, within a moment of the death, and by the next start in the same run directory.
 It imports little on purpose: the guard is one more process.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterable
@@ -38,11 +42,45 @@ def end_leftovers(children: Iterable[Started], mark: str, within_s: float = 5.0)
     for child in children:
         if procfs.is_alive(child.pid, child.started):
             _kill(child.pid)
-    while left := kill_marked(MARK, mark):
+    while left := kill_marked(MARK, mark) + _kill_limited(mark):
         if time.monotonic() > deadline:
             return left
         time.sleep(0.01)
     return 0
+
+
+def mark_by_limit(mark: str) -> None:
+    """Have all that this process starts from now on carry `mark` as a limit.
+
+    As the soft RLIMIT_RTTIME, in microseconds of more than 70,000 years: it can stop nothing, and
+    has no other use. Source: getrlimit(2).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+    if hard == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_RTTIME, (_limit(mark), hard))
+
+
+def unmark_by_limit(pid: int) -> None:
+    """Take the limit from a child that is to be spared. Raises OSError."""
+    _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+    resource.prlimit(pid, resource.RLIMIT_RTTIME, (hard, hard))
+
+
+def _limit(mark: str) -> int:
+    return 2**61 + int(mark[:15], 16)
+
+
+def _kill_limited(mark: str) -> int:
+    """SIGKILL what carries `mark` as a limit, if it is ours; how many there were."""
+    try:
+        limit = _limit(mark)
+    except ValueError:  # it is none that we have given
+        return 0
+    found = [one for one in procfs.limited(limit) if procfs.is_ours(one.pid)]
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+    return len(found)
 
 
 def kill_marked(name: str, mark: str) -> int:

@@ -37,6 +37,8 @@ Incoming = TypeVar("Incoming")
 
 #: From "stop now" to SIGKILL.
 _NOW_S = 1.0
+#: From the word of a child that its engine has died to SIGKILL: a broken device may hold it.
+_DEAD_S = 3.0
 
 
 class Life(ABC, Generic[Incoming]):
@@ -63,6 +65,7 @@ class Life(ABC, Generic[Incoming]):
         self.policy = RestartPolicy(random.random)
         self._died_of = ""
         self._boot_failed: BootFailed | None = None
+        self._engine_died = ""  # of what, by the child's word
         self._began_at = 0.0
         self._ready_at: float | None = None
         self._proved = False
@@ -157,6 +160,14 @@ class Life(ABC, Generic[Incoming]):
         if self.child is not None:
             self._loop.call_later(GOODBYE_S, self.child.kill, message)
 
+    def engine_died(self, cause: str) -> None:
+        """Take the child's word: its engine has died, and it exits. It is sent nothing more."""
+        self._engine_died = cause
+        if self.child is not None:
+            self._loop.call_later(_DEAD_S, self.child.kill, cause)
+        if self.state != "draining":
+            self.set("stalled", cause)
+
     def came_up(self) -> None:
         """The child serves."""
         self._ready_at = time.monotonic()
@@ -221,6 +232,7 @@ class Life(ABC, Generic[Incoming]):
     async def _live_once(self) -> float | None:
         """From spawn to reap; returns after how long to start again, None: not by itself."""
         self._boot_failed, self._ready_at, self._proved = None, None, False
+        self._engine_died = ""
         self._began_at = time.monotonic()
         self.starting.begin(self._began_at)
         self.set("starting", self._died_of)
@@ -269,6 +281,8 @@ class Life(ABC, Generic[Incoming]):
         """Remember the death, tell the breaker, and say when to start again."""
         crashed = self._ready_at is not None and self._boot_failed is None
         said = self._boot_failed
+        if self._engine_died:
+            exit_ = exit_.of_engine(self._engine_died)
         fruitful, permanent = self._is_fruitful(), said is not None and said.permanent
         if said is not None:
             self._died_of = said.message

@@ -41,6 +41,8 @@ class Measures:
         self._on_descendants = on_descendants
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
+        #: When there was last another segment in /dev/shm, at the last looks.
+        self._changes = (0, 0)
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
         self._reading: asyncio.Task[None] | None = None
@@ -49,8 +51,9 @@ class Measures:
         """Called often, with how often before."""
         if count % MEMORY_EVERY_TICKS == 0:
             self.memory()
-        if count % REST_EVERY_TICKS == 0:
+        if count % REST_EVERY_TICKS == 0 or self._segments_changed():
             self._note_segments()
+        if count % REST_EVERY_TICKS == 0:
             self._note_descendants()
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.get_running_loop().create_task(self.gpus())
@@ -79,6 +82,16 @@ class Measures:
         if found != self.descendants:
             self.descendants = found
             self._on_descendants()
+
+    def note_segments_anew(self) -> None:
+        """The record is gone."""
+        self._segments = set()
+        self._note_segments()
+
+    def _segments_changed(self) -> bool:
+        """Whether there were others at the last two looks: mapping comes after making."""
+        before, self._changes = self._changes, (*self._changes[1:], shared_memory.changed_at())
+        return len({*before, *self._changes}) > 1
 
     def _note_segments(self) -> None:
         """Write down which shared memory there is: after kill -9 nobody could find out."""

@@ -33,7 +33,7 @@ class Versions:
 
 def gpus_for(model: ModelConfig, *, any_there: bool) -> int:
     """How many GPUs each worker of a model gets, where nodes have some or none; 0: the CPU."""
-    needs = KINDS[model.engine].gpu
+    needs = KINDS[model.engine].gpu_here
     if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
         return 0
     wanted = model.device == "cuda" or needs == "must" or any_there

@@ -103,7 +103,7 @@ def device(gpus: Sequence[Gpu]) -> str:
 
 def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
     kind = KINDS[model.engine]
-    if kind.gpu == "must" and (model.device == "cpu" or not gpus):
+    if kind.gpu_here == "must" and (model.device == "cpu" or not gpus):
         reason = "it asks for device: cpu" if gpus else "no NVIDIA GPU was found here"
         message = f"model {model.name!r}: the engine {model.engine} needs a GPU, and {reason}"
         raise Misplaced(message, "models", index, "engine")
@@ -118,7 +118,11 @@ def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
             "write device: auto to fall back to the CPU",
             *("models", index, "device"),
         )
-    return model.device == "cuda" or model.gpus is not None or (bool(gpus) and kind.gpu != "never")
+    return (
+        model.device == "cuda"
+        or model.gpus is not None
+        or (bool(gpus) and kind.gpu_here != "never")
+    )
 
 
 def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:

@@ -36,6 +36,7 @@ def status_of(replica: Replica) -> ReplicaStatus:
         kv_used=replica.pulse.kv_used,
         trouble=replica.trouble,
         held_bytes=tuple(vram.by_gpu.get(gpu.uuid, 0) for gpu in vram.own),
+        generation=replica.generation,
     )
 
 

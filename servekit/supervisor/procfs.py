@@ -137,6 +137,33 @@ def marked(mark: str) -> Iterator[Process]:
             yield process
 
 
+def limited(realtime_us: int) -> Iterator[Process]:
+    """Living processes, this one apart, with that soft limit on real-time CPU time.
+
+    Source: proc(5), /proc/PID/limits; getrlimit(2), RLIMIT_RTTIME.
+    """
+    for process in everyone():
+        if process.pid != os.getpid() and _realtime_limit(process.pid) == b"%d" % realtime_us:
+            yield process
+
+
+def _realtime_limit(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/limits", "rb", buffering=0) as file:  # noqa: PTH123
+            _, found, rest = file.read().partition(b"Max realtime timeout")
+    except OSError:
+        return b""
+    return rest.split(maxsplit=1)[0] if found else b""
+
+
+def is_ours(pid: int) -> bool:
+    """Whether it runs as our user."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()  # noqa: PTH116
+    except OSError:
+        return False
+
+
 def has(pid: int, name: str) -> bool:
     """Whether it started with a variable of that name in its environment."""
     start = f"{name}=".encode()

@@ -45,6 +45,9 @@ _PLACEMENT = frozenset({"replicas", "gpus"})
 #: Keys of `server` that a running instance can take over.
 _LIVE_SERVER = frozenset(
     {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
+    | {"default_model", "unknown_parameters"}
+    | {"max_queue_bytes", "write_timeout_s", "trusted_proxies"}
+    | {"prefix_cache"}
 )
 
 

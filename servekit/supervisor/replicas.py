@@ -28,7 +28,7 @@ from servekit.supervisor.placement import Assignment
 from servekit.supervisor.portrait import status_of, story_of
 from servekit.supervisor.seat import Seat
 from servekit.supervisor.slumber import Slumber
-from servekit.supervisor.specs import worker_spec
+from servekit.supervisor.specs import edition, worker_spec
 from servekit.supervisor.stall import Pulse, Timeouts
 from servekit.supervisor.vram import Entry, Vram
 from servekit.wire.adapters import (
@@ -42,6 +42,7 @@ from servekit.wire.adapters import (
 )
 from servekit.wire.messages import (
     BootFailed,
+    EngineDied,
     FromWorker,
     Load,
     Loading,
@@ -85,6 +86,7 @@ class Replica(Life[FromWorker]):
         self.model = model  # a reload may change what does not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
+        self._edition = edition(model)
         self._fork = fork
         self._socket: Path | None = None  # of one that is launched here
         self.progress: Progress | None = None
@@ -161,6 +163,8 @@ class Replica(Life[FromWorker]):
                 self.starting.heard(message)
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
+            case EngineDied(cause):
+                self.engine_died(cause)
             case Pong():
                 self.pulse.answered(message)
                 self.host.noticed()
@@ -261,6 +265,12 @@ class Replica(Life[FromWorker]):
     @property
     def serves(self) -> bool:
         return self.state == "ready" and self.child is not None and not self.ending
+
+    @property
+    def generation(self) -> str:
+        """What it has loaded; the beginning of that while it does not serve."""
+        known = self.info.generation if self.info is not None and self.serves else ""
+        return known or self._edition
 
     @property
     def holds(self) -> Mapping[str, AdapterInfo]:

@@ -11,6 +11,10 @@
 
 It belongs to this user alone (0700). What a dead instance left is swept by the next one. Without
 room for its records there is no instance: nobody could stop it or ask it anything.
+
+The default is under XDG_STATE_HOME, which survives the logout of the user and a restart of the
+machine, as logs and events are to. Where that cannot be written, a directory in XDG_RUNTIME_DIR or
+/tmp stands for it. Whatever somebody removes while the instance lives is made anew (`restore`).
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ import errno
 import fcntl
 import json
 import os
+import pwd
+import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from servekit.errors import StartError
+from servekit.errors import NobodyRuns, StartError
 from servekit.supervisor import shared_memory
 from servekit.supervisor.leftovers import CHILDREN, Started, end_leftovers, read_children
 
@@ -43,22 +49,42 @@ class Record:
     url: str
     config: str
     mark: str
+    boot: str = ""  # the machine's boot ID: PIDs and birthmarks say nothing after another boot
 
 
-def default_path(environ: Mapping[str, str]) -> Path:
-    """Where an instance lives when nobody says otherwise."""
+class InUse(StartError):
+    """Another instance holds the run directory."""
+
+
+def default_paths(environ: Mapping[str, str]) -> list[Path]:
+    """Where an instance lives when nobody says otherwise: the first that can be used.
+
+    The second is for a home directory that several machines share.
+    """
+    state = _state_home(environ) / "servekit"
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    base = (
-        Path(runtime)
-        if runtime and Path(runtime).is_dir()
-        else Path(f"/tmp/servekit-{os.getuid()}")
-    )
-    return base / "servekit" / "default"
+    bases = [Path(runtime)] if runtime and Path(runtime).is_dir() else []
+    return [
+        state / "default",
+        state / f"default@{socket.gethostname()}",
+        *(base / "servekit" / "default" for base in (*bases, _fallback_base())),
+    ]
 
 
-def nobody(path: Path) -> StartError:
+def _state_home(environ: Mapping[str, str]) -> Path:
+    """Source: XDG base directory specification. `sudo` may leave another user's HOME to us."""
+    if (given := Path(environ.get("XDG_STATE_HOME", ""))).is_absolute():
+        return given
+    home = Path(environ.get("HOME", ""))
+    if not home.is_absolute() or not _may_be_ours(home):
+        with contextlib.suppress(KeyError):  # a container's user may be unknown there
+            home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    return home / ".local" / "state" if home.is_absolute() else _fallback_base()
+
+
+def nobody(path: Path) -> NobodyRuns:
     """What every command says where it needs an instance, and none runs in `path`."""
-    return StartError(
+    return NobodyRuns(
         f"no servekit runs in {path}; `servekit up` starts one, --run-dir names another"
     )
 
@@ -75,6 +101,15 @@ def read_record(path: Path) -> Record | None:
         return None
 
 
+def _may_be_ours(home: Path) -> bool:
+    try:
+        return home.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
 class RunDir:
     """A run directory that this process holds."""
 
@@ -83,7 +118,9 @@ class RunDir:
         self._lock_fd = lock_fd
         self._made = made  # folders that were not there before
         self._in_vain = True
+        self._record: Record | None = None
         self._sockets = 0
+        self.instead_of = ""  # why the first default could not be used
         self.control = path / "control.sock"
         self.logs = path / "logs"
 
@@ -102,6 +139,7 @@ class RunDir:
             taken = cls(path, _lock(path), made)
             undo.callback(taken.release)
             taken._sign()
+            _check_sockets(path)
             if sweep:
                 taken._sweep()
             taken._clear()
@@ -109,6 +147,44 @@ class RunDir:
             taken._in_vain = False
             undo.pop_all()
         return taken
+
+    @classmethod
+    def take_default(cls, environ: Mapping[str, str]) -> RunDir:
+        """Take the first of `default_paths` that can be used. Raises StartError.
+
+        One that another instance of this machine holds is no reason to look further.
+        """
+        refusals: list[StartError] = []
+        for path in default_paths(environ):
+            try:
+                taken = cls.take(path)
+            except StartError as error:
+                if isinstance(error, InUse) and not _is_of_another_machine(path):
+                    raise
+                refusals.append(error)
+                continue
+            taken.instead_of = refusals[0].message if refusals else ""
+            return taken
+        raise refusals[0]
+
+    def restore(self) -> bool:
+        """Make anew what somebody has removed; whether anything was missing.
+
+        Raises OSError where it cannot be made, and StartError where it is another's by now.
+        """
+        if _is_still_there(self._lock_fd, self.path / "lock") and self.logs.is_dir():
+            return False
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(self.path)
+        if not _is_still_there(self._lock_fd, self.path / "lock"):
+            fd = _lock(self.path)
+            os.close(self._lock_fd)
+            self._lock_fd = fd
+            self._sign()
+        self.logs.mkdir(mode=0o700, exist_ok=True)
+        if self._record is not None:
+            self.record(self._record)
+        return True
 
     def new_socket(self) -> Path:
         """A socket path that no incarnation before has used."""
@@ -121,10 +197,10 @@ class RunDir:
 
     def record(self, record: Record) -> None:
         """Say who runs here. Raises StartError when the disk is full or refuses."""
-        self._in_vain = True
+        self._in_vain = self._record is None
         with _told(self.path):
             _write(self.path / "supervisor.json", json.dumps(asdict(record)))
-        self._in_vain = False
+        self._record, self._in_vain = record, False
 
     def record_children(self, children: Iterable[Started]) -> None:
         """Say what runs here. Raises OSError."""
@@ -149,8 +225,12 @@ class RunDir:
     def _sweep(self) -> None:
         """End what a dead instance left running, then remove its files."""
         record = read_record(self.path)
-        end_leftovers(read_children(self.path), record.mark if record else "")
-        shared_memory.remove(shared_memory.read(self.path))
+        if record is not None and record.boot not in ("", boot_id()):
+            return  # nothing of it runs on this machine, or any more
+        children = read_children(self.path)
+        end_leftovers(children, record.mark if record else "")
+        unnoted = shared_memory.named_after({child.pid for child in children})
+        shared_memory.remove(shared_memory.read(self.path) | unnoted)
 
     def _clear(self) -> None:
         for pattern in ("*.sock", "*.new", "supervisor.json", CHILDREN, shared_memory.SEGMENTS):
@@ -165,6 +245,27 @@ def _check_length(path: Path) -> None:
             f"the run directory {path} makes socket paths of {longest} bytes, and Unix sockets "
             f"allow {_MAX_SOCKET_PATH_BYTES}; choose a shorter one with --run-dir"
         )
+
+
+def _check_sockets(path: Path) -> None:
+    """Raises OSError on a file system without sockets."""
+    probe = path / "probe.sock"
+    probe.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(probe))
+    probe.unlink()
+
+
+def boot_id() -> str:
+    """What tells this boot of this machine from all others; "" where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _is_of_another_machine(path: Path) -> bool:
+    record = read_record(path)
+    return record is not None and record.boot not in ("", boot_id())
 
 
 def _make_private(path: Path) -> None:
@@ -202,7 +303,7 @@ def _lock(path: Path) -> int:
         holder = os.read(fd, 32).decode(errors="replace").strip()
         os.close(fd)
         who = f"pid {holder}" if holder else "another process"
-        raise StartError(
+        raise InUse(
             f"the run directory {path} is in use by {who}; stop it with "
             f"`servekit down --run-dir {path}`, or choose another with --run-dir"
         ) from None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 from servekit.config.engines import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor import procfs
@@ -38,7 +41,26 @@ def worker_spec(
         memory_bytes=_share(model, place),
         host_memory_bytes=0 if on_gpus else host_claim_bytes(model, procfs.memory_bytes()),
         sleeps=model.idle_sleep_s is not None,
+        edition=edition(model),
+        chat_template=model.chat_template or "",
     )
+
+
+def edition(model: ModelConfig) -> str:
+    """A digest of all that the file says of a model's text: the first part of its generation.
+
+    Room, slots and places are not in it: a worker with more of them says the same.
+    """
+    options = model.engine_options().model_dump(exclude_none=True)
+    sampling = model.sampling.model_dump(exclude_none=True)
+    sampling.pop("max_tokens", None)  # a length that is settled when an answer begins
+    neutral = KINDS[model.engine].neutral
+    said = (
+        *(model.engine, model.path, model.revision, model.dtype, model.trust_remote_code),
+        *(model.tool_parser, model.reasoning_parser, model.chat_template, sampling),
+        {name: value for name, value in options.items() if name not in neutral},
+    )
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def parallel(model: ModelConfig, place: Assignment) -> Parallel:

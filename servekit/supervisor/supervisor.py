@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import structlog
+from msgspec.structs import replace
 
 from servekit import __version__
 from servekit.config.schema import ModelConfig
@@ -27,23 +28,23 @@ from servekit.supervisor.driver import driver
 from servekit.supervisor.ending import END_S, KILL_S, WORKER_GRACE_S, last_words
 from servekit.supervisor.fleet import Fleet
 from servekit.supervisor.fleets import Fleets
-from servekit.supervisor.gateways import gateways_of
+from servekit.supervisor.gateways import gateways_of, in_vain
 from servekit.supervisor.ground import Ground, has_terminal
 from servekit.supervisor.guard import Guard
 from servekit.supervisor.journal import journal
 from servekit.supervisor.launching import grace_s, launcher_of, opened
-from servekit.supervisor.leftovers import Started, end_leftovers
+from servekit.supervisor.leftovers import Started, end_leftovers, mark_by_limit
 from servekit.supervisor.life import Life
 from servekit.supervisor.measures import Measures
 from servekit.supervisor.notify import Notifier
 from servekit.supervisor.observer import Observer
 from servekit.supervisor.openings import Elsewhere, Here
 from servekit.supervisor.planning import Plan
-from servekit.supervisor.quarantine import Quarantine
+from servekit.supervisor.quarantine import Quarantine, alike
 from servekit.supervisor.remote_gateways import remote_gateways
 from servekit.supervisor.replicas import Replica
 from servekit.supervisor.residents import Residents
-from servekit.supervisor.run_dir import Record
+from servekit.supervisor.run_dir import Record, boot_id
 from servekit.supervisor.scaler import Scaler
 from servekit.supervisor.signals import Signals
 from servekit.supervisor.standby import Standby
@@ -83,6 +84,8 @@ class Supervisor:
         self._listeners, self._observer = ground.listeners, observer
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
+        self._guard: Guard
+        self._unrestored = ""  # why the run directory could not be made anew
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
@@ -118,8 +121,10 @@ class Supervisor:
             last.callback(driver.close)
             self._leave_record()
             last.callback(journal.close)
-            guard = Guard(self.run_dir.path, self.mark, self.environ, grace_s(self.launcher))
-            last.callback(guard.dismiss)
+            mark_by_limit(self.mark)
+            grace = grace_s(self.launcher)
+            self._guard = Guard(self.run_dir.path, self.mark, self.environ, grace)
+            last.callback(self._guard.dismiss)
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
             await self._operators.listen(self.run_dir.control)
@@ -273,6 +278,8 @@ class Supervisor:
     def _publish(self) -> None:
         self._publishing = self._noticed = False
         self._residents.look()
+        served = {one.model.name: one.info for one in self._fleets.served}
+        self._quarantine.lift({name: info.generation for name, info in served.items() if info})
         topology = Topology(
             self._models(self._fleets.served, False),
             self._draining,
@@ -280,28 +287,47 @@ class Supervisor:
             self._quarantine.holding(),
             self._fleets.plan.access,
         )
-        if topology != self._topology:
+        before = self._topology
+        held = alike(topology.quarantined, before.quarantined)
+        if not held or replace(topology, quarantined=before.quarantined) != before:
             self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
         self._fleets.stir()
-        if why := self._fleets.in_vain():
+        if why := self._fleets.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
             self._observer.changed(status := self.status())
             self._notifier.changed(status)
 
     def _look(self, slept: bool) -> None:
+        self._restore_run_dir()
         for life in self._lives():
             if slept:
                 life.slept()
             life.look()
+        if self._guard.look():
+            log.warning("the guard had died, and is started again")
         self._scaler.look()
         self._residents.look()
         self._accounts.look()
         self._notifier.look()
         if self._quarantine.expire() or self._noticed:
             self.changed()
+
+    def _restore_run_dir(self) -> None:
+        """Somebody may remove it while we live: logind at a logout, a cleaner of /tmp, a hand."""
+        try:
+            if self.run_dir.restore():
+                log.warning("the run directory was removed, and is made anew")
+                self.children_changed()
+                self._measures.note_segments_anew()
+            self._unrestored = ""
+        except (OSError, StartError) as error:
+            if str(error) != self._unrestored:
+                log.error("the run directory was removed", reason=str(error))
+            self._unrestored = str(error)
+        self._operators.listen_again(self.run_dir.control)
 
     # ---- what it knows
 
@@ -342,6 +368,9 @@ class Supervisor:
 
     def _leave_record(self) -> None:
         config = self._fleets.plan.config_path
-        self.run_dir.record(Record(os.getpid(), self._started_at, self.url, config, self.mark))
+        boot, pid = boot_id(), os.getpid()
+        self.run_dir.record(Record(pid, self._started_at, self.url, config, self.mark, boot))
+        if reason := self.run_dir.instead_of:
+            log.warning("another run directory is used", path=str(self.run_dir.path), reason=reason)
         journal.open(self.run_dir.path)
         journal.tell("up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config)

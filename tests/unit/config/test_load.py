@@ -100,6 +100,12 @@ FILES = [
     ("models: {name: a, path: b/c}", ":1:9: models: must be a list, but is a mapping."),
     ("models: [x]", ":1:10: models[0]: must be a mapping of key: value, but is the text 'x'."),
     ("models: [{path: b/c}]", ":1:10: models[0].name: missing; the name requests use."),
+    ("logging:\n  level: x", ":2:3: logging.level: unknown key. Valid here: "),
+    ("server:\n  tls: {cert: x}", "server.tls.cert: unknown key. Valid here: certificate, key."),
+    ("server:\n  limits: {a: 1}", "server.limits.a: unknown key. Valid here: "),
+    ("keys:\n  - {names: x}", "keys[0].names: unknown key. Did you mean 'name'?"),
+    ("tracing: {endpont: x}", "tracing.endpont: unknown key. Did you mean 'endpoint'?"),
+    ("ray: {adress: x}", "ray.adress: unknown key. Did you mean 'address'?"),
     ("model: []", ":1:1: model: unknown key. Did you mean 'models'?"),
     ("models:\n\t- name: a", ":2:1: a tab is used for indentation; YAML wants spaces."),
     ("models: [\n{name: a}", "It began on line 1."),
@@ -116,6 +122,10 @@ FILES = [
     ("models: " + "[" * 5000, "nested more than 32 deep."),
     ("models: [" + "1," * 60000 + "]", "more than 50000 values"),
     ('models: "a\\0b"', ":1:9: this text holds an unprintable U+0000."),
+    (
+        "models: [{name: a, path: b/c}]\nserver: {default_model: c}",
+        ":2:25: server.default_model: no model is called 'c'; there are: a.",
+    ),
     ('"models\\e[2J": 1', ":1:1: this text holds an unprintable U+001B."),
     ("models: \x07", ":1:9: unprintable character (U+0007)."),
 ]

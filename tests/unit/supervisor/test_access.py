@@ -37,6 +37,13 @@ def test_a_hash_goes_as_it_is_and_models_by_their_own_names() -> None:
     assert (rule.priority, rule.admin) == (2, True)
 
 
+def test_prefixes_are_each_keys_own_unless_they_are_shared() -> None:
+    key = KeyConfig(name="alice", hash=HASH)
+    assert rules(config(key), {}).prefixes_by_key
+    assert not rules(config(key, prefix_cache="shared"), {}).prefixes_by_key
+    assert not rules(config(), {}).prefixes_by_key, "whoever asks is nobody"
+
+
 def test_clear_keys_go_as_digests(tmp_path: Path) -> None:
     file = tmp_path / "bob.key"
     file.write_text(f"{CLEAR}\nthe second line is a remark\n")

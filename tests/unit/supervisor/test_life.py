@@ -16,6 +16,7 @@ from servekit.supervisor import procfs
 from servekit.supervisor.adapters import Refusal
 from servekit.supervisor.adapting import Adapters, Worker
 from servekit.supervisor.breaker import BreakerLimits
+from servekit.supervisor.child import Exit
 from servekit.supervisor.circuit import Circuit
 from servekit.supervisor.fleet import adapters_of
 from servekit.supervisor.gpus import Gpu
@@ -154,6 +155,36 @@ async def test_a_death_is_followed_by_a_new_life(play: Play) -> None:
     assert second.socket != first.socket
     assert second.reason == "killed by SIGKILL"
     assert not os.access(first.socket, os.F_OK)
+
+
+async def test_an_engines_death_is_told_in_its_own_words(play: Play) -> None:
+    stage = play(raise_on="(raise)")
+    await stage.until("ready")
+    first = stage.replica.status()
+    asked: Connection[WorkerToGateway] = await dial(
+        first.socket, lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None)
+    )
+    asked.send(Hello(PROTOCOL, "gateway", "g"))
+    asked.send(Generate(1, SamplingParams(max_tokens=9), prompt="(raise)"))
+    await stage.host.until(lambda: stage.replica.restarts == 1)
+    await stage.until("ready")
+    assert "stalled" in stage.host.states, "from the word on it is sent nothing more"
+    (death,) = stage.replica.story().exits
+    assert death.what == "RuntimeError: the prompt contains '(raise)'"
+    assert (death.code, death.signal, death.phase) == (os.EX_SOFTWARE, None, "ready")
+
+
+def test_the_kernels_hand_is_seen_in_an_engines_death_only_where_it_killed() -> None:
+    counted = Exit(os.EX_SOFTWARE, None, (), out_of_memory=True)
+    killed = counted.of_engine("vLLM's engine core was killed by SIGKILL.")
+    assert killed.explain() == (
+        "vLLM's engine core was killed by SIGKILL, probably by the kernel: out of memory"
+    )
+    assert killed.out_of_memory
+    other = counted.of_engine("IndexError: list index out of range")
+    assert (other.explain(), other.out_of_memory) == ("IndexError: list index out of range", False)
+    stopped = Exit(None, signal.SIGKILL, (), cause="stalled: no progress")
+    assert stopped.of_engine("IndexError").explain() == "stalled: no progress"
 
 
 async def test_a_permanent_boot_failure_is_not_tried_again(play: Play) -> None:

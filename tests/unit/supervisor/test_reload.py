@@ -91,7 +91,8 @@ def test_it_is_told_in_words() -> None:
     [
         ({}, ""),
         ({"drain_timeout_s": 3.0}, ""),
-        ({"runtime_adapters": True, "open_metrics": True}, ""),
+        ({"runtime_adapters": True, "open_metrics": True, "prefix_cache": "shared"}, ""),
+        ({"default_model": "a", "unknown_parameters": "refuse"}, ""),
         ({"port": 81}, "server.port: a change of it needs a restart"),
         ({"ui": False, "gateways": 2}, "server.gateways, server.ui: a change"),
         ({"max_body_bytes": 2048}, "server.max_body_bytes"),

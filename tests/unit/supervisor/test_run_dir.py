@@ -3,11 +3,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +21,12 @@ from servekit.errors import StartError
 from servekit.supervisor import procfs
 from servekit.supervisor.leftovers import MARK, Started, end_leftovers, read_children
 from servekit.supervisor.run_dir import (
+    InUse,
     Record,
     RunDir,
     _is_still_there,
-    default_path,
+    boot_id,
+    default_paths,
     read_record,
 )
 
@@ -166,11 +171,111 @@ def test_records_of_nonsense_are_no_obstacle(tmp_path: Path) -> None:
     RunDir.take(path).release()
 
 
-def test_the_default_follows_xdg_and_falls_back_to_a_directory_by_user(tmp_path: Path) -> None:
-    assert default_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "servekit" / "default"
+def test_the_default_survives_a_logout_and_has_fallbacks(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": "/state", "XDG_RUNTIME_DIR": str(tmp_path), "HOME": "/home/a"}
     fallback = Path(f"/tmp/servekit-{os.getuid()}/servekit/default")
-    assert default_path({}) == fallback
-    assert default_path({"XDG_RUNTIME_DIR": "/nonexistent"}) == fallback
+    host = socket.gethostname()
+    assert default_paths(environ) == [
+        Path("/state/servekit/default"),
+        Path(f"/state/servekit/default@{host}"),
+        tmp_path / "servekit" / "default",
+        fallback,
+    ]
+    home = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": "/nonexistent", "XDG_STATE_HOME": "relative"}
+    state = tmp_path / ".local/state/servekit"
+    assert default_paths(home) == [state / "default", state / f"default@{host}", fallback]
+
+
+def test_a_home_of_another_user_is_not_written_to(tmp_path: Path) -> None:
+    """As `sudo` may leave it, and where nobody says."""
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".local/state/servekit/default"
+    assert default_paths({"HOME": "/proc/1/root/nobody"})[0] != Path("/proc/1/root/nobody")
+    for environ in ({}, {"HOME": "relative"}, {"HOME": ""}):
+        assert default_paths(environ)[0] == own
+    if os.getuid() == 0:
+        os.chown(tmp_path, 12345, 12345)
+        assert default_paths({"HOME": str(tmp_path)})[0] == own
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose sockets have short paths, wherever the tests' own are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_where_the_state_directory_cannot_be_used_another_is(short: Path) -> None:
+    (short / "state").touch()  # no directory can be made below a file, whoever we are
+    (short / "runtime").mkdir()
+    environ = {
+        "XDG_STATE_HOME": str(short / "state"),
+        "XDG_RUNTIME_DIR": str(short / "runtime"),
+    }
+    taken = RunDir.take_default(environ)
+    assert taken.path == short / "runtime/servekit/default"
+    assert "Not a directory" in taken.instead_of
+    taken.release()
+    environ["XDG_STATE_HOME"] = str(short / ("x" * 100))
+    taken = RunDir.take_default(environ)
+    assert taken.path == short / "runtime/servekit/default"
+    assert "socket paths" in taken.instead_of
+    with pytest.raises(StartError, match="socket paths"):  # one that was asked for is not another
+        RunDir.take(short / ("x" * 100))
+    taken.release()
+
+
+def test_a_default_that_is_in_use_is_told_unless_another_machine_has_it(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    first = RunDir.take_default(environ)
+    first.record(Record(1, 2.0, "u", "c", "m", boot_id()))
+    with pytest.raises(InUse, match="in use by pid"):
+        RunDir.take_default(environ)
+    first.record(Record(1, 2.0, "u", "c", "m", "the boot of another machine"))
+    second = RunDir.take_default(environ)
+    assert second.path == tmp_path / f"servekit/default@{socket.gethostname()}"
+    second.release()
+    first.release()
+
+
+def test_what_was_removed_is_made_anew_with_its_lock_and_record(tmp_path: Path) -> None:
+    taken = RunDir.take(tmp_path / "a" / "r")
+    taken.record(Record(1, 2.0, "u", "c", "m"))
+    assert not taken.restore()
+    shutil.rmtree(tmp_path / "a")
+    assert taken.restore() and not taken.restore()
+    assert taken.path.stat().st_mode & 0o777 == 0o700 and taken.logs.is_dir()
+    assert read_record(taken.path) == Record(1, 2.0, "u", "c", "m")
+    with pytest.raises(StartError, match=f"in use by pid {os.getpid()}"):
+        RunDir.take(taken.path)
+    (taken.path / "lock").unlink()
+    assert taken.restore()
+    with pytest.raises(StartError, match="in use"):
+        RunDir.take(taken.path)
+    shutil.rmtree(tmp_path / "a")
+    other = RunDir.take(taken.path)
+    with pytest.raises(StartError, match="in use"):
+        taken.restore()
+    other.release()
+    taken.release()
+
+
+def test_what_another_boot_has_left_is_not_ended(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """Its PIDs and birthmarks are those of other processes by now."""
+    path = tmp_path / "r"
+    for boot, ended in (("another boot", False), (boot_id(), True)):
+        RunDir.take(path).release()
+        record = {"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": "", "boot": boot}
+        (path / "supervisor.json").write_text(json.dumps(record))
+        (path / "children.json").write_text(
+            json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
+        )
+        RunDir.take(path).release()
+        if ended:
+            assert sleeper.wait(timeout=5) == -signal.SIGKILL
+        else:
+            assert sleeper.poll() is None
 
 
 def test_sweeping_nothing_is_quick() -> None:
