@@ -26,9 +26,11 @@ WORKDIR /build
 RUN python -m venv /opt/servekit
 # The dependencies by themselves, so that a change of servekit does not fetch them again.
 COPY pyproject.toml README.md LICENSE ./
-COPY deploy/constraints.txt deploy/
-RUN mkdir servekit && touch servekit/__init__.py \
-    && /opt/servekit/bin/pip install --no-cache-dir -c deploy/constraints.txt ".${EXTRAS}" \
+COPY deploy/constraints.txt deploy/constraints-vllm.txt deploy/
+# vLLM holds some packages back, so a set of versions with it is a file of its own.
+RUN case "${EXTRAS}" in *vllm*) pins=constraints-vllm.txt ;; *) pins=constraints.txt ;; esac \
+    && mkdir servekit && touch servekit/__init__.py \
+    && /opt/servekit/bin/pip install --no-cache-dir -c "deploy/${pins}" ".${EXTRAS}" \
 # Setuptools would take the empty package from here again: what is copied in next is older.
     && rm -r servekit build ./*.egg-info
 RUN /opt/servekit/bin/python -c "import sys, torch; found = 'cuda' if torch.version.cuda else 'cpu'; \

@@ -15,12 +15,11 @@ import typer
 
 from servekit import adapters, checkups, measure, residents
 from servekit.docs import command
-from servekit.errors import ConfigError, ServekitError
+from servekit.errors import ConfigError, NobodyRuns, ServekitError
 from servekit.terminal import chat, events, init, logs, top, where
 from servekit.terminal.where import RunDirectory
 
 if TYPE_CHECKING:
-    from servekit.config.schema import Config
     from servekit.supervisor.planning import Plan, Source
     from servekit.wire.messages import ToSupervisor
 
@@ -83,7 +82,7 @@ def up(
             raise ConfigError(f"--log-format is pretty or json, not {log_format!r}")
         plan = _plan(_source(config, host, port, insecure=insecure))
         as_json = (log_format or plan.config.logging.format) == "json"
-        folder = _run_dir(run_dir, plan.config)
+        folder = run_dir or plan.config.run_dir
         raise typer.Exit(_run(plan, folder, quiet=quiet, as_json=as_json))
 
 
@@ -93,9 +92,13 @@ def check(
 ) -> None:
     """Check a file and show what would run where; start nothing."""
     with _one_sentence():
+        from servekit.supervisor.model_files import problems
         from servekit.tables import plan_tables, show
 
-        show(*plan_tables(_plan(_source(file))))
+        plan = _plan(_source(file))
+        show(*plan_tables(plan))
+        if found := list(problems(plan)):
+            raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
 
 
 @app.command()
@@ -114,7 +117,7 @@ def ps(
     with _one_sentence():
         from servekit.wire.messages import GetStatus, Status
 
-        status = _ask(_run_dir(run_dir), GetStatus(), Status)
+        status = _ask(where.instance(run_dir), GetStatus(), Status)
         if ready:
             from servekit.supervisor.notify import refuse_unready
 
@@ -131,6 +134,8 @@ def ps(
         from servekit.timings import timing_tables
 
         show(*(timing_tables(status) if timings else status_tables(status)))
+        if run_dir is None:
+            _tell_others(status.pid)
 
 
 @app.command()
@@ -148,7 +153,12 @@ def why(
     with _one_sentence():
         from servekit.wire.messages import GetWhy, Why
 
-        answer = _ask(_run_dir(run_dir), GetWhy(name), Why)
+        folder = where.folder(run_dir)
+        try:
+            answer = _ask(folder, GetWhy(name), Why)
+        except NobodyRuns as error:
+            events.post_mortem(folder, name, error, as_json=as_json)
+            return
         if as_json:
             import json
 
@@ -159,7 +169,7 @@ def why(
         from servekit.stories import why_tables
         from servekit.tables import show
 
-        show(*why_tables(answer), *events.earlier(_run_dir(run_dir), name, answer.model))
+        show(*why_tables(answer), *events.earlier(folder, name, answer.model))
 
 
 @app.command()
@@ -168,7 +178,7 @@ def reload(run_dir: RunDirectory = None) -> None:
     with _one_sentence():
         from servekit.wire.messages import Accepted, Reload
 
-        print(_ask(_run_dir(run_dir), Reload(), Accepted, timeout_s=60.0).message)
+        print(_ask(where.instance(run_dir), Reload(), Accepted, timeout_s=60.0).message)
 
 
 @app.command()
@@ -180,7 +190,7 @@ def down(
     with _one_sentence():
         from servekit.supervisor.control import shut_down
 
-        pid = shut_down(_run_dir(run_dir), now=now)
+        pid = shut_down(where.instance(run_dir), now=now)
         print(f"servekit (pid {pid}) has stopped")
 
 
@@ -205,7 +215,7 @@ def chaos(
 
         names = [name.strip() for name in only.split(",") if name.strip()]
         wish = Wish(seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor)
-        here = _run_dir(run_dir)
+        here = where.instance(run_dir)
         if not yes:
             typer.confirm(f"Kill and stop processes of the instance in {here}?", abort=True)
         findings = command.run(url, here, model, wish)
@@ -290,14 +300,14 @@ def _plan(source: "Source") -> "Plan":
     return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def _run(plan: "Plan", run_dir: Path, *, quiet: bool, as_json: bool) -> int:
+def _run(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool) -> int:
     from servekit.tracing.guard import guarded
 
     with guarded("supervisor"):
         return _supervise(plan, run_dir, quiet=quiet, as_json=as_json)
 
 
-def _supervise(plan: "Plan", run_dir: Path, *, quiet: bool, as_json: bool) -> int:
+def _supervise(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool) -> int:
     import asyncio
 
     from servekit import logs
@@ -321,19 +331,19 @@ def _supervise(plan: "Plan", run_dir: Path, *, quiet: bool, as_json: bool) -> in
 
 
 def _down_command(run_dir: Path) -> str:
-    if run_dir == _run_dir(None):
+    from servekit.supervisor.run_dir import default_paths
+
+    if run_dir in default_paths(os.environ):
         return "servekit down"
     return f"servekit down --run-dir {shlex.quote(str(run_dir))}"
 
 
-def _run_dir(given: Path | None, settings: "Config | None" = None) -> Path:
-    from servekit.supervisor.run_dir import default_path
+def _tell_others(pid: int) -> None:
+    """Say which instances run besides the one of that PID."""
+    from servekit.supervisor.instances import listing, running
 
-    if given is not None:
-        return given
-    if settings is not None and settings.run_dir is not None:
-        return settings.run_dir
-    return default_path(os.environ)
+    if others := [one for one in running() if one.record.pid != pid]:
+        print(f"Other instances that run:\n{listing(others)}", file=sys.stderr)
 
 
 def _ask(run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0) -> A:

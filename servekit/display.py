@@ -245,6 +245,9 @@ def _served(model: ModelStatus) -> Text:
             line.append(f"{'' if ready else '  '}failed: {replica.reason}\n", style="red")
         elif replica.state != "ready" and _waits(model, replica):
             line.append(f"{'' if ready else '  '}tried again: {replica.reason}\n", style="red")
+    if not line.plain.endswith("\n"):
+        states = ", ".join(sorted({replica.state for replica in model.replicas}))
+        line.append(f"  {states}\n", style="dim")
     for adapter in model.adapters:
         line.append(f"{'':<8}{adapter.name}")
         if adapter.state == "failed":

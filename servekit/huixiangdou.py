@@ -31,7 +31,8 @@ PORT = 8888
 _WHY_NOT = {
     "remote_type": "add the remote service as a model with `engine: openai`; see its options",
     "remote_api_key": "it belongs into a variable, which `options.key_environment` names",
-    "remote_llm_max_text_length": "of a remote model it is `max_context`, in tokens",
+    "remote_llm_max_text_length": "it is how many characters of a prompt HuixiangDou sends; "
+    "a context is counted in tokens, and is the model's own",
     "remote_llm_model": "of a remote model it is `path`",
     "rpm": "of a remote model it is `options.requests_per_minute`",
     "tpm": "of a remote model it is `options.tokens_per_minute`",
@@ -119,7 +120,7 @@ def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
         elif key == "local_llm_bind_port" and not _is_port(value):
             yield f"llm.server.{key}: {value!r} is no port"
         elif key == "local_llm_max_text_length" and _length(server) is None:
-            yield f"llm.server.{key}: {value!r} is no length; the model's own holds"
+            yield f"llm.server.{key}: {value!r} is no length"
         elif key not in _CARRIED:
             yield f"llm.server.{key}: not known here"
     yield (
@@ -170,16 +171,14 @@ def _resolved(model: str, path: Path) -> str:
 
 
 def _context(length: int | None) -> str:
-    if length is None:
-        return ""
-    context = length + ANSWER_TOKENS
-    return _CONTEXT.format(length=length, answer=ANSWER_TOKENS, context=context)
+    return "" if length is None else _CONTEXT.format(length=length)
 
 
+#: Characters do not tell tokens: a token is four characters of English, or one of Chinese, or a
+#: part of one. A context made of them would refuse prompts that HuixiangDou's server took.
 _CONTEXT = """\
-    # local_llm_max_text_length = {length}, in characters, of which a token has one or more; and
-    # its server's answers had up to {answer} tokens.
-    max_context: {context}
+    # local_llm_max_text_length = {length} was the longest prompt, in characters. A context is
+    # counted in tokens: it is the model's own unless `max_context` says less.
 """
 
 _TEMPLATE = """\

@@ -159,11 +159,11 @@ def _running(run_dir: Path | None) -> str:
     import asyncio
 
     from servekit.supervisor.control import ask
-    from servekit.supervisor.run_dir import default_path
+    from servekit.supervisor.instances import find
     from servekit.wire.messages import GetStatus, Status
 
-    folder = run_dir or default_path(os.environ)
     try:
+        folder = find(run_dir, os.environ)
         status = asyncio.run(ask(folder / "control.sock", GetStatus(), 10.0))
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None

@@ -1,7 +1,6 @@
 """`servekit load`, `unload`, `sleep` and `wake`: what operators do to the models of an instance."""
 
 # No annotations as text: typer reads each several times, which takes most of the time of --help.
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,9 +54,7 @@ def wake(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) ->
 def _reside(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
     import asyncio
 
-    from servekit.supervisor.run_dir import default_path
-
-    path = (run_dir or default_path(os.environ)) / "control.sock"
+    path = where.instance(run_dir) / "control.sock"
     began = time.monotonic()
     said = asyncio.run(_ask(path, model, want, wait=wait))
     took = wait and " is already " not in said

@@ -7,12 +7,15 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from servekit.chaos.client import Answer, Question
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Silences
 from servekit.chaos.report import seconds
+from servekit.supervisor import procfs
+from servekit.wire.lifeline import CHAOS, FAIL_STEP
 from servekit.wire.messages import GatewayStatus, ReplicaStatus, Status
 
 #: From a death until the instance is whole, loading the model apart.
@@ -23,6 +26,9 @@ NOTICE_WITHIN_S = 0.1
 STALL_GRACE_S = 5.0
 #: A gateway that was killed is back within this time.
 GATEWAY_BACK_S = 1.0
+#: What the command lines of engines' own processes hold: vLLM's engine core, which names itself so
+#: or not, and the ranks of the transformers engine.
+_ENGINES = ("EngineCore", "multiprocessing.spawn", "servekit.engines.spread.rank")
 #: What a hung worker's log holds once its stacks were dumped (faulthandler).
 _DUMPED = "most recent call first"
 
@@ -30,11 +36,34 @@ _DUMPED = "most recent call first"
 async def worker_killed(scene: Scene) -> Finding:
     """SIGKILL a worker under load: streams go on, whole answers come, nobody sees a thing."""
     judge = Judge("worker killed", "SIGKILL to the busiest worker")
+    return await _die(scene, judge, lambda pid: os.kill(pid, signal.SIGKILL))
+
+
+async def step_raises(scene: Scene) -> Finding:
+    """Have an engine's step raise under load: its worker dies of it, and nobody sees a thing."""
+    judge = Judge("step raises", "an exception in the next step of the busiest worker's engine")
+    for replica in await scene.target.ready_replicas():
+        if not takes_fail_step(replica.pid):
+            return judge.skip(f"it was not started with {CHAOS}=1 in its environment")
+    return await _die(scene, judge, lambda pid: os.kill(pid, FAIL_STEP))
+
+
+async def engine_process_killed(scene: Scene) -> Finding:
+    """SIGKILL a process below a worker in which its engine runs: vLLM's engine core, or a rank."""
+    judge = Judge("engine process killed", "SIGKILL to a process of the busiest worker's engine")
+    for replica in await scene.target.ready_replicas():
+        if not engine_processes(replica.pid):
+            return judge.skip("its engine has no process but the worker's (vLLM and ranks have)")
+    return await _die(scene, judge, lambda pid: os.kill(engine_processes(pid)[0], signal.SIGKILL))
+
+
+async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Finding:
+    """End the busiest worker by its pid, under load."""
     async with scene.load() as load:
         await load.until_busy()
         victim = await _busiest(scene)
         silences, at = Silences(load.active), time.time()
-        os.kill(victim.pid, signal.SIGKILL)
+        end(victim.pid)
         whole_s = await scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid)
         await asyncio.sleep(scene.seconds)
     notice_s = scene.target.noticed(victim.name, at)
@@ -42,7 +71,20 @@ async def worker_killed(scene: Scene) -> Finding:
     judge.soon("noticed", notice_s, NOTICE_WITHIN_S)
     judge.soon("whole again", whole_s, WHOLE_WITHIN_S)
     judge.notes.append(f"longest silence of a stream {seconds(max(silences.silent_s, default=0))}")
+    judge.notes.append(f"told as: {await _reason(scene, victim.name)}")
     return judge.finding(load.tally, notice_s, whole_s)
+
+
+def takes_fail_step(pid: int) -> bool:
+    """Whether a worker was started for experiments that make steps raise."""
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"{CHAOS}=1".encode() in environment
+
+
+def engine_processes(pid: int) -> list[int]:
+    """The processes below a worker in which its engine runs, the one that leads them first."""
+    below = [process.pid for process in procfs.descendants(pid)]
+    return [one for one in below if any(mark in procfs.command(one, 4096) for mark in _ENGINES)]
 
 
 async def worker_stopped(scene: Scene) -> Finding:
@@ -150,6 +192,12 @@ async def _busiest(scene: Scene) -> ReplicaStatus:
     return max(await scene.target.ready_replicas(), key=lambda replica: replica.running)
 
 
+async def _reason(scene: Scene, name: str) -> str:
+    """What the last life of a worker has ended of, as `servekit ps` shows it."""
+    replicas = (await scene.target.model()).replicas
+    return next((replica.reason for replica in replicas if replica.name == name), "")
+
+
 async def _replaced(
     scene: Scene, victim: ReplicaStatus, stall_s: float
 ) -> tuple[float | None, float | None]:
@@ -201,6 +249,8 @@ def _dumped(scene: Scene, before: dict[Path, int]) -> bool:
 
 EXPERIMENTS = {
     "worker-killed": worker_killed,
+    "step-raises": step_raises,
+    "engine-process-killed": engine_process_killed,
     "worker-stopped": worker_stopped,
     "engine-stalled": engine_stalled,
     "gateway-killed": gateway_killed,

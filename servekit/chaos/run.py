@@ -9,7 +9,7 @@ from servekit.chaos import clients, deaths, machine
 from servekit.chaos.client import Question
 from servekit.chaos.finding import Finding, Scene
 from servekit.chaos.known import Known, learn, prompt
-from servekit.chaos.target import Target
+from servekit.chaos.target import Target, lacking
 from servekit.errors import ConfigError, ServekitError
 
 Experiment = Callable[[Scene], Awaitable[Finding]]
@@ -62,17 +62,22 @@ async def run(target: Target, wish: Wish) -> AsyncIterator[Finding]:
     )
     for name, experiment in experiments.items():
         if await target.until_whole(_RECOVER_WITHIN_S) is None:
-            raise ServekitError(f"not whole within {_RECOVER_WITHIN_S:g} s; {name} was not begun")
+            raise ServekitError(f"{await _not_whole(target)}; {name} was not begun")
         yield await experiment(scene)
 
 
 async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
     """Questions whose undisturbed answers take about a second or two."""
     if await target.until_whole(_RECOVER_WITHIN_S) is None:
-        raise ServekitError(f"it is not whole within {_RECOVER_WITHIN_S:g} s")
+        raise ServekitError(await _not_whole(target))
     first = await learn(target.client, [Question(target.name, prompt(0), _FEWEST)])
     token_s = max(1e-6, first[0].answer.took_s / _FEWEST)
     tokens = max(_FEWEST, min(_MOST, int(_ANSWER_S / token_s)))
     sizes = [max(_FEWEST, tokens * (count + number) // (2 * count)) for number in range(count)]
     questions = [Question(target.name, prompt(n + 1), size) for n, size in enumerate(sizes)]
     return await learn(target.client, questions)
+
+
+async def _not_whole(target: Target) -> str:
+    why = lacking(await target.status()) or "/readyz is not 200"
+    return f"the instance did not serve whole within {_RECOVER_WITHIN_S:g} s ({why})"

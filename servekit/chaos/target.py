@@ -156,6 +156,18 @@ def whole(status: Status, without: int = 0) -> bool:
     return all(state == "ready" and pid != without for state, pid in children)
 
 
+def lacking(status: Status) -> str:
+    """Which replicas and gateways do not serve and why, for a sentence; "" where all do."""
+    found = [f"{one.name} is {one.state}" for one in status.gateways if one.state != "ready"]
+    found += [
+        f"{replica.name} is {replica.state}" + (f": {replica.reason}" if replica.reason else "")
+        for model in status.models
+        for replica in model.replicas
+        if replica.state != "ready"
+    ]
+    return "; ".join(found)
+
+
 async def _status(run_dir: Path) -> Status:
     answer = await ask(run_dir / "control.sock", GetStatus())
     if not isinstance(answer, Status):

@@ -14,7 +14,7 @@ from servekit.errors import ConfigError, StartError
 from servekit.supervisor import listening, procfs
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.planning import Plan, Source
-from servekit.supervisor.run_dir import default_path, read_record
+from servekit.supervisor.run_dir import default_paths, read_record
 
 _RUN_DIR_BYTES = 100 * 2**20
 _CACHE_BYTES = 10 * 2**30
@@ -34,7 +34,7 @@ def service(
         else:
             config = plan.config
             yield configuration(file, plan, torch)
-    folder = run_dir or (config and config.run_dir) or default_path(os.environ)
+    folder = run_dir or (config and config.run_dir) or default_paths(os.environ)[0]
     yield from ports(config, folder)
     yield disk("run directory", folder, _RUN_DIR_BYTES)
     yield disk("cache", cache_folder(os.environ), _CACHE_BYTES)

@@ -176,6 +176,23 @@ def figures(event: "Event") -> str:
     return line(", ".join(parts), 200)
 
 
+def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool) -> None:
+    """For `why` where no instance runs any more: the exits of `name`, and how the instance ended.
+
+    Raises `nobody` where no event tells of that name.
+    """
+    from servekit.events import Wanted, newest
+
+    exits = newest(folder, Wanted(name, kinds=("exit",)), _MOST_EARLIER)
+    if not exits:
+        raise nobody
+    ends = newest(folder, Wanted(kinds=("down", "crash")), 1)
+    if not as_json:
+        sys.stdout.write(f"No servekit runs in {folder}; its events tell:\n")
+    for event in sorted((*exits, *ends), key=lambda event: event.id):
+        _write(event, as_json=as_json)
+
+
 def earlier(folder: Path, name: str, model: str) -> "list[Text]":
     """For `why`: the last exits of a model, or one process, in the lives of supervisors before."""
     from rich.text import Text

@@ -22,6 +22,7 @@ _RIGHT = range(2, 9)
 #: Columns of a window in which notes stand in the rows.
 _WITH_NOTES = 100
 _BAR = 16
+_MOST_NAME = 40
 #: Events shown however little room there is, and at most.
 _LEAST_EVENTS, _MOST_EVENTS = 4, 40
 
@@ -31,7 +32,6 @@ def lines(view: View, width: int, height: int | None) -> list[Text]:
     status = view.status
     wide = max((len(gpu.node) for gpu in status.gpus), default=0)
     body = [*(_gpu(gpu, status, wide) for gpu in status.gpus), *_table(view, width)]
-    body += [_gateway(gateway, width) for gateway in status.gateways]
     head = [_head(view, width)]
     if view.trouble:
         head.append(Text(line(view.trouble), style="bold red"))
@@ -110,14 +110,23 @@ def _held(gpu: GpuStatus, status: Status) -> Iterator[tuple[str, int]]:
 
 
 def _table(view: View, width: int) -> Iterator[Text]:
-    yield _row([Text(name, style="bold") for name in _HEAD], width)
-    for model in view.status.models:
-        cells = _model(view, model)
-        yield from (_row(cells, width), *_below(cells[-1], width))
+    models = [(model, _model(view, model)) for model in view.status.models]
+    workers = {
+        replica.name: _worker(model, replica)
+        for model, _ in models
+        for replica in (*model.replicas, *model.standbys)
+    }
+    gateways = [_gateway(gateway) for gateway in view.status.gateways]
+    rows = [*(cells for _, cells in models), *workers.values(), *gateways]
+    name = _name_width(rows, width)
+    yield _row([Text(name, style="bold") for name in _HEAD], width, name)
+    for model, cells in models:
+        yield from (_row(cells, width, name), *_below(cells[-1], width))
         for replica in (*model.replicas, *model.standbys):
-            yield _row(_worker(model, replica), width)
+            yield _row(workers[replica.name], width, name)
             if replica.state != "ready" or replica.reason or replica.trouble:
                 yield from _below(Text(line(note(model, replica)), style="dim"), width)
+    yield from (_row(cells, width, name) for cells in gateways)
 
 
 def _below(told: Text, width: int) -> Iterator[Text]:
@@ -176,39 +185,44 @@ def _worker(model: ModelStatus, replica: ReplicaStatus) -> list[Text]:
     ]
 
 
-def _gateway(gateway: GatewayStatus, width: int) -> Text:
-    return _row(
-        [
-            Text(gateway.name, style="bold"),
-            state(gateway.state),
-            Text(),
-            _count(gateway.in_flight),
-            *(Text() for _ in range(3)),
-            _count(gateway.restarts),
-            Text(size(gateway.rss_bytes)),
-            Text(
-                line(gateway_note(gateway) or f"requests so far: {gateway.requests}"), style="dim"
-            ),
-        ],
-        width,
-    )
+def _gateway(gateway: GatewayStatus) -> list[Text]:
+    told = gateway_note(gateway) or f"requests so far: {gateway.requests}"
+    return [
+        Text(gateway.name, style="bold"),
+        state(gateway.state),
+        Text(),
+        _count(gateway.in_flight),
+        *(Text() for _ in range(3)),
+        _count(gateway.restarts),
+        Text(size(gateway.rss_bytes)),
+        Text(line(told), style="dim"),
+    ]
 
 
 def _count(number: int) -> Text:
     return Text(str(number), style="" if number else "dim")
 
 
-def _row(cells: Sequence[Text], width: int) -> Text:
-    """Cells in columns; the last takes what is left, names the more in a wide window.
+def _name_width(rows: Sequence[Sequence[Text]], width: int) -> int:
+    """Columns for names: all that is left in a narrow window; in a wide one as many as they take
+    and the notes leave, and at least their share."""
+    left = width - sum(_WIDTHS[1:]) - len(_WIDTHS)
+    if width < _WITH_NOTES:
+        return min(_MOST_NAME, max(_WIDTHS[0], left))
+    names = max((cell_len(cells[0].plain) for cells in rows), default=0)
+    notes = max((cell_len(cells[-1].plain) for cells in rows), default=0)
+    share = _WIDTHS[0] + (width - _WITH_NOTES) // 2
+    return min(_MOST_NAME, max(_WIDTHS[0], min(names, max(share, left - notes))))
 
-    In a narrow one it is left out, for names.
+
+def _row(cells: Sequence[Text], width: int, name: int) -> Text:
+    """Cells in columns, the first `name` wide; the last takes what is left.
+
+    In a narrow window it is left out, for names.
     """
-    noted = width >= _WITH_NOTES
-    spare = (width - _WITH_NOTES) // 2 if noted else width - sum(_WIDTHS) - len(_WIDTHS)
-    first = min(40, _WIDTHS[0] + max(0, spare))
     text = Text()
     for number, (found, own) in enumerate(zip(cells, _WIDTHS, strict=False)):
-        room = own if number else first
+        room = own if number else name
         found = found.copy()
         if number in _RIGHT:
             found.align("right", room)
@@ -216,7 +230,7 @@ def _row(cells: Sequence[Text], width: int) -> Text:
             found = Text(shortened(found.plain, room), style=found.style)
         found = _sized(found, room)
         text.append_text(found).append(" ")
-    return text.append_text(cells[-1]) if noted else text
+    return text.append_text(cells[-1]) if width >= _WITH_NOTES else text
 
 
 def _sized(text: Text, room: int) -> Text:

@@ -42,13 +42,20 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Take any certificate
 
 
 def folder(run_dir: Path | None) -> Path:
-    """The run directory that is meant. Raises StartError where there is none."""
-    from servekit.supervisor.run_dir import default_path, nobody
+    """The run directory that is meant, whether an instance runs there or not any more.
 
-    found = run_dir or default_path(os.environ)
-    if not found.is_dir():
-        raise nobody(found)
-    return found
+    Raises StartError where there is none, or several instances run and none is the default.
+    """
+    from servekit.supervisor.instances import find_last
+
+    return find_last(run_dir, os.environ)
+
+
+def instance(run_dir: Path | None) -> Path:
+    """The run directory of the running instance that is meant. Raises StartError, as `folder`."""
+    from servekit.supervisor.instances import find
+
+    return find(run_dir, os.environ)
 
 
 def status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:

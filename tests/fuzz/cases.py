@@ -170,7 +170,7 @@ def asked(method: str, path: str, body: bytes = b"", *, odd: bool = False) -> As
 
 
 def head(method: str, path: str, *headers: str) -> bytes:
-    lines = (f"{method} {path} HTTP/1.1", "host: x", *headers)
+    lines = (f"{method} {path} HTTP/1.1", "host: localhost", *headers)
     return "\r\n".join((*lines, "", "")).encode("latin-1")
 
 
@@ -257,11 +257,11 @@ def _break(rng: random.Random, path: str, body: bytes) -> bytes:
             return head("POST", path, "transfer-encoding: gzip, identity") + body
         case 8:
             lines = (b"no colon", b": empty", b"a b: c", b"x: \0", b"\xff: a", b" folded: 1")
-            return b"GET / HTTP/1.1\r\nhost: x\r\n" + rng.choice(lines) + b"\r\n\r\n"
+            return b"GET / HTTP/1.1\r\nhost: localhost\r\n" + rng.choice(lines) + b"\r\n\r\n"
         case 9:
             firsts = (b"GET", b"GET /", b"GET / HTTP/9.9", b"get / http/1.1", b"GET  / HTTP/1.1")
             more = (b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM", b"/ GET HTTP/1.1")
-            return rng.choice((*firsts, *more)) + b"\r\nhost: x\r\n\r\n"
+            return rng.choice((*firsts, *more)) + b"\r\nhost: localhost\r\n\r\n"
         case 10:
             return head("GET", "/livez", "x: " + "y" * rng.choice((60_000, 70_000, 400_000)))
         case _:

@@ -82,12 +82,15 @@ class Instance:
         env: Mapping[str, str] | None = None,
         program: Sequence[str] = PROGRAM,
         cwd: Path | None = None,
+        run_dir: str | None = "run",
     ) -> None:
-        self.run_dir = folder / "run"
+        self.run_dir = folder / (run_dir or "")
         self.log_path = folder / "up.log"
+        self._unmarked: list[procfs.Process] = []  # all that it had started when it was ended
         self._mark = f"SERVEKIT_TEST={secrets.token_hex(8)}"
         name, value = self._mark.split("=")
-        up = ("up", "--config", str(config), "--run-dir", str(self.run_dir), *args)
+        given = ("--run-dir", str(self.run_dir)) if run_dir else ()  # by default the default
+        up = ("up", "--config", str(config), *given, *args)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*program, *up],
@@ -214,11 +217,21 @@ class Instance:
         self.process.send_signal(number)
 
     def survivors(self) -> list[procfs.Process]:
-        """All that runs of it but itself, its guard and its grandchildren included."""
-        return [process for process in procfs.marked(self._mark) if process.pid != self.pid]
+        """All that runs of it but itself, its guard and its grandchildren included.
+
+        A process with an environment of its own does not carry the mark: `end` remembers it.
+        """
+        found = [process for process in procfs.marked(self._mark) if process.pid != self.pid]
+        known = {process.pid for process in found}
+        return found + [
+            process
+            for process in self._unmarked
+            if process.pid not in known and procfs.is_alive(process.pid, process.started)
+        ]
 
     def end(self) -> None:
         """Kill what runs; fail if anything outlives its supervisor by two seconds."""
+        self._unmarked = procfs.descendants(self.pid)
         self.process.kill()
         self.process.wait()
         try:

@@ -57,10 +57,38 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/livez", "/readyz", "/version", "/docs", "/docs/commands", "/openapi.json"]
+    "path",
+    [
+        "/livez",
+        "/readyz",
+        "/version",
+        "/docs",
+        "/docs/commands",
+        "/openapi.json",
+        "/health",
+        "/ping",
+    ],
 )
 def test_open_to_all(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
+
+
+def test_readyz_tells_of_the_models_of_a_key(http: httpx.Client) -> None:
+    told = {key: http.get("/readyz", headers=bearer(key)).json() for key in (ALICE, BOB, "sk-no")}
+    assert {*told[ALICE]["models"]} == {"a", "b"}
+    assert {*told[BOB]["models"]} == {"b"}
+    assert told["sk-no"] == http.get("/readyz").json() == {"status": "ready"}
+
+
+def test_paths_may_end_in_a_slash(http: httpx.Client) -> None:
+    asked = {**PLAIN, "model": "b2"}
+    for path in ("/v1/completions/", "/v1/completions//"):
+        answer = http.post(path, json=asked, headers=bearer(BOB))
+        assert answer.json()["choices"][0]["text"] == "hello"
+        assert http.post(path, json=asked).status_code == 401
+    listed = http.get("/v1/models/", headers=bearer(BOB)).json()["data"]
+    assert [one["id"] for one in listed] == ["b"]
+    assert http.get("/livez/").status_code == 200
 
 
 def test_the_documents_page_has_its_files(http: httpx.Client) -> None:

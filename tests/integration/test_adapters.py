@@ -330,6 +330,32 @@ def test_a_reload_changes_adapters_in_place(tmp_path: Path) -> None:
         assert "nothing to change" in reload(instance)
 
 
+def test_the_name_of_a_removed_one_of_the_file_is_free_for_its_model(tmp_path: Path) -> None:
+    """Until a reload, which has what the file names."""
+    models = [echo("m") | {"adapters": named(tmp_path, "loud")}, echo("n")]
+    with Instance.up(tmp_path, models) as instance:
+        url = instance.until_settled().url
+        first = state(instance, "loud")
+        instance.until("the file's serves", lambda: serves(instance, "loud"))
+        where = ("--run-dir", str(instance.run_dir))
+        assert run("adapter", "rm", "loud", *where).returncode == 0
+        other = folder(tmp_path, "other")
+        refused = run("adapter", "add", "loud", other, "--model", "n", *where)
+        assert refused.returncode == 2 and "'loud' is taken" in refused.stderr
+        added = run("adapter", "add", "loud", other, "--model", "m", *where)
+        assert added.returncode == 0, added.stderr
+        now = state(instance, "loud")
+        assert now is not None and first is not None and now.path == other != first.path
+        assert text(complete(url, "loud")) == "HELLO"
+        reload(instance)
+        instance.until(
+            "the file's is back",
+            lambda: (
+                serves(instance, "loud") and getattr(state(instance, "loud"), "path", "") != other
+            ),
+        )
+
+
 def order(name: str) -> tuple[bool, str]:
     return name != "m", name
 

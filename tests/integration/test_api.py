@@ -186,7 +186,9 @@ def test_a_client_that_hangs_up_on_a_whole_answer_frees_its_slot(http: httpx.Cli
 def test_a_slow_client_stalls_only_itself(instance: Instance, http: httpx.Client) -> None:
     address = instance.url.removeprefix("http://").split(":")
     body = json.dumps({"model": "echo", "prompt": "x" * 4000, "max_tokens": 4000, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     with socket.create_connection((address[0], int(address[1]))) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for _ in range(3):

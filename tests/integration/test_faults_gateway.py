@@ -189,7 +189,7 @@ def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
 def alive(connection: socket.socket) -> bool:
     """It still answers."""
     try:
-        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         return connection.recv(1000).startswith(b"HTTP/1.1 200")
     except ConnectionError:
         return False

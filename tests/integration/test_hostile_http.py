@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import struct
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.instance import Instance, echo
+from tests.integration.instance import Instance, echo, poll
 from tests.integration.test_hot_route import ONE, TEXT, Service, post, read
 
 MIB = 1 << 20
@@ -82,7 +83,7 @@ def test_a_header_over_the_limit_is_told_so(service: Service) -> None:
 
 def test_those_who_never_finish_are_sent_away(service: Service) -> None:
     """Hundreds at once; who asks properly meanwhile is answered."""
-    begun = [b"", b"GET /liv", b"GET / HTTP/1.1\r\nhost: x\r\n"] * 100
+    begun = [b"", b"GET /liv", b"GET / HTTP/1.1\r\nhost: localhost\r\n"] * 100
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(service.connect()) for _ in begun]
         for connection, piece in zip(waiting, begun, strict=True):
@@ -101,7 +102,9 @@ def test_what_is_no_http_is_told_so(service: Service, sent: bytes) -> None:
 
 
 def test_an_upgrade_to_a_websocket_is_answered_as_if_not_asked(service: Service) -> None:
-    upgrade = "GET /livez HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    upgrade = (
+        "GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    )
     key = "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     assert b" 200 OK" in service.talk((upgrade + key).encode(), until=b'"ok"}')
 
@@ -133,7 +136,7 @@ def test_a_client_that_leaves_between_pipelined_requests(service: Service, befor
         reset(connection)
     service.until("running", 0)
     with service.connect() as connection:
-        connection.sendall((post(ONE) + b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n") * 20)
+        connection.sendall((post(ONE) + b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n") * 20)
         reset(connection)
     service.until("running", 0)
 
@@ -171,3 +174,87 @@ def test_one_prompt_may_come_in_a_list(service: Service) -> None:
     service.talk(post({**ONE, "prompt": ["hello"]}))
     two = service.talk(post({**ONE, "prompt": ["hello", "world"]}), until=b"}}")
     assert len(json.loads(two.partition(b"\r\n\r\n")[2])["choices"]) == 2
+
+
+# ---------------------------------------------------------------- memory, and readers that sleep
+
+
+def test_what_waits_has_a_bound_in_bytes(tmp_path: Path) -> None:
+    """Many large bodies for one slot: what does not fit is refused, and the rest is not doubled."""
+    limit_bytes, body_bytes = 32 * MIB, 4 * MIB
+    model = echo("echo", step_s=5.0, slots=1, max_context=100 * MIB)
+    with Instance.up(tmp_path, [model], server={"max_queue_bytes": limit_bytes}) as instance:
+        service = Service(instance)
+        gateway = instance.gateway().pid
+        assert gateway
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(service.connect())
+            running.sendall(post(ONE))
+            service.until("running", 1)
+            before_bytes = resident_bytes(gateway)
+            clients = [stack.enter_context(service.connect()) for _ in range(20)]
+            for client in clients:
+                client.sendall(post({**ONE, "prompt": "x" * body_bytes}))
+            fits = limit_bytes // body_bytes - 1  # each holds a little more than its text
+            service.until("waiting", fits)
+            grown_bytes = resident_bytes(gateway) - before_bytes
+            refused = 0
+            for client in clients:
+                client.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    head = client.recv(65536)
+                    assert b" 429 " in head and b"retry-after: " in head
+                    refused += 1
+            assert refused == len(clients) - fits
+            assert grown_bytes < limit_bytes + 4 * body_bytes  # the last one is being read
+
+
+def test_a_stream_that_nobody_reads_is_ended(tmp_path: Path) -> None:
+    """It is cancelled in the engine, too; who reads slowly meanwhile gets all."""
+    model = echo("echo", step_s=0.0005, slots=2, max_context=100 * MIB)
+    endless = {**ONE, "max_tokens": 50_000_000, "stream": True}
+    with Instance.up(tmp_path, [model], server={"write_timeout_s": 2, "ui": True}) as instance:
+        service = Service(instance)
+        with contextlib.ExitStack() as stack:
+            reader = stack.enter_context(service.connect(receive_buffer_bytes=4096))
+            reader.sendall(post({**endless, "max_tokens": 20_000}))
+            sleepers = [stack.enter_context(service.connect(4096)) for _ in range(3)]
+            sleepers[0].sendall(post({**endless, "prompt": "y" * 10_000}))
+            sleepers[1].sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 400)
+            sleepers[2].sendall(b"GET /docs/api HTTP/1.1\r\nhost: localhost\r\n\r\n" * 400)
+            service.until("running", 2)
+            got = read(reader, b"data: [DONE]")
+            texts = re.findall(rb'"text":"([^"]*)"', got)  # tokens may share an event
+            assert len(b"".join(texts)) == 20_000
+            for sleeper in sleepers:
+                poll("it is ended", lambda: gone(sleeper), within_s=60)  # noqa: B023
+            service.until("running", 0)
+            assert instance.log.count("client does not read") == 3
+
+
+def gone(connection: socket.socket) -> bool:
+    """Whether the server has reset a connection; nothing is read of it."""
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_only_sends_no_more_gets_its_answer(service: Service, version: str) -> None:
+    for body in (ONE, {**ONE, "stream": True}, {**ONE, "prompt": "x" * 400}):
+        with service.connect() as connection:
+            connection.sendall(post(body, version=version))
+            connection.shutdown(socket.SHUT_WR)
+            got = to_the_end(connection)
+        assert b"HTTP/1.1 200 OK" in got and b'"finish_reason":"length"' in got
+        if version == "1.0":
+            assert b"transfer-encoding" not in got and b"100 Continue" not in got
+
+
+def test_a_client_that_has_left_is_cancelled(service: Service) -> None:
+    """Also one that had sent all, and closes as politely as one that only sends no more."""
+    slow = {**ONE, "max_tokens": 100_000}
+    for body in (slow, {**slow, "stream": True}):
+        for headers in ((), ("connection: close",)):
+            with service.connect() as connection:
+                connection.sendall(post(body, *headers))
+                service.until("running", 1)
+            service.until("running", 0)

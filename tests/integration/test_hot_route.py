@@ -92,7 +92,7 @@ def post_chunked(body: dict[str, Any], piece_bytes: int) -> bytes:
 
 
 def _head(method: str, version: str, *headers: str) -> bytes:
-    lines = (f"{method} /v1/completions HTTP/{version}", "host: x", *headers)
+    lines = (f"{method} /v1/completions HTTP/{version}", "host: localhost", *headers)
     return "\r\n".join((*lines, "", "")).encode()
 
 

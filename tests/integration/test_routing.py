@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from openai import OpenAI
 
 from servekit.supervisor.control import ask
 from servekit.wire.messages import Accepted, Reload
-from tests.integration.instance import Instance, echo, write_config
+from tests.integration.instance import Instance, echo, poll, write_config
 
 CACHE = 100_000
 #: A conversation's first turn: 1000 characters are as many tokens to the echo engine.
@@ -147,3 +150,66 @@ def test_an_unknown_way_of_routing_is_named(tmp_path: Path) -> None:
     assert run.returncode != 0
     assert "models[0].routing: must be auto, least_loaded or round_robin" in run.stderr + run.stdout
     assert json.loads(path.read_text())["models"][0]["routing"] == "fastest"
+
+
+# ---------------------------------------------------------------- slots, and two gateways
+
+
+def connections(instance: Instance, count: int) -> dict[bytes, list[socket.socket]]:
+    """Connections by the gateway that has them, `count` to each of two at least.
+
+    The kernel deals them out; the ids that a gateway makes for requests begin alike.
+    """
+    port = int(instance.url.rsplit(":", 1)[1])
+    found: dict[bytes, list[socket.socket]] = {}
+    for _ in range(100 * count):
+        made = socket.create_connection(("127.0.0.1", port), timeout=30)
+        made.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        head = made.recv(65536)
+        origin = head.partition(b"x-request-id: ")[2].partition(b"-")[0]
+        found.setdefault(origin, []).append(made)
+        if len(found) == 2 and min(map(len, found.values())) >= count:
+            return found
+    raise AssertionError("one gateway got next to no connections")
+
+
+def test_a_gateway_uses_what_the_other_leaves(tmp_path: Path) -> None:
+    """All slots with all clients at one of two gateways; the other gets its half as it comes."""
+    slots, step_s = 8, 0.05
+    with Instance.up(
+        tmp_path, [echo("a", slots=slots, step_s=step_s)], server={"gateways": 2}
+    ) as instance:
+        instance.until_settled()
+        first, second = connections(instance, 4 * slots).values()
+        body = json.dumps({"model": "a", "prompt": "x", "max_tokens": 40}).encode()
+        ask = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
+        began_s = time.monotonic()
+        for made in first[: 2 * slots]:
+            made.sendall(ask)
+        poll("all slots are used", lambda: running(instance) == slots, within_s=20)
+        for made in second[:slots]:
+            made.sendall(ask)
+        ended: dict[int, float] = {}
+        with selectors.DefaultSelector() as selector:
+            for at, made in enumerate((*first[: 2 * slots], *second[:slots])):
+                selector.register(made, selectors.EVENT_READ, at)
+            while len(ended) < 3 * slots:
+                for key, _ in selector.select(timeout=30):
+                    assert b" 200 OK" in key.fileobj.recv(65536)  # type: ignore[union-attr]
+                    ended[key.data] = time.monotonic() - began_s
+                    selector.unregister(key.fileobj)
+        whole_s = 40 * step_s
+        rounds = [ended[at] / whole_s for at in range(3 * slots)]
+        assert sum(one < 1.8 for one in rounds[: 2 * slots]) == slots, rounds
+        half = sum(one < 2.8 for one in rounds[2 * slots :])
+        assert half >= slots // 2, rounds  # among those that ran in the second round
+        assert max(rounds) < 4.5, rounds
+        for made in (*first, *second):
+            made.close()
+
+
+def running(instance: Instance) -> int:
+    return sum(one.running for model in instance.status().models for one in model.replicas)

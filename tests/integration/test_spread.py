@@ -5,6 +5,7 @@ On the CPU, with as many ranks as it would have GPUs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -15,6 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from servekit.chaos import run as chaos
+from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.target import Target
 from servekit.supervisor import procfs
 from tests.integration.instance import Instance, poll
 from tests.integration.test_faults_supervisor import cli
@@ -104,6 +108,20 @@ def test_a_rank_that_dies_takes_its_own_replica_down_and_up_again(instance: Inst
     assert answer(instance) == expected
     told = cli(instance, "why", "tiny").stdout
     assert f"rank 1 of 2 (pid {rank}) was killed by SIGKILL" in told
+
+
+def test_under_load_a_ranks_death_is_seen_by_nobody(instance: Instance) -> None:
+    """As `servekit chaos` kills it; how soon all is whole again is another test's."""
+
+    async def kill(url: str) -> Finding:
+        target = await Target.find(url, instance.run_dir, None)
+        assert await target.until_whole(UP_S) is not None
+        known = await chaos.known_answers(target, count=4)
+        return await chaos.EXPERIMENTS["engine-process-killed"](Scene(target, known, 1.0, 4, 2))
+
+    finding = asyncio.run(kill(instance.url))
+    assert (finding.failed, finding.wrong) == (0, 0) and finding.answered > 0
+    assert "rank 1 of 2" in finding.detail and "was killed by SIGKILL" in finding.detail
 
 
 def test_a_worker_that_is_killed_takes_its_ranks_with_it(instance: Instance) -> None:

@@ -75,6 +75,7 @@ class Tab:
         self.base = url
         self.strays: list[str] = []
         self.problems: list[str] = []
+        self.urls: list[str] = []
         self.page: Page = context.new_page()
         self.page.set_default_timeout(WITHIN_MS)
         self.page.on("request", self._on_request)
@@ -88,6 +89,7 @@ class Tab:
         expect(self.page.locator("#sk-model input")).not_to_have_value("", timeout=WITHIN_MS)
 
     def _on_request(self, request: Any) -> None:
+        self.urls.append(request.url)
         if not request.url.startswith((self.base, "data:", "blob:")):
             self.strays.append(request.url)
 
@@ -542,3 +544,47 @@ def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) ->
                 tab.page.close()
                 until_running(two, "one", 0, within_s=60)
                 assert tab.problems == []
+
+
+def test_ten_tabs_draw_and_a_third_may_ask_while_two_are_answered(
+    browser: Browser, instance: Instance
+) -> None:
+    """A browser opens six connections to a host: idle pages must hold none of them."""
+    with contextlib.closing(browser.new_context()) as context:
+        url = url_of(instance)
+        tabs = [Tab(context, url) for _ in range(4)]
+        for tab in tabs[:2]:
+            tab.choose("talker")
+            tab.ask(LONG)
+        for path in ("compare", "playground", "embeddings", "structured", "dashboard", "operate"):
+            page = context.new_page()
+            page.goto(f"{url}/ui/{path}", wait_until="commit", timeout=WITHIN_MS)
+            expect(page.locator(".sk-bar")).to_be_visible()
+            expect(page.locator(".sk-page")).to_be_visible()
+        tabs[2].choose("fast")
+        tabs[2].ask("Is there a connection left?")
+        expect(tabs[2].answers.last).to_contain_text("connection left")
+        expect(tabs[0].stop_button).to_be_visible()  # those are under way yet
+        assert not [url for tab in tabs for url in tab.urls if "heartbeat" in url]
+
+
+def test_a_page_without_a_slash_is_led_to_it(instance: Instance) -> None:
+    url = url_of(instance)
+    for path in ("/ui", "/ui/zh"):
+        answer = httpx.get(f"{url}{path}", follow_redirects=True)
+        assert answer.status_code == 200, path
+        assert answer.url.path == f"{path}/"
+
+
+def test_the_request_as_code_can_be_read(tab: Tab) -> None:
+    """Unfolded together with the settings, in a window of a laptop."""
+    tab.page.set_viewport_size({"width": 1280, "height": 850})
+    for folded in ("#sk-settings", ".sk-fold"):
+        tab.page.locator(f"{folded} button.label-wrap").first.click()
+    code = tab.page.locator("#sk-side .sk-codes pre").first
+    expect(code).to_be_visible()
+    whole = "node => [node.clientHeight, node.scrollHeight]"
+    fold = tab.page.locator("#sk-side .sk-fold")
+    expect(fold).to_be_visible()
+    shown, high = fold.evaluate(whole)
+    assert shown >= high - 1, "it is cut off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -96,6 +97,23 @@ def sign_in(page: Page, key: str, where: str) -> None:
         return page.url == where
 
     poll(f"signed in at {where}", tried, within_s=60)
+
+
+def test_a_visitor_sees_the_models_of_its_key_only(url: str, browser: Browser) -> None:
+    for key, others in ((KEY, False), (BOB, True)):
+        with contextlib.closing(browser.new_context(ignore_https_errors=True)) as context:
+            page = context.new_page()
+            page.set_default_timeout(WITHIN_MS)
+            page.goto(f"{url}/ui/dashboard")
+            sign_in(page, key, f"{url}/ui/dashboard")
+            expect(page.locator("#sk-machine")).to_contain_text("a/0")
+            expect(page.locator("#sk-events")).to_contain_text("a/0")
+            for part in ("#sk-machine", "#sk-events"):
+                assert ("b/0" in (page.locator(part).text_content() or "")) is others
+            assert ("gateway/0" in page.content()) is others
+            page.goto(f"{url}/ui/")
+            expect(page.locator("#sk-workers")).to_contain_text("a/0")
+            assert ("b/0" in page.content()) is others
 
 
 def test_a_visitor_signs_in_chats_within_its_limits_and_signs_out(

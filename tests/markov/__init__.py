@@ -6,9 +6,9 @@ It is no part of servekit: its modules are imported as `markov_engine` and `mark
 
 from __future__ import annotations
 
-import shutil
-import tomllib
 from pathlib import Path
+
+from tests.plugin_site import install_plugin
 
 HERE = Path(__file__).parent
 #: What its engine learns from, and what comes of it: each line ends an answer.
@@ -21,20 +21,8 @@ CORPUS = "".join(
 
 
 def install(site: Path) -> Path:
-    """Put it into a folder for PYTHONPATH, as pip would: its modules, and its metadata."""
-    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
-    name, version = project["name"], project["version"]
-    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    groups = (
-        [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
-        for group, entries in project["entry-points"].items()
-    )
-    (info / "entry_points.txt").write_text("\n".join(line for group in groups for line in group))
-    for module in ("markov_engine.py", "markov_kind.py"):
-        shutil.copy(HERE / module, site)
-    return site
+    """Put it into a folder for PYTHONPATH, as pip would."""
+    return install_plugin(HERE, site)
 
 
 def write_corpus(folder: Path) -> Path:

@@ -35,6 +35,8 @@ class ByteCodec:
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return list(text.encode())
 
+    encode_plain = encode
+
     def render_chat(self, messages: Sequence[ChatMessage], *_: Any, **more: Any) -> list[int]:
         return self.encode("\n".join(message.content for message in messages))
 

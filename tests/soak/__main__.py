@@ -1,7 +1,10 @@
-"""Many streams, workers that are killed all the time, and not one request the worse for it.
+"""Many streams, workers and engines that die all the time, and not one request the worse for it.
 
     python -m tests.soak --engine echo --streams 200 --workers 4 --kill-every-s 2 --minutes 2
-    python -m tests.soak --engine smollm2
+    python -m tests.soak --engine smollm2 --deaths step
+
+Workers are killed and steps raise, in turns by chance; `--deaths` says which (`engine` needs
+engines that have processes of their own).
 
 Prints a Markdown table; exit code 1 if any request failed or any text was not the undisturbed one.
 """
@@ -15,6 +18,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,9 @@ from servekit.chaos.load import Load
 from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
 from servekit.config.load import load
+from servekit.wire.lifeline import CHAOS
 from tests.integration.instance import Instance, echo
-from tests.soak.kills import Killer
+from tests.soak.kills import DEATHS, Kill, Killer
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 #: What is asked for where the command line says nothing, by engine.
@@ -51,6 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--tokens", type=int, help="the longest answer")
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--deaths", nargs="+", choices=sorted(DEATHS), default=["worker", "step"])
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(argv)
     for name, value in DEFAULTS[given.engine].items():
@@ -90,7 +96,7 @@ async def soak(url: str, run_dir: Path, wish: argparse.Namespace) -> tuple[Load,
     began, used = time.monotonic(), _cpu_s()
     async with Load(target.client, known, wish.streams) as load_:
         await load_.until_busy(60.0)
-        killer = Killer(target, load_, wish.kill_every_s, wish.seed)
+        killer = Killer(target, load_, wish.kill_every_s, wish.seed, wish.deaths)
         await killer.run(60 * wish.minutes)
     return load_, killer, (_cpu_s() - used) / (time.monotonic() - began)
 
@@ -114,7 +120,7 @@ def rows(tally: Tally, killer: Killer, client: float, step_s: float) -> list[tup
         ("… with chunks repeated", str(tally.kinds["repeated"]), ""),
         ("… with chunks missing", str(tally.kinds["missing"]), ""),
         ("… with usage not counted once and right", str(tally.kinds["usage"]), ""),
-        ("workers killed", str(len(kills)), ""),
+        ("workers killed, or their engines", deaths(kills), ""),
         ("streams that were on them", str(sum(kill.in_flight for kill in kills)), ""),
         ("kill to noticed by the gateway (p50, p99)", *_spread(noticed)),
         ("streams on the victim: silence beyond a step (p50, p99)", *_spread(rerouted)),
@@ -125,6 +131,12 @@ def rows(tally: Tally, killer: Killer, client: float, step_s: float) -> list[tup
         ("turns when no worker was there to be killed", str(killer.spared), ""),
         ("the client's share of a core", f"{client:.2f}", ""),
     ]
+
+
+def deaths(kills: Sequence[Kill]) -> str:
+    """How many in all, and of each way: "12 (step 5, worker 7)"."""
+    ways = sorted(Counter(kill.of for kill in kills).items())
+    return f"{len(kills)} ({', '.join(f'{way} {count}' for way, count in ways)})"
 
 
 def _spread(values: Sequence[float]) -> tuple[str, str]:
@@ -143,14 +155,16 @@ def main() -> int:
     wish = parse(sys.argv[1:])
     with (
         tempfile.TemporaryDirectory(prefix="servekit-soak-") as folder,
-        Instance.up(Path(folder), [model(wish)], server={"gateways": wish.gateways}) as instance,
+        Instance.up(
+            Path(folder), [model(wish)], server={"gateways": wish.gateways}, env={CHAOS: "1"}
+        ) as instance,
     ):
         instance.until_settled(within_s=600.0)
         done, killer, client = asyncio.run(soak(instance.url, instance.run_dir, wish))
     tally = done.tally
     head = (
         f"{wish.engine}: {wish.streams} streams at a time, {wish.workers} workers, "
-        f"one killed every {wish.kill_every_s:g} s for {wish.minutes:g} minutes, "
+        f"one death every {wish.kill_every_s:g} s for {wish.minutes:g} minutes, "
         f"answers of at most {wish.tokens} tokens"
     )
     print(table(head, rows(tally, killer, client, STEP_S)))

@@ -1,4 +1,4 @@
-"""SIGKILLs on a schedule, and what is seen of each from outside."""
+"""Deaths on a schedule, of workers and of engines alone, and what is seen of each from outside."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from servekit.chaos.deaths import engine_processes, takes_fail_step
 from servekit.chaos.load import Load, Silences
 from servekit.chaos.target import Target, whole
+from servekit.wire.lifeline import FAIL_STEP
 from servekit.wire.messages import Status
 
 _LOOK_EVERY_S = 0.05
@@ -20,7 +22,9 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(slots=True)
 class Kill:
-    """One SIGKILL. Times in seconds from it; None where the end came first."""
+    """One death. Times in seconds from it; None where the end came first."""
+
+    of: str  # a key of DEATHS
 
     worker: str
     pid: int
@@ -37,10 +41,44 @@ class Kill:
         return [max(0.0, silent_s - step_s) for silent_s in self.silences.longest(self.in_flight)]
 
 
-class Killer:
-    """Kills a random worker that is ready, every so often, and watches them come back."""
+def kill_worker(pid: int) -> None:
+    """SIGKILL the worker itself."""
+    os.kill(pid, signal.SIGKILL)
 
-    def __init__(self, target: Target, load: Load, every_s: float, seed: int) -> None:
+
+def raise_in_step(pid: int) -> None:
+    """Have its engine's next step raise; the instance must be started for that."""
+    if not takes_fail_step(pid):
+        raise ProcessLookupError
+    os.kill(pid, FAIL_STEP)
+
+
+def kill_engine(pid: int) -> None:
+    """SIGKILL the process below it that leads its engine: vLLM's engine core, or a rank."""
+    processes = engine_processes(pid)
+    if not processes:
+        raise ProcessLookupError
+    os.kill(processes[0], signal.SIGKILL)
+
+
+#: Ways to die; each raises ProcessLookupError where the process is gone already.
+DEATHS: dict[str, Callable[[int], None]] = {
+    "worker": kill_worker,
+    "step": raise_in_step,
+    "engine": kill_engine,
+}
+
+
+class Killer:
+    """Ends a random worker that is ready, every so often, and watches them come back.
+
+    `ways` are keys of DEATHS, of which each turn draws one.
+    """
+
+    def __init__(
+        self, target: Target, load: Load, every_s: float, seed: int, ways: Sequence[str]
+    ) -> None:
+        self._ways = ways
         self.kills: list[Kill] = []
         self.spared = 0  # turns when no worker was there to be killed
         self.ready_s: list[tuple[float, int]] = []  # workers ready, whenever looked
@@ -67,13 +105,15 @@ class Killer:
         if not ready:
             self.spared += 1
             return
-        victim = self._draw.choice(ready)
-        kill = Kill(
-            victim.name, victim.pid, time.time(), time.monotonic(), Silences(self._load.active)
-        )
+        victim, way = self._draw.choice(ready), self._draw.choice(self._ways)
+        silences = Silences(self._load.active)
+        kill = Kill(way, victim.name, victim.pid, time.time(), time.monotonic(), silences)
         try:
-            os.kill(victim.pid, signal.SIGKILL)
-        except ProcessLookupError:  # dead already, and on a busy machine not yet known to be
+            DEATHS[way](victim.pid)
+        except (
+            ProcessLookupError,
+            FileNotFoundError,
+        ):  # dead already, and on a busy machine not yet known to be
             self.spared += 1
         else:
             self.kills.append(kill)

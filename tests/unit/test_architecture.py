@@ -23,7 +23,7 @@ from servekit.engines import ENGINES
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "servekit"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 350
+MAX_LINES = 600
 
 #: What stands at the top of the repository, hidden files apart.
 TOP_LEVEL = {"servekit", "configs", "tests", "deploy"} | {
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     # as events, of what children wrote
     "log_files": set(),
     "wire": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "headers"},
     "engines": {"errors", "wire", "headers"},
     "worker": {"errors", "wire", "config", "logs", "engines"},
     # chain and guard; the recorder runs in other people's programs

@@ -151,6 +151,13 @@ def test_banner_names_what_serves_and_what_does_not() -> None:
     assert "/ui" not in shown(banner(status(), Words(False, "x"), boxed=False))
 
 
+@pytest.mark.parametrize("state", ["loading", "starting", "backoff", "draining"])
+def test_every_model_of_the_banner_has_a_line_of_its_own(state: WorkerState) -> None:
+    text = shown(banner(status(replica("m/0", state)), WORDS, boxed=False))
+    [line] = [line for line in text.splitlines() if line.startswith("model")]
+    assert line.split() == ["model", "m", state]
+
+
 def test_picture_shows_bar_and_reason() -> None:
     text = shown(
         picture(

@@ -66,7 +66,8 @@ def test_local_and_remote(tmp_path: Path) -> None:
     config, text, left_out = converted(tmp_path, BOTH)
     [model] = config.models
     assert (model.name, model.path) == ("internlm2-chat-7b", "internlm/internlm2-chat-7b")
-    assert model.max_context == 3000 + 512
+    assert model.max_context is None  # its length is one of characters
+    assert "local_llm_max_text_length = 3000" in text
     assert (model.sampling.temperature, model.sampling.max_tokens) == (0, 512)
     assert not model.trust_remote_code
     assert (config.server.legacy, config.server.legacy_port) == ("huixiangdou", 8888)
@@ -75,6 +76,8 @@ def test_local_and_remote(tmp_path: Path) -> None:
     of_others = ("type", "api_key", "llm_max_text_length", "llm_model")
     assert said == [*(f"llm.server.remote_{key}" for key in of_others), "llm.server.rpm"]
     assert any("trust_remote_code" in line for line in left_out)
+    assert not any("max_context" in line or "tokens_per" in line for line in left_out)
+    assert any("remote_llm_max_text_length: it is how many characters" in line for line in left_out)
     assert "sk-secret-of-theirs" not in text + "".join(left_out)
     assert text.count("#") > 8
 
@@ -89,24 +92,22 @@ def test_a_folder_is_found_from_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "port", "context"),
+    ("change", "port"),
     [
-        ({"local_llm_bind_port = 8888": ""}, 8888, 3512),
-        ({"local_llm_bind_port = 8888": "", "1:8888": "1:7777"}, 7777, 3512),
-        ({"local_llm_bind_port = 8888": "local_llm_bind_port = 8000"}, 8000, 3512),
-        ({"local_llm_max_text_length = 3000": ""}, 8888, None),
-        ({"local_llm_bind_port = 8888": 'local_llm_bind_port = "x"'}, 8888, 3512),
+        ({"local_llm_bind_port = 8888": ""}, 8888),
+        ({"local_llm_bind_port = 8888": "", "1:8888": "1:7777"}, 7777),
+        ({"local_llm_bind_port = 8888": "local_llm_bind_port = 8000"}, 8000),
+        ({"local_llm_max_text_length = 3000": ""}, 8888),
+        ({"local_llm_bind_port = 8888": 'local_llm_bind_port = "x"'}, 8888),
     ],
 )
-def test_keys_that_are_missing_or_odd(
-    tmp_path: Path, change: dict[str, str], port: int, context: int | None
-) -> None:
+def test_keys_that_are_missing_or_odd(tmp_path: Path, change: dict[str, str], port: int) -> None:
     text = BOTH
     for old, new in change.items():
         text = text.replace(old, new)
     config, _, _ = converted(tmp_path, text)
     assert config.server.legacy_port == port != config.server.port
-    assert config.models[0].max_context == context
+    assert config.models[0].max_context is None
 
 
 def test_what_is_new_there_is_named(tmp_path: Path) -> None:

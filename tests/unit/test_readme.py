@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,23 @@ NEEDS = {
     "logprobs": "logprobs",
     "top_logprobs": "logprobs",
     "response_format": "grammar",
+    "structured_outputs": "grammar",
+    "guided_json": "grammar",
+    "guided_regex": "grammar",
+    "guided_choice": "grammar",
+    "guided_grammar": "grammar",
+    "bad_words": "bad_words",
+    "stop_token_ids": "stop_token_ids",
+    "prompt_logprobs": "prompt_logprobs",
     "text": "grammar",
     "tools": "tools",
     "tool_choice": "tools",
     "parallel_tool_calls": "tools",
 }
 #: What is taken so that clients which send it are served, and changes nothing.
-IDLE = {"user", "metadata", "truncation", "store"}
+IDLE = {"user", "metadata", "truncation", "store", "service_tier", "safety_identifier"}
+IDLE |= {"prompt_cache_retention", "guided_decoding_backend", "request_id", "max_tool_calls"}
+IDLE |= {"verbosity"}
 #: The echo engine has one candidate for each token: these keep it.
 IDLE_FOR_ECHO = {"top_p", "top_k"}
 
@@ -180,16 +191,14 @@ def test_links_lead_somewhere() -> None:
 # ---------------------------------------------------------------- the pins
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
+def pins(name: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / "deploy" / name).read_text().splitlines()
     stated = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.!]+", line) for line in stated)
     return {canonicalize_name(n): v for n, _, v in (line.partition("==") for line in stated)}
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = pins()
     for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
@@ -197,10 +206,27 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
 
 
-def test_torch_is_pinned_without_its_build() -> None:
-    assert Version(pins()["torch"]).local is None
+def test_with_vllm_every_dependency_is_pinned_within_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pinned = pins("constraints-vllm.txt")
+    wanted = [text for name in extras if name != "test" for text in extras[name]]
+    for text in [*project["dependencies"], *wanted]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
 
 
-@pytest.mark.parametrize("name", ["README.md", "Dockerfile", ".ci/run", "deploy/constraints.txt"])
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-vllm.txt"])
+def test_torch_is_pinned_without_its_build(name: str) -> None:
+    assert Version(pins(name)["torch"]).local is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("README.md", "Dockerfile", ".ci/run", "deploy/constraints.txt"),
+        "deploy/constraints-vllm.txt",
+    ],
+)
 def test_no_path_of_one_machine(name: str) -> None:
     assert not re.search(r"/(root|work|home/(?!servekit))\b", (ROOT / name).read_text())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.chaos.finding import Judge, slowness
 from servekit.chaos.known import Tally
 from servekit.chaos.report import cells, markdown, seconds
 from servekit.chaos.run import EXPERIMENTS, LAST, Wish
-from servekit.chaos.target import _same, whole
+from servekit.chaos.target import _same, lacking, whole
 from servekit.errors import ConfigError
 from servekit.wire.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status, WorkerState
 
@@ -96,3 +97,12 @@ def test_findings_are_readable() -> None:
     assert cells(finding)[-2:] == ["skipped", "why"]
     assert "a\\|b" in markdown([finding])
     assert (seconds(0.0081), seconds(1.256), seconds(None)) == ("8 ms", "1.26 s", "-")
+
+
+def test_what_does_not_serve_is_named_with_its_reason() -> None:
+    assert lacking(status()) == ""
+    found = status("failed")
+    [model] = found.models
+    ill = replace(model.replicas[0], reason="no such folder")
+    found = replace(found, models=(replace(model, replicas=(ill,)),))
+    assert lacking(found) == "m/0 is failed: no such folder"

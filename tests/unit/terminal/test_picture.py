@@ -145,3 +145,11 @@ def test_at_80_columns_the_clock_is_whole_and_workers_are_told_apart() -> None:
     assert columns.split() == [*_HEAD[:-1]]
     assert rows[0].split()[0] == f"{name}/0" and "/standby-0 " in rows[3]
     assert rows[2].strip() == "killed by SIGKILL"
+
+
+@pytest.mark.parametrize("width", [80, 99, 100, 120])
+def test_a_name_that_has_room_is_whole(width: int) -> None:
+    name = "smollm2-135m-instruct"
+    model = ModelStatus(name, "transformers", "-", 0, (worker(f"{name}/0"),))
+    shown = text(View(status(model), at=time.time()), width)
+    assert f"\n{name} " in shown and f"\n  {name}/0 " in shown
