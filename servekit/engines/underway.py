@@ -75,7 +75,7 @@ class Underway:
             self.score_prompt()
 
     def score_prompt(self) -> None:
-        """Begin to collect the log probabilities of the prompt; of its first token there is none."""
+        """Begin to collect log probabilities of the prompt; its first token has none."""
         first = self.job.prompt_ids[0]
         self.prompt_scores = [PromptToken(first, self.piece(first))]
         self.unscored = len(self.job.prompt_ids) > 1
