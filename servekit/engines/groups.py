@@ -163,7 +163,7 @@ def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row], epochs: Epochs) -> 
         epochs.join(row)
         if row.unscored:  # all of its prompt has to be read
             return 0
-        changes = _changes(row)
+        changes = _changes_of(row)
         found: int = search(request_id, _salted(prompt_ids, changes) if changes else prompt_ids)
         row.note_cached(found)
         return found
@@ -178,7 +178,7 @@ def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
     def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:
         row = rows.get(state.request_id)
         if complete_blocks and row is not None:
-            changes = _changes(row)
+            changes = _changes_of(row)
             state = _Disguised(state, changes) if changes else state
         mark(state, complete_blocks)
 
@@ -195,11 +195,13 @@ class _Disguised:
         self.generated_tokens: list[int] = []
 
 
-def _changes(row: Row) -> Sequence[int]:
+def _changes_of(row: Row) -> Sequence[int]:
+    salt = row.job.cache_salt
+    return _changes(row.adapter_uid, f"{row.epoch}\0{salt}" if row.epoch else salt)
+
+
+def _changes(uid: int, salt: str) -> Sequence[int]:
     """What the first tokens are changed by, 30 bits each; none for the base without a salt."""
-    uid, salt = row.adapter_uid, row.job.cache_salt
-    if row.epoch:
-        salt = f"{row.epoch}\0{salt}"
     if not uid and not salt:
         return ()
     changes = [uid * _SALT * (2 * place + 1) & _MASK30 for place in range(_SALTED)]
