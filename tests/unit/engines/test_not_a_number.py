@@ -107,9 +107,9 @@ def test_what_others_lost_is_not_seen(
 def _scores(engine: Harness, job: int) -> list[float]:
     """The log probabilities that a job was told, of its prompt and its tokens."""
     outputs = engine.outputs[job]
-    prompt = [token for output in outputs for token in output.prompt or []]
-    chosen = [token for output in outputs for token in output.logprobs or []]
-    return [one.logprob for one in (*prompt, *chosen) if one.logprob is not None]
+    prompt = [one.logprob for output in outputs for one in output.prompt or []]
+    chosen = [one.logprob for output in outputs for one in output.logprobs or []]
+    return [value for value in (*prompt, *chosen) if value is not None]
 
 
 @pytest.mark.parametrize("manner", [Manner(), Manner(plain=True, ranked=True)])
