@@ -169,6 +169,9 @@ class Engine(ABC):
 
     codec: Codec
     vocab_size: int
+    #: It runs jobs with a prompt as long as the context and `max_tokens` 1: of its only token
+    #: nothing is read, and where a client asks for no tokens, nothing is told.
+    fills_context = False
     #: Called as soon as `fatal` is set, by the thread that sets it; the worker puts itself here.
     on_death: Callable[[], None] | None = None
     _fatal: BaseException | None = None

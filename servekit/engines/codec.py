@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -109,15 +110,18 @@ class TokenizerCodec(Prompts):
     def token_bytes(self) -> int:
         """Bytes of text, white space left out, that one token stands for at most; 0: not known.
 
-        It is known where each byte comes to be in some token: for byte-level tokenizers that at
-        most compose characters (NFC), three code points into one.
+        It is known where each byte comes to be in some token: for tokenizers over bytes, or with
+        bytes for what they do not know, that leave nothing out before. At most they compose
+        characters (NFC), three code points into one.
         """
         backend: Any = self._backend
-        normalizer = type(getattr(backend, "normalizer", None)).__name__
-        if not is_byte_level(backend) or normalizer not in ("NoneType", "NFC"):
+        if backend is None or not (is_byte_level(backend) or _falls_back_to_bytes(backend)):
+            return 0
+        steps = _steps(backend.normalizer, "normalizers")
+        if not all(map(_keeps_text, steps)):
             return 0
         longest = max(len(piece.encode()) for piece in backend.get_vocab())
-        return longest * (1 if normalizer == "NoneType" else 3)
+        return longest * (3 if any(step["type"] == "NFC" for step in steps) else 1)
 
     def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
         kept = frozenset(token for token, text in self._special.items() if text in markers)
@@ -142,6 +146,38 @@ def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
 def is_byte_level(backend: Any) -> bool:
     """Whether its tokens are written in GPT-2's stand-ins for bytes."""
     return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
+
+
+def _falls_back_to_bytes(backend: Any) -> bool:
+    """SentencePiece's kind: whatever is not in the vocabulary becomes a token for each byte.
+
+    Without them any number of unknown characters is one token. Of a Unigram model it is not asked:
+    those come with a normalizer that shortens text.
+    """
+    if not getattr(backend.model, "byte_fallback", False):
+        return False
+    known = backend.get_vocab()
+    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    whole = all(
+        step["type"] == "Metaspace" or (step["type"] == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    )
+    return whole and all(f"<0x{byte:02X}>" in known for byte in range(256))
+
+
+def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as its file has them; `name` is a sequence's."""
+    if component is None:
+        return []
+    stated = json.loads(component.__getstate__())
+    return list(stated[name]) if stated["type"] == "Sequence" else [stated]
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """A normalizer changes white space at most, or composes characters."""
+    if step["type"] == "Replace":
+        return not step["pattern"].get("String", "a").strip()
+    return step["type"] in ("Prepend", "NFC")
 
 
 class _BytePieces:

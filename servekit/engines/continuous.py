@@ -83,6 +83,7 @@ class ContinuousRunner:
         self.by_request = by_request
         self.attention = str(model.config._attn_implementation)
         self._waiting: deque[Row] = deque()
+        self._epochs = groups.Epochs()
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
         self._idle_steps = 0
@@ -158,6 +159,28 @@ class ContinuousRunner:
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Run one forward pass; returns what it brought. Any exception ends the engine."""
         self._admit()
+        outputs = self._run()
+        if any(row.broken or row.alone for row, _ in outputs):
+            outputs = [(row, output) for row, output in outputs if not self._run_again(row, output)]
+        return outputs
+
+    def _run_again(self, row: Row, output: StepOutput) -> bool:
+        """Begin a row again, by itself, if its logits are NaN: they may be so because of another.
+
+        Where attention works over the whole batch, one row's NaN is every row's of that step, and a
+        block of the prefix cache may hold NaN. A row has failed only if it does so alone.
+        """
+        alone, row.alone = row.alone, 0
+        if not row.broken:
+            return False
+        number = self._epochs.leave(row)
+        if alone:
+            return False
+        row.run_alone(number, output)
+        self.add_first(row)
+        return True
+
+    def _run(self) -> list[tuple[Row, StepOutput]]:
         decoder = self._decoder
         if decoder is None:
             return self._step_of_library()
@@ -227,7 +250,7 @@ class ContinuousRunner:
         with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
             made = processor.create(self._manager)
         made.scheduler.rows = self._rows
-        groups.keep_prefixes_apart(made.cache, self._rows)
+        groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
         self._processor = made
         if self._wish is not None:
             slots = self.plan.slots

@@ -79,6 +79,8 @@ def _vector(ids: Sequence[int], size: int) -> bytes:
 
 
 class EchoEngine(Engine):
+    fills_context = True
+
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self.codec = EchoCodec()

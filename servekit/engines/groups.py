@@ -8,7 +8,8 @@ by side, as `adapters.mixing` wants them.
 The library shares blocks of equal tokens between requests. Keys and values under one adapter are
 not those under another: blocks are told apart by adapter, in that the tokens they are known by are
 changed, by something that only this adapter has, wherever they are looked up or written down. So
-are those of requests with different salts, which are not to learn of each other.
+are those of requests with different salts, which are not to learn of each other, and those of
+before and after a request whose logits were NaN (`Epochs`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from servekit.engines.rows import Row
 NAME = "servekit_groups"
 #: Tokens of a prompt that are changed: no more than the smallest block has.
 _SALTED = 8
+#: Adapters and salts are told apart by this many places, for the end of what they have shared.
+_EPOCHS = 1024
 _SALT = 0x9E3779B1  # odd, and its bits well mixed
 _MASK30 = 0x3FFFFFFF  # the library hashes tokens as signed 32-bit numbers
 
@@ -124,15 +127,43 @@ SCHEDULER_MAPPING[NAME] = GroupScheduler
 # ---------------------------------------------------------------- blocks of the cache
 
 
-def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row]) -> None:
+class Epochs:
+    """Which rows share blocks of the cache, of those with one adapter and one salt.
+
+    Where a request's logits are NaN, blocks that it has shared may hold NaN, before the token that
+    brought it forth, too: what attention masks out is multiplied with 0. So nobody finds blocks of
+    before any more. The library drops them when it needs room.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._now = [0] * _EPOCHS
+
+    def join(self, row: Row) -> None:
+        """Let a row share blocks with those that are begun from now on, unless it is alone."""
+        row.epoch = row.alone or self._now[self._place(row)]
+
+    def leave(self, row: Row) -> int:
+        """Let nobody find what a row has shared. Returns a number that no other row has."""
+        self._now[self._place(row)] = self._last + 1
+        self._last += 2
+        return self._last
+
+    @staticmethod
+    def _place(row: Row) -> int:
+        return hash((row.adapter_uid, row.job.cache_salt)) % _EPOCHS
+
+
+def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row], epochs: Epochs) -> None:
     """Have the library's cache share blocks within one adapter and one salt only, and tell them."""
     search = cache.search_prefix_match
 
     def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
         row = rows[request_id]
+        epochs.join(row)
         if row.unscored:  # all of its prompt has to be read
             return 0
-        changes = _changes(row.adapter_uid, row.job.cache_salt)
+        changes = _changes_of(row)
         found: int = search(request_id, _salted(prompt_ids, changes) if changes else prompt_ids)
         row.note_cached(found)
         return found
@@ -147,7 +178,7 @@ def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
     def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:
         row = rows.get(state.request_id)
         if complete_blocks and row is not None:
-            changes = _changes(row.adapter_uid, row.job.cache_salt)
+            changes = _changes_of(row)
             state = _Disguised(state, changes) if changes else state
         mark(state, complete_blocks)
 
@@ -162,6 +193,11 @@ class _Disguised:
         self.status = state.status
         self.initial_tokens = _salted(state.initial_tokens + state.generated_tokens, changes)
         self.generated_tokens: list[int] = []
+
+
+def _changes_of(row: Row) -> Sequence[int]:
+    salt = row.job.cache_salt
+    return _changes(row.adapter_uid, f"{row.epoch}\0{salt}" if row.epoch else salt)
 
 
 def _changes(uid: int, salt: str) -> Sequence[int]:

@@ -18,12 +18,14 @@ from servekit.wire.messages import SamplingParams
 class Limits:
     """What a job must keep to. `max_context` counts prompt and completion tokens together.
 
-    `head_size` is how many token ids the model can say; 0: all that it reads.
+    `head_size` is how many token ids the model can say; 0: all that it reads. `fills`: see
+    `base.Engine.fills_context`.
     """
 
     vocab_size: int
     max_context: int
     head_size: int = 0
+    fills: bool = False
 
 
 def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
@@ -67,6 +69,8 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 def _check_length(job: Job, limits: Limits) -> None:
     prompt, limit = len(job.prompt_ids), limits.max_context
+    if prompt == limit and job.params.max_tokens == 1 and limits.fills:
+        return
     if prompt >= limit:
         raise ContextLengthExceeded(
             f"The prompt has {prompt} tokens, and this model's context has room for {limit}, "

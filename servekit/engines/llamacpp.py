@@ -53,6 +53,7 @@ NO_GRAMMAR = "This model's vocabulary is of a kind that llguidance cannot read."
 class LlamaCppEngine(LoopedEngine):
     """See the module's docstring; options are `config.engines.LlamaCppOptions`."""
 
+    fills_context = True
     _loaded: Loaded | None = None
     _grammars: Grammars | None = None
 
@@ -65,7 +66,8 @@ class LlamaCppEngine(LoopedEngine):
         template = self.spec.chat_template or loaded.model.chat_template
         self.codec = codec = LlamaCodec(vocabulary, template if generates else "")
         self.vocab_size = vocabulary.size
-        self._limits = Limits(vocabulary.size, loaded.plan.max_context)
+        context = loaded.plan.max_context
+        self._limits = Limits(vocabulary.size, context, fills=self.fills_context)
         info = self._info(loaded)
         if not generates:
             self._runner = LlamaEmbedder(loaded.context, loaded.context.batch_tokens)

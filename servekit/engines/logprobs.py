@@ -7,6 +7,7 @@ forced may be an improbable one, and the best ones need not contain it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class Report:
         numbers = torch.cat([of_chosen.double(), values.double(), ids.double()], dim=1).tolist()
         for (_, row), numbers_of_row in zip(self._rows, numbers, strict=True):
             row.scores = _scores(numbers_of_row, values.shape[1], row.sampling.logprobs or 0)
+            row.broken |= math.isnan(row.scores.chosen)
 
 
 def _scores(numbers: list[float], width: int, wanted: int) -> Scores:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from servekit.engines.adapters.adapter import Adapter
+from servekit.engines.base import StepOutput
 from servekit.engines.underway import Underway
 
 
@@ -20,6 +21,8 @@ class Row(Underway):
     cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
     noted: list[Tensor] | None = None  # where to keep its logits, float32 [vocabulary], if anywhere
     private: threading.Event | None = None  # the engine's own: emitted to no one, set at its end
+    alone: int = 0  # not 0: it shares no step with others; no two rows have the same number
+    epoch: int = 0  # blocks of the prefix cache are shared with rows of the same one; see `groups`
     _bias: tuple[Tensor, Tensor] | None = None
     _counted: int = 0
     _counts: Tensor | None = None
@@ -54,6 +57,8 @@ class Row(Underway):
     @property
     def group(self) -> int:
         """Rows of one group may share a step."""
+        if self.alone:
+            return -self.alone
         return 0 if self.adapter is None else self.adapter.group
 
     @property
@@ -73,6 +78,14 @@ class Row(Underway):
         return self.broken or (
             self.constraint is not None and (self.constraint.ended or bool(self.constraint.failure))
         )
+
+    def run_alone(self, number: int, output: StepOutput) -> None:
+        """Forget what was computed for it since its last token; `output` is not to be told."""
+        self.alone, self.broken, self.scores = number, False, None
+        if output.prompt or self.prompt_scores:
+            self.score_prompt()
+        if self.noted:
+            self.noted.pop()
 
     def bias(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Token ids and what is added to their logits, both [entries]."""

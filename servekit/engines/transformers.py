@@ -55,6 +55,8 @@ NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 class TransformersEngine(LoopedEngine):
     """See the module's docstring; options are `config.schema.TransformersOptions`."""
 
+    fills_context = True
+
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._runner: Runner[Any]
@@ -77,7 +79,8 @@ class TransformersEngine(LoopedEngine):
         self.codec: TokenizerCodec = loaded.codec
         self.vocab_size = loaded.vocab_size
         self._head_size = loaded.head_size
-        self._limits = Limits(self.vocab_size, loaded.info.max_context, self._head_size)
+        context, fills = loaded.info.max_context, self.fills_context
+        self._limits = Limits(self.vocab_size, context, self._head_size, fills)
         self._between = Between(self, cast(CausalRunner, loaded.runner))
         bed = loading.bed(loaded, self.spec, self._tensors)
         self._rest = Rest(loaded.runner, bed, loaded.ranks)

@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,21 +65,26 @@ class Underway:
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
     scores: Scores | None = None  # of the token that is about to be pushed
-    broken: bool = False  # its logits were no numbers
+    broken: bool = False  # what was computed for it is no number
     unscored: bool = False  # log probabilities of its prompt are wanted, and not all there
     prompt_scores: list[PromptToken] = field(default_factory=list)  # those that are there
 
     def __post_init__(self) -> None:
         self.completion = list(self.job.emitted)
         if self.job.params.prompt_logprobs is not None:
-            first = self.job.prompt_ids[0]
-            self.prompt_scores.append(PromptToken(first, self.piece(first)))
-            self.unscored = len(self.job.prompt_ids) > 1
+            self.score_prompt()
+
+    def score_prompt(self) -> None:
+        """Begin to collect log probabilities of the prompt; its first token has none."""
+        first = self.job.prompt_ids[0]
+        self.prompt_scores = [PromptToken(first, self.piece(first))]
+        self.unscored = len(self.job.prompt_ids) > 1
 
     def note_prompt(
         self, token: int, logprob: float, rank: int, best: Sequence[tuple[int, float]]
     ) -> None:
         """Take the next token of the prompt whose log probability is known."""
+        self.broken |= math.isnan(logprob)
         named = tuple((other, self.piece(other), max(value, LEAST)) for other, value in best)
         known = PromptToken(token, self.piece(token), max(logprob, LEAST), rank, named)
         self.prompt_scores.append(known)
@@ -138,7 +144,7 @@ class Underway:
 
     def push(self, token: int) -> StepOutput:
         """Take the token of this step."""
-        if token == NOT_A_NUMBER:
+        if token == NOT_A_NUMBER or self.broken:
             self.broken = True
             return StepOutput(self.job.id, [], error=_BROKEN)
         constraint = self.constraint

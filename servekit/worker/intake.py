@@ -26,6 +26,8 @@ LONG_PROMPT_CHARS = 16_384
 #: Tokens of a text that are told one by one, as many as a client may send: each is an object here
 #: and at the gateway.
 MAX_TOKENS_TOLD = 2**20
+#: What is wrong with a prompt that is too long, by the tokens that were asked for.
+_PARAMS = {None: "messages", 0: "prompt"}
 #: Threads that compile grammars, or, most of them, wait until some other is compiled.
 COMPILERS = 64
 
@@ -120,7 +122,9 @@ class Intake:
         """The end of the prompt: as many tokens as are asked for, or as there is room for."""
         kept = request.params.truncate_prompt
         if kept < 0:
-            kept = max(1, context - (request.params.max_tokens or 1))
+            asked = request.params.max_tokens
+            none = asked == 0 and self._engine.fills_context
+            kept = max(1, context - (0 if none else asked or 1))
         try:
             ids = self._encode(request, MAX_TOKENS_TOLD)[-kept:]
         except TooManyTokens as error:
@@ -201,16 +205,26 @@ class Intake:
 
 
 def completion_limit(
-    prompt: int, asked: int | None, limits: tuple[int, int | None], *, clamp: bool = False
+    prompt: int,
+    asked: int | None,
+    limits: tuple[int, int | None],
+    *,
+    clamp: bool = False,
+    fills: bool = False,
 ) -> int:
     """How many tokens may be generated; raises RequestError where none or too few fit.
 
-    `clamp`: as many as fit, where that is fewer than asked for.
+    `clamp`: as many as fit, where that is fewer than asked for. Where none are asked for the engine
+    makes one that is not told; `fills`: its `fills_context`.
     """
     context, default = limits
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     room = context - prompt
+    if asked == 0:
+        if room < (0 if fills else 1):
+            raise _too_long(context, str(prompt), asked, fills=fills)
+        return 1
     if room < 1 or (asked is not None and asked > room and not clamp):
         raise _too_long(context, str(prompt), asked)
     if asked is None:
@@ -241,12 +255,17 @@ def unpacked(ids: bytes) -> list[int]:
     return found.tolist()
 
 
-def _too_long(context: int, prompt: str, asked: int | None) -> ContextLengthExceeded:
+def _too_long(
+    context: int, prompt: str, asked: int | None, *, fills: bool = True
+) -> ContextLengthExceeded:
     wanted = f" and max_tokens is {asked}" if asked is not None else ""
+    remedy = "Shorten the prompt or ask for fewer tokens"
+    if asked == 0:
+        own = "" if fills else ", and its engine needs room for one more, even with max_tokens 0"
+        wanted, remedy = own, "Shorten the prompt"
     return ContextLengthExceeded(
-        f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. "
-        "Shorten the prompt or ask for fewer tokens",
-        param="messages" if asked is None else "max_tokens",
+        f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. {remedy}",
+        param=_PARAMS.get(asked, "max_tokens"),
     )
 
 

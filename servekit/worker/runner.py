@@ -256,8 +256,10 @@ class Runner:
         if (began := request.continuation) is not None:
             limit = limit_of_continuation(len(ids), began, limits)
         else:
-            asked = params.max_tokens if params.max_tokens != 0 else 1  # one that is not told
-            limit = completion_limit(len(ids), asked, limits, clamp=params.clamp)
+            fills = self.engine.fills_context
+            limit = completion_limit(
+                len(ids), params.max_tokens, limits, clamp=params.clamp, fills=fills
+            )
         if params.max_tokens != limit:
             params = replace(params, max_tokens=limit)
         text = self._begin(peer, request, job_id, len(ids))

@@ -23,6 +23,10 @@ class LlamaCodec(Prompts):
     def _ids(self, text: str, special: bool) -> list[int]:
         return self._vocabulary.tokenize(text, special=special)
 
+    def token_bytes(self) -> int:
+        """See `codec.TokenizerCodec.token_bytes`."""
+        return self._vocabulary.token_bytes
+
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
         """Those of `texts` that are tokens of their own, added to the vocabulary."""
         added = self._vocabulary.added

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 #: llama_token_attr
 _UNKNOWN, _UNUSED, _CONTROL, _USER_DEFINED = 1, 2, 8, 16
-_SENTENCEPIECE = 1  # llama_vocab_type
+_SENTENCEPIECE, _BYTE_LEVEL = 1, 2  # llama_vocab_type
 _PIECE_BYTES = 256
+#: Bytes that text can have.
+_IN_UTF8 = {*range(0xC0), *range(0xC2, 0xF5)}
 
 
 class Vocabulary:
@@ -72,6 +74,20 @@ class Vocabulary:
         stated = self.stated("tokenizer.ggml.add_space_prefix")
         kind = self._library.call("llama_vocab_type", self._vocab)
         return bool(kind == _SENTENCEPIECE and stated != "false")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of text, white space left out, that one token stands for at most; 0: not known.
+
+        It is known where llama.cpp changes nothing but spaces, and has a token for each byte. What
+        a piece has as a space may be ▁ in the text, of three bytes.
+        """
+        kind = self._library.call("llama_vocab_type", self._vocab)
+        pieces = [self.piece(token) for token in range(self.size)]
+        single = {piece[0] for piece in pieces if len(piece) == 1}
+        if kind not in (_SENTENCEPIECE, _BYTE_LEVEL) or not single.issuperset(_IN_UTF8):
+            return 0
+        return max(len(piece) + 2 * piece.count(b" ") for piece in pieces)
 
     # ---------------------------------------------------------------- special tokens
 

@@ -348,11 +348,42 @@ def test_a_limit_that_holds_changes_nothing(parts: list[str], times: int) -> Non
         assert TokenizerCodec(tokenizer).encode(text, len(ids)) == ids
 
 
-@given(text=st.text(max_size=200))
-def test_no_token_stands_for_more_bytes_than_is_said(text: str) -> None:
+def gemma_like() -> PreTrainedTokenizerFast:
+    """Pieces cut at spaces, after characters were composed."""
+    tokenizer = sentencepiece_like()
+    backend: Any = tokenizer.backend_tokenizer
+    steps = [normalizers.NFC(), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.add_tokens([AddedToken("<turn>", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+#: What is long in few tokens, if anything is.
+DENSE = st.lists(
+    st.sampled_from(["▁", " ", "the", "ab", "<turn>", "é", "\u0344", "é", "가", "\x00", "\x1c"])
+).map("".join)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE, gemma_like()])
+@given(text=st.text(max_size=200) | DENSE)
+def test_no_token_stands_for_more_bytes_than_is_said(tokenizer: Any, text: str) -> None:
     """So that what has more bytes than all tokens of a context is refused unread."""
-    codec = TokenizerCodec(BYTE_LEVEL)
+    codec = TokenizerCodec(tokenizer)
     size_bytes = sum(len(part.encode()) for part in text.split())
     assert codec.token_bytes() > 0
     assert len(codec.encode(text)) * codec.token_bytes() >= size_bytes
-    assert TokenizerCodec(SENTENCEPIECE).token_bytes() == 0  # characters may vanish there
+
+
+def test_where_text_may_vanish_nothing_is_said_of_it() -> None:
+    assert TokenizerCodec(word_pieces()).token_bytes() == 0
+    assert TokenizerCodec(space_eater()).token_bytes() == 0
+    for normalizer in (normalizers.NFKC(), normalizers.Replace("a", ""), normalizers.Lowercase()):
+        tokenizer = sentencepiece_like()
+        backend: Any = tokenizer.backend_tokenizer
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizer])
+        assert TokenizerCodec(tokenizer).token_bytes() == 0
+    tokenizer = sentencepiece_like()
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Split("a", "removed")
+    assert TokenizerCodec(tokenizer).token_bytes() == 0

@@ -38,6 +38,8 @@ def poisoned(tiny_model: Path, tmp_path: Path) -> Path:
 WAYS: dict[str, dict[str, Any]] = {
     "by request": {},
     "decoding by itself": {"decode": "graph"},
+    "over the whole batch": {"attention": "sdpa"},
+    "by the model's own attention": {"attention": "eager"},
     "one at a time": {"batching": "static"},
 }
 
@@ -62,6 +64,52 @@ def test_it_fails_alone(
         assert [one.tokens(job) for job in beside] == expected
     one.until_idle()
     assert one.engine._runner.running == 0
+
+
+@pytest.mark.parametrize("way", ["by request", "decoding by itself", "over the whole batch"])
+def test_nobody_finds_its_prefix_in_the_cache(harness: Make, poisoned: Path, way: str) -> None:
+    """Tokens before the poison attend to it, too, with weight 0: their keys are NaN."""
+    wide = {"max_batch_tokens": 64}
+    ids = [(7919 * at) % 390 for at in range(40)]
+    alone = harness(poisoned, options=WAYS[way] | wide)
+    expected = alone.generate([*ids[:33], 6], max_tokens=6, ignore_eos=True)
+    one = harness(poisoned, options=WAYS[way] | wide)
+    for _ in range(2):
+        bad = one.submit([*ids, POISON, *ids], ignore_eos=True)
+        one.until(lambda bad=bad: one.ended(bad), "the bad one ends")  # type: ignore[misc]
+        assert one.outputs[bad][0].error
+        assert one.generate([*ids[:33], 6], max_tokens=6, ignore_eos=True) == expected
+    again = one.submit([*ids[:33], 6], max_tokens=6, ignore_eos=True)
+    assert one.tokens(again) == expected
+    assert one.outputs[again][0].cached_tokens == 32  # what came after it is shared
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 2}, {"prompt_logprobs": 1}, {"temperature": 1.0}])
+def test_what_others_lost_is_not_seen(
+    harness: Make, tiny_model: Path, poisoned: Path, more: dict[str, Any]
+) -> None:
+    few = {"attention": "sdpa", "max_batch_tokens": 32}
+    asked = {"max_tokens": 8, "ignore_eos": True, "seed": 7} | more
+    one, clean = harness(poisoned, options=few), harness(tiny_model, options=few)
+    expected = clean.submit(PROMPTS[1], **asked)
+    clean.tokens(expected)
+    beside = one.submit(PROMPTS[1], **asked)
+    bad = [one.submit([7, POISON, 7], ignore_eos=True) for _ in range(3)]
+    assert one.tokens(beside) == clean.tokens(expected)
+    found, told = _scores(one, beside), _scores(clean, expected)
+    assert bool(told) == ("temperature" not in more)
+    assert found == pytest.approx(told, abs=1e-3)
+    for job in bad:
+        one.until(lambda job=job: one.ended(job), "a bad one ends")  # type: ignore[misc]
+        assert one.outputs[job][0].error
+
+
+def _scores(engine: Harness, job: int) -> list[float]:
+    """The log probabilities that a job was told, of its prompt and its tokens."""
+    outputs = engine.outputs[job]
+    prompt = [one.logprob for output in outputs for one in output.prompt or []]
+    chosen = [one.logprob for output in outputs for one in output.logprobs or []]
+    return [value for value in (*prompt, *chosen) if value is not None]
 
 
 @pytest.mark.parametrize("manner", [Manner(), Manner(plain=True, ranked=True)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from servekit.engines.echo import EchoEngine
 from servekit.errors import RequestError
 from servekit.wire.connection import dial
 from servekit.wire.messages import ChatMessage, Generate, Grammar, SamplingParams, ToolCall
@@ -393,6 +394,26 @@ def test_what_does_not_fit_is_refused(prompt: int, asked: int | None, param: str
     with pytest.raises(RequestError) as caught:
         completion_limit(prompt, asked, (100, None))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("fills", [True, False])
+async def test_no_tokens_are_asked_for_of_a_prompt_that_fills_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills: bool
+) -> None:
+    monkeypatch.setattr(EchoEngine, "fills_context", fills)
+    async with serving(spec(tmp_path, max_context=60)) as echo:
+        params = SamplingParams(max_tokens=0, echo=True, prompt_logprobs=1)
+        for length in (59, 60) if fills else (59,):
+            (answer,) = await echo.answer(echo.send(params, prompt="x" * length))
+            assert (answer.text, answer.token_ids, answer.finish) == ("", [], "length")
+            assert answer.completion_tokens == 0 and answer.prompt is not None
+            assert len(answer.prompt.tokens) == answer.prompt_tokens == length
+        cut = SamplingParams(max_tokens=0, truncate_prompt=-1)
+        (answer,) = await echo.answer(echo.send(cut, prompt="x" * 90))
+        assert answer.prompt_tokens == (60 if fills else 59)
+        failure = await echo.failure(echo.send(params, prompt="x" * (61 if fills else 60)))
+        assert failure.code == "context_length_exceeded" and failure.param == "prompt"
+        assert ("room for one more" in failure.message) != fills
 
 
 @pytest.mark.parametrize(

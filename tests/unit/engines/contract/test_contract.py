@@ -381,6 +381,20 @@ def test_more_than_the_context_harms_nobody(engine: Running, reference: list[int
     assert_well(engine, reference)
 
 
+def test_a_prompt_fills_the_context_where_nothing_is_told_but_of_it(
+    engine: Running, reference: list[int]
+) -> None:
+    if not engine.engine.fills_context:
+        pytest.skip("it needs room for a token of its own")
+    scores = 0 if "prompt_logprobs" in engine.info.serves else None
+    [token] = engine.engine.codec.encode("a")[:1]
+    context = engine.info.max_context
+    job = engine.submit([token] * context, max_tokens=1, prompt_logprobs=scores)
+    told = engine.finished(job)[0].prompt
+    assert scores is None or (told is not None and len(told) == context)
+    assert_well(engine, reference)
+
+
 # ---------------------------------------------------------------- what some can do
 
 

@@ -116,6 +116,38 @@ def test_sentencepieces_first_space_is_not_the_texts(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_no_token_stands_for_more_bytes_than_is_said(
+    tmp_path: Path, gguf_file: Path, kind: str
+) -> None:
+    path = gguf_file if kind == "bytes" else making.write_sentencepiece(tmp_path / "sp.gguf")
+    engine = llamacpp(path)
+    try:
+        codec: LlamaCodec = engine.engine.codec
+        texts = [
+            *TEXTS,
+            "▁the▁sea▁▁" * 9,
+            "the sea" * 9,
+            "<|im_end|>" * 9,
+            "\x00\x01",
+            "\u0344" * 9,
+        ]
+        assert codec.token_bytes() > 0
+        for text in texts:
+            size_bytes = sum(len(part.encode()) for part in text.split())
+            assert len(codec.encode(text)) * codec.token_bytes() >= size_bytes
+    finally:
+        engine.close()
+
+
+def test_where_bytes_may_vanish_nothing_is_said_of_tokens(
+    codec: LlamaCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = codec._vocabulary.piece
+    monkeypatch.setattr(codec._vocabulary, "piece", lambda token: piece(token).replace(b"z", b""))
+    assert codec.token_bytes() == 0
+
+
 # ---------------------------------------------------------------- a real model
 
 
