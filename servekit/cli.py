@@ -93,11 +93,19 @@ def check(
     """Check a file and show what would run where; start nothing."""
     with _one_sentence():
         from servekit.supervisor.model_files import problems
+        from servekit.supervisor.wheels import look_up
         from servekit.tables import plan_tables, show
 
         plan = _plan(_source(file))
         show(*plan_tables(plan))
-        if found := list(problems(plan)):
+        found = list(problems(plan))
+        for told in look_up(plan):
+            if told.level == "error":
+                found.append(f"{told.place}: {told.said}")
+            else:
+                mark = "warning: " if told.level == "warning" else ""
+                print(f"{mark}{told.place}: {told.said}", file=sys.stderr)
+        if found:
             raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
 
 

@@ -137,7 +137,8 @@ class ServerConfig(Section):
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
     """Longest request body accepted; more is 413."""
     max_queue_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
-    """What requests that wait may hold of a gateway's memory together, in bytes; more are 429."""
+    """What requests that wait may hold of a gateway's memory together, in bytes; more are 429. As
+    much again is for bodies that are still being sent; of more the slowest large ones are 503."""
     write_timeout_s: Annotated[float, Field(ge=1)] = 60.0
     """A client that has read nothing of its answer for so long is disconnected."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0

@@ -15,6 +15,7 @@ from servekit.supervisor import listening, procfs
 from servekit.supervisor.gpus import Gpu
 from servekit.supervisor.planning import Plan, Source
 from servekit.supervisor.run_dir import default_paths, read_record
+from servekit.supervisor.wheels import look_up
 
 _RUN_DIR_BYTES = 100 * 2**20
 _CACHE_BYTES = 10 * 2**30
@@ -34,6 +35,7 @@ def service(
         else:
             config = plan.config
             yield configuration(file, plan, torch)
+            yield from (Finding("wheel", w.level, f"{w.place}: {w.said}") for w in look_up(plan))
     folder = run_dir or (config and config.run_dir) or default_paths(os.environ)[0]
     yield from ports(config, folder)
     yield disk("run directory", folder, _RUN_DIR_BYTES)

@@ -13,6 +13,10 @@ make in units of its own rather than in time, and it works without the GIL.
 
 What explodes does so at compile time or, mostly, in the first steps, which are tried at compile
 time too. The limits below keep all that under about 0.1 s, and later steps too.
+
+Requests of one grammar share the states of its lexer, which grow as tokens are matched, and at
+their limit fail for all of them, for ever. A new one is compiled then: no text is to end because
+of others.
 """
 
 from __future__ import annotations
@@ -45,6 +49,9 @@ REFUSALS = 256
 #: Steps of a compiled grammar that are tried, and CPU time that one of them may take, in s.
 STEPS_TRIED = 8
 STEP_S = 0.1
+#: CPU time, in s, of a grammar that may be compiled anew between two steps of the engine.
+RENEWAL_S = 0.05
+_FULL = "too many states"
 #: White space between the parts of JSON: enough to indent it, too little for a small model to go
 #: on with for ever.
 WHITESPACE = r"[ \n\r\t]{0,40}"
@@ -83,13 +90,15 @@ def mask_words(vocab_size: int) -> int:
 class Constraint:
     """Where one request is in its grammar."""
 
-    def __init__(
-        self, matcher: LLMatcher, grammar: Grammar, eos: frozenset[int], vocab_size: int
-    ) -> None:
+    def __init__(self, grammars: Grammars, grammar: Grammar, emitted: Sequence[int]) -> None:
+        """As `Grammars.constraint`."""
         self.grammar = grammar
-        self.vocab_size = vocab_size  # bits of a mask, before they are rounded up to words
-        self._matcher = matcher
-        self._eos = sorted(eos)
+        self.vocab_size = grammars.vocab_size  # bits of a mask, before they are rounded up to words
+        self._grammars = grammars
+        self._kept = grammars.compiled(grammar, patient=bool(emitted))
+        self._matcher = self._kept.matcher.deep_copy()
+        self._taken = list(emitted)
+        self._eos = sorted(grammars.eos)
         self.failure = ""  # why it cannot go on, for the user
 
     @property
@@ -97,10 +106,32 @@ class Constraint:
         """The text is complete, and nothing can be added to it."""
         return not self.failure and self._matcher.is_stopped()
 
+    def follow(self) -> bool:
+        """Go on by all that was emitted before, if it keeps to the grammar."""
+        return self._follow() or self._recover()
+
+    def _follow(self) -> bool:
+        taken = self._taken
+        return not taken or self._matcher.try_consume_tokens(taken) == len(taken)
+
     def take(self, token: int) -> None:
         """Go on by a token that the last mask allowed."""
-        if not self._matcher.consume_token(token):
+        self._taken.append(token)
+        if not self._matcher.consume_token(token) and not self._recover():
             self._fail()
+
+    def _recover(self) -> bool:
+        """Go on with a lexer that has room, if this one's has none."""
+        if _FULL not in self._matcher.get_error():
+            return False
+        for _ in range(2):  # what another request has begun may be full by now, too
+            kept = self._grammars.renew(self.grammar, self._kept)
+            if kept is None:
+                return False
+            self._kept, self._matcher = kept, kept.matcher.deep_copy()
+            if self._follow():
+                return True
+        return False
 
     def fill(self, mask: NDArray[np.int32], *, avoid_end: bool) -> None:
         """Set the bits of the tokens that may come next; `mask` is int32 [vocabulary / 32].
@@ -110,6 +141,8 @@ class Constraint:
         """
         if not self.failure:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error() and self._recover():
+                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if self._matcher.is_error():
                 self._fail()
         if self.failure:
@@ -126,7 +159,9 @@ class Constraint:
             mask[:] = other
 
     def _fail(self) -> None:
-        self.failure = _sentence(self.grammar, self._matcher.get_error(), "cannot be followed")
+        # without an error, a text that fits was not taken whole: it fills a lexer by itself
+        reason = self._matcher.get_error() or _FULL
+        self.failure = _sentence(self.grammar, reason, "cannot be followed")
 
 
 class Grammars:
@@ -150,8 +185,8 @@ class Grammars:
 
     def _begin(self, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos = eos
+        self.vocab_size = vocab_size
+        self.eos = eos
         self.trials = Trials(tokenizer)
         self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
         self._kept_bytes = 0
@@ -165,15 +200,16 @@ class Grammars:
         Raises RequestError, and ModelUnavailable where others' grammars keep the worker busy;
         that is no answer to a text that has begun, which waits.
         """
-        matcher = self._compiled(grammar, patient=bool(emitted)).deep_copy()
-        if emitted and matcher.try_consume_tokens(list(emitted)) != len(emitted):
+        constraint = Constraint(self, grammar, emitted)
+        if not constraint.follow():
             raise RequestError(
                 "The text so far does not keep to the grammar it is to go on with.",
                 param=grammar.param,
             )
-        return Constraint(matcher, grammar, self._eos, self._vocab_size)
+        return constraint
 
-    def _compiled(self, grammar: Grammar, *, patient: bool) -> LLMatcher:
+    def compiled(self, grammar: Grammar, *, patient: bool) -> _Kept:
+        """Return what is to be copied for each request. Raises as `constraint`."""
         if (known := self._known(grammar)) is not None:
             return known
         with self._lock:
@@ -185,12 +221,30 @@ class Grammars:
             with self._lock:
                 self._turns.pop(grammar, None)
 
-    def _known(self, grammar: Grammar) -> LLMatcher | None:
+    def renew(self, grammar: Grammar, full: _Kept) -> _Kept | None:
+        """Return another one in the place of `full`; None if that takes too long here and now.
+
+        It is not kept any more then: the next request compiles it where there is time.
+        """
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None and kept is not full:
+                return kept
+            if kept is not None:
+                self._kept_bytes -= self._kept.pop(grammar).bytes
+        if full.compiled_s > RENEWAL_S:
+            return None
+        matcher = compile_grammar(self._tokenizer, grammar)
+        with self._lock:
+            self._keep(grammar, made := _Kept(matcher, full.bytes, full.compiled_s))
+        return made
+
+    def _known(self, grammar: Grammar) -> _Kept | None:
         """Raises RequestError if it was refused before."""
         with self._lock:
             if (kept := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
-                return kept.matcher
+                return kept
             refusal = self._refused.get(_digest(grammar))
         if refusal is not None:
             raise RequestError(refusal, param=grammar.param)
@@ -204,7 +258,7 @@ class Grammars:
         while len(self._kept) > 1 and (len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES):
             self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
 
-    def _compile(self, grammar: Grammar, *, patient: bool) -> LLMatcher:
+    def _compile(self, grammar: Grammar, *, patient: bool) -> _Kept:
         """Compile it here if that went well elsewhere."""
         if len(grammar.text.encode()) > MAX_BYTES:
             raise _refusal(grammar, f"it is longer than {MAX_BYTES} bytes")
@@ -221,10 +275,14 @@ class Grammars:
                 while len(self._refused) > REFUSALS:
                     self._refused.popitem(last=False)
             raise RequestError(refusal, param=grammar.param)
+        before_s = time.thread_time()
         matcher = compile_grammar(self._tokenizer, grammar)
+        made = _Kept(
+            matcher, max(verdict.kept_bytes, LEAST_KEPT_BYTES), time.thread_time() - before_s
+        )
         with self._lock:
-            self._keep(grammar, _Kept(matcher, max(verdict.kept_bytes, LEAST_KEPT_BYTES)))
-        return matcher
+            self._keep(grammar, made)
+        return made
 
 
 def _digest(grammar: Grammar) -> bytes:
@@ -236,6 +294,7 @@ class _Kept(NamedTuple):
 
     matcher: LLMatcher
     bytes: int
+    compiled_s: float  # CPU time that it took
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:

@@ -39,6 +39,8 @@ _ACCEPT = (
     "text/html;q=0.01"
 )
 _TIMEOUT_S = 15.0
+#: At least; many a mirror looks elsewhere first.
+_READ_TIMEOUT_S = 30.0
 #: The strongest first; an index may give several, and old ones of these only.
 _HASHES = ("sha512", "sha384", "sha256", "sha224", "sha1", "md5")
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -73,6 +75,7 @@ class Settings:
     client_cert: str | None = None
     proxy: str | None = None
     timeout_s: float = _TIMEOUT_S
+    read_timeout_s: float = _READ_TIMEOUT_S
     retries: int = 3
 
     @classmethod
@@ -88,6 +91,7 @@ class Settings:
         index = index or default_index()
         extra = [*words("extra_index_url"), *uv("UV_EXTRA_INDEX_URL", "").split()]
         extra += uv("UV_INDEX", "").split()
+        timeout_s = _number(told.get("timeout") or told.get("default-timeout"), _TIMEOUT_S)
         offline = told.get("no-index", "").lower() in ("1", "true", "yes", "on", "t", "y")
         named = [_unnamed(url) for url in (index, *extra) if url]
         links = (*words("find_links"), *uv("UV_FIND_LINKS", "").replace(",", " ").split())
@@ -100,7 +104,8 @@ class Settings:
             cert=told.get("cert") or bundle or None,
             client_cert=told.get("client-cert") or None,
             proxy=told.get("proxy") or None,
-            timeout_s=_number(told.get("timeout") or told.get("default-timeout"), _TIMEOUT_S),
+            timeout_s=timeout_s,
+            read_timeout_s=max(timeout_s, _READ_TIMEOUT_S),
             retries=int(_number(told.get("retries"), 3)),
         )
 
@@ -114,6 +119,10 @@ class Wheel:
     hashes: Mapping[str, str] = field(default_factory=dict)
     size_bytes: int = 0  # 0: it does not say
     requires_python: str = ""
+
+
+class NoSuchWheel(LoadError):
+    """All indexes were asked and have answered, and none has that version."""
 
 
 def find(requirement: str, settings: Settings) -> Wheel:
@@ -142,7 +151,23 @@ def find(requirement: str, settings: Settings) -> Wheel:
         raise LoadError(
             f"The package index cannot be reached for {requirement}: {told}", permanent=False
         )
-    raise LoadError(_missing(requirement, of_it, wanted, settings, refused))
+    said = _missing(requirement, of_it, wanted, settings, refused)
+    raise NoSuchWheel(said) if settings.indexes and not refused else LoadError(said)
+
+
+def size_bytes(wheel: Wheel, settings: Settings) -> int:
+    """The size of the file, which is asked for where the index does not tell it; 0: not known."""
+    if wheel.size_bytes:
+        return wheel.size_bytes
+    try:
+        if urlsplit(wheel.url).scheme in ("", "file"):
+            return _local(wheel.url).stat().st_size
+        with _client(wheel.url, settings) as client:
+            answer = client.head(wheel.url, headers={"Accept-Encoding": "identity"})
+            answer.raise_for_status()
+            return int(answer.headers.get("content-length") or 0)
+    except (httpx.HTTPError, httpx.InvalidURL, _Refused, ValueError, OSError):
+        return 0
 
 
 def download(wheel: Wheel, path: Path, settings: Settings, report: Report) -> None:
@@ -376,7 +401,7 @@ def _client(url: str, settings: Settings) -> httpx.Client:
             auth=None if parts.username else _netrc(),
             verify=_verification(settings, trusted=trusted),
             proxy=settings.proxy,
-            timeout=httpx.Timeout(settings.timeout_s, read=max(settings.timeout_s, 30.0)),
+            timeout=httpx.Timeout(settings.timeout_s, read=settings.read_timeout_s),
             follow_redirects=True,
             headers={"User-Agent": "servekit"},
         )
@@ -498,4 +523,4 @@ def _said(error: Exception) -> str:
         return f"{url} answers {code} {error.response.reason_phrase}{advice}"
     if isinstance(error, httpx.TimeoutException):
         return "it did not answer in time"
-    return str(error) or type(error).__name__
+    return re.sub(r"//[^/\s]*@", "//", str(error)) or type(error).__name__

@@ -145,7 +145,9 @@ class Gateway:
         return 0
 
     def _follow_rules(self) -> None:
-        Http.write_timeout_s = self._router.access.rules.write_timeout_s
+        rules = self._router.access.rules
+        Http.write_timeout_s = rules.write_timeout_s
+        Http.bodies.limit_bytes = max(rules.max_queue_bytes, self._settings.max_body_bytes)
 
     def _on_message(self, message: ToGateway | Certified) -> None:
         match message:

@@ -35,7 +35,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise too_large(limit)
     message = await receive()
-    body: bytes = message.get("body", b"")
+    body: bytes | bytearray = message.get("body", b"")
+    if message.get("more_body"):
+        body = bytearray(body)  # grows in place, however small the pieces are
     while message.get("more_body") and len(body) <= limit:
         message = await receive()
         body += message.get("body", b"")
@@ -43,7 +45,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise too_large(limit)
     if message["type"] == "http.disconnect":
         raise ClientGone
-    return body
+    return bytes(body)
 
 
 def too_large(limit: int) -> BodyTooLarge:

@@ -4,6 +4,9 @@ uvicorn bounds neither: its parser gathers a header line that never ends (each p
 more), and its keep-alive timer covers only the time between requests. A count per segment and
 one sweep a second for all connections bound both, next to free for a request that behaves.
 
+Bodies that are still coming are bounded together: over the bound the slowest of the large ones
+is refused, so that many half-sent ones keep nobody else out.
+
 The same sweep ends the connection of a client that does not read its answer. A client that closes
 its sending side alone after a request (`nc -N`) gets its answer, though that looks like one that
 has left: an interim response tells them apart, for to a closed socket the kernel answers a reset.
@@ -71,6 +74,11 @@ class TooManyConnections(RequestError):
     code = "too_many_connections"
 
 
+class TooManyBodies(RequestError):
+    status = 503
+    code = "too_many_bodies"
+
+
 class HeaderTooLarge(RequestError):
     status = 431
     code = "header_too_large"
@@ -107,6 +115,32 @@ def most_connections() -> int:
     return files - min(_KEPT_FILES, files // 8)
 
 
+class Bodies:
+    """The bodies that clients are sending, of all connections of this process together."""
+
+    def __init__(self) -> None:
+        self.limit_bytes = 256 * 2**20
+        self.size_bytes = 0
+        self.senders: set[LimitedProtocol] = set()
+        self._tell_at_s = 0.0
+
+    def make_room(self, now_s: float) -> None:
+        """Refuse the slowest of those who have sent half an average body, until the rest fits.
+
+        Smaller ones free next to nothing; the larger ones hold at least half of all. One that is
+        alone has its own bound.
+        """
+        while self.size_bytes > self.limit_bytes and len(self.senders) > 1:
+            if now_s >= self._tell_at_s:
+                self._tell_at_s = now_s + _TELL_EVERY_S
+                log.warning("too many bodies at once", bodies=len(self.senders))
+            large_bytes = self.size_bytes / len(self.senders) / 2
+            large = [one for one in self.senders if one.held_bytes >= large_bytes]
+            slowest = min(large, key=lambda one: one.body_bytes_per_s(now_s))
+            said = f"bodies that are being sent hold {self.limit_bytes // 2**20} MiB already"
+            slowest.refuse(TooManyBodies(f"{said}; try later", retry_after_s=1.0))
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within limits, with OpenAI's envelope for what is no HTTP."""
 
@@ -115,6 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
     write_timeout_s: ClassVar[float] = 60.0
     #: With more than these connected only `VITAL` is answered, and idle ones are closed.
     most_connections: ClassVar[int] = most_connections()
+    bodies: ClassVar[Bodies] = Bodies()
 
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -127,6 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._heard_s = self.loop.time()
         self._content_bytes = 0  # of a body, without what is around its chunks
         self._unread_bytes = 0  # of a body whose request is answered
+        self.held_bytes = 0  # of a body, as counted in `bodies`
+        self._held_since_s = 0.0
         self._unsent = 0, 0  # bytes that wait here, and in the kernel, at the last sweep
         self._moved_s = self._heard_s  # when these were less than before
         self._spare = False  # it came when there were too many
@@ -161,8 +198,31 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refuse(BadHttp("there is too much around the chunks of the body"))
         elif self.cycle is not None and self.cycle.response_complete:
             self._unread_bytes += size_bytes
+            self._let_go()
             if self._unread_bytes > self.limits.unread_bytes:
                 self.transport.abort()
+        elif content_bytes and self._header_bytes < _REFUSED:
+            self._hold(content_bytes)
+
+    def _hold(self, size_bytes: int) -> None:
+        """Count so much of a body, which has not come to its end with what was just parsed."""
+        bodies = self.bodies
+        if not self.held_bytes:
+            self._held_since_s = self._heard_s
+            bodies.senders.add(self)
+        bodies.size_bytes += size_bytes - self.held_bytes
+        self.held_bytes = size_bytes
+        if bodies.size_bytes > bodies.limit_bytes:
+            bodies.make_room(self._heard_s)
+
+    def _let_go(self) -> None:
+        if self.held_bytes:
+            self.bodies.size_bytes -= self.held_bytes
+            self.bodies.senders.discard(self)
+            self.held_bytes = 0
+
+    def body_bytes_per_s(self, now_s: float) -> float:
+        return self.held_bytes / max(now_s - self._held_since_s, 1e-3)
 
     def _take_slowly(self, data: bytes) -> None:
         """Pass on no more than a header may have; it ends there, or the client is refused."""
@@ -216,7 +276,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self.upgrades = True
             return
         self.header_ends()
-        super().on_headers_complete()
+        try:
+            super().on_headers_complete()
+        except (httptools.HttpParserError, ValueError):  # of a URL; there is no cycle for it
+            self._body_comes = False
+            raise
 
     def header_ends(self) -> None:
         """Raise BadHttp for a host that is not said once: proxies may go by another one than we.
@@ -246,6 +310,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_since_s = self._body_since_s = 0.0
         self._chunk_bytes = self._content_bytes = self._unread_bytes = 0
         self._body_comes = False
+        self._let_go()
 
     # ---- time
 
@@ -335,6 +400,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer with the envelope if it can be told from other answers; end the connection."""
         tellable = self._tellable()
         self._header_bytes, self._heard_s = _REFUSED, self.loop.time()
+        if self._body_comes:
+            self._let_go()
+            self.cycle.body = bytearray()  # the connection keeps this while it lingers
         if not tellable:
             self.transport.close()
             return
@@ -411,6 +479,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._let_go()
         # uvicorn leaves its timer be where a client resets: for 75 s that holds us and the body
         self._unset_keepalive_if_required()
         active, self._active = self._active, None

@@ -60,12 +60,26 @@ def _pinned(repo: str, file: str, revision: str, environ: Mapping[str, str]) -> 
     return ""
 
 
+def wheel(path: str) -> str:
+    """The wheel that `path` is in, as NAME==VERSION; "" where it is in none."""
+    found = _PYPI.fullmatch(path)
+    return "" if found is None else f"{_canonical(found['package'])}=={found['version']}"
+
+
+def _canonical(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
 def _of_wheel(path: str, environ: Mapping[str, str]) -> Path | None:
     found = _PYPI.fullmatch(path)
     if found is None:
         return None
-    package = re.sub(r"[-_.]+", "-", found["package"]).lower()
-    wanted = ["pypi", package, found["version"], (found["member"] or "").strip("/")]
+    wanted = [
+        "pypi",
+        _canonical(found["package"]),
+        found["version"],
+        (found["member"] or "").strip("/"),
+    ]
     fetched = [entry for entry, identity in _entries(environ) if identity[-4:] == wanted]
     for entry in fetched:
         ggufs = sorted(entry.glob("*.gguf"))

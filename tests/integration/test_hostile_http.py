@@ -209,6 +209,35 @@ def test_what_waits_has_a_bound_in_bytes(tmp_path: Path) -> None:
             assert grown_bytes < limit_bytes + 4 * body_bytes  # the last one is being read
 
 
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+def test_half_sent_bodies_have_a_bound_together(tmp_path: Path, path: bytes) -> None:
+    """The gateway keeps no more of them, and others are served, with large bodies, too."""
+    limit_bytes, body_bytes = 32 * MIB, 4 * MIB
+    model = echo("echo", slots=4, max_context=100 * MIB)
+    with Instance.up(tmp_path, [model], server={"max_queue_bytes": limit_bytes}) as instance:
+        service = Service(instance)
+        gateway = instance.gateway().pid
+        assert gateway
+        before_bytes = resident_bytes(gateway)
+        half = post({**ONE, "prompt": "x" * body_bytes}).replace(b"/v1/completions", path, 1)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(service.connect()) for _ in range(24)]
+            for client in clients:
+                client.sendall(half[: -body_bytes // 8])
+            service.talk(post(ONE))
+            service.talk(post({**ONE, "prompt": "x" * body_bytes}), until=b'"finish_reason"')
+            grown_bytes = resident_bytes(gateway) - before_bytes
+            assert grown_bytes < limit_bytes + 6 * body_bytes  # the last one is answered
+            refused = 0
+            for client in clients:
+                client.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    assert b" 503 " in (head := client.recv(65536)) and b"retry-after: " in head
+                    refused += 1
+            kept = limit_bytes // (body_bytes * 7 // 8)
+            assert len(clients) - kept <= refused <= len(clients) - kept + 2
+
+
 def test_a_stream_that_nobody_reads_is_ended(tmp_path: Path) -> None:
     """It is cancelled in the engine, too; who reads slowly meanwhile gets all."""
     model = echo("echo", step_s=0.0005, slots=2, max_context=100 * MIB)

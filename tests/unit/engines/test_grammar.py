@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from servekit.engines.continuous import ContinuousRunner
 from servekit.engines.grammar import MAX_BYTES, Grammars, mask_words
@@ -254,6 +256,30 @@ def test_a_grammar_that_grows_too_complex_on_its_way_fails_its_own_request(eithe
     assert len(either.tokens(beside)) == 20
     either.until_idle()
     assert_alive(either)
+
+
+def test_a_lexer_that_is_full_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states are those of all requests of the grammar, and one of them can fill it."""
+    limits = LLParserLimits(max_lexer_states=3000, verbose_errors=False)
+    monkeypatch.setattr("servekit.engines.grammar._LIMITS", limits)
+    grammars = Grammars(byte_level_tokenizer(), 400, frozenset({2}))
+    grammar = Grammar("regex", "(a|b)*a(a|b){30}")
+    chance = random.Random(1)
+    mask = np.zeros(mask_words(grammars.vocab_size), np.int32)
+    beside = [grammars.constraint(grammar) for _ in range(2)]
+    renewed = 0
+    for _ in range(1000):
+        for constraint in beside:
+            before = constraint._kept
+            constraint.fill(mask, avoid_end=True)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            constraint.take(int(chance.choice(bits.nonzero()[0])))
+            assert not constraint.failure
+            renewed += constraint._kept is not before
+    assert renewed >= 1
+    late = grammars.constraint(grammar, beside[0]._taken)
+    late.fill(mask, avoid_end=True)
+    assert not late.failure
 
 
 def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

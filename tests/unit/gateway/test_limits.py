@@ -15,8 +15,9 @@ from servekit.errors import RequestError
 from servekit.gateway.exchange import Exchange
 from servekit.gateway.gateway import serving
 from servekit.gateway.http import Receive, Scope, Send, read_body, send_error, send_json
-from servekit.gateway.limits import LimitedProtocol, Limits
+from servekit.gateway.limits import Bodies, LimitedProtocol, Limits
 from servekit.gateway.protocol import Http
+from tests.unit.gateway.conftest import until
 
 WITHIN_S = 5.0
 LIMITS = Limits(header_s=0.2, body_s=0.3, linger_s=0.5, unread_bytes=4 * 2**20, sweep_every_s=0.02)
@@ -248,6 +249,17 @@ async def test_no_http_is_400_in_the_envelope(connect: Connect, garbage: bytes) 
     assert code_of(await to_the_end(connect, garbage)) == (400, "invalid_http")
 
 
+@pytest.mark.parametrize("url", [b"http://a:999999/", b"http://:x/", b"/\xff"])
+@pytest.mark.parametrize("before", [b"", b"GET /asgi HTTP/1.1\r\nhost: x\r\n\r\n"])
+async def test_a_url_that_is_none_is_400(connect: Connect, before: bytes, url: bytes) -> None:
+    reader, writer = await connect()
+    if before:
+        writer.write(before)
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), WITHIN_S)
+    writer.write(HEAD % url + b"content-length: 9\r\n\r\nab")
+    assert code_of(await asyncio.wait_for(reader.read(), WITHIN_S)) == (400, "invalid_http")
+
+
 @PATHS
 async def test_a_broken_body_is_400_in_the_envelope(connect: Connect, path: bytes) -> None:
     got = await to_the_end(connect, HEAD % path + b"transfer-encoding: chunked\r\n\r\nzz\r\n")
@@ -425,6 +437,82 @@ async def test_half_a_request_is_not_waited_for_after_the_end(connect: Connect) 
         writer.write(half)
         writer.write_eof()
         assert await asyncio.wait_for(reader.read(), 0.15) == b""
+
+
+# ---------------------------------------------------------------- bodies that are half sent
+
+
+HALF = b"content-length: 200000\r\n\r\n" + b"x" * 100_000
+
+
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch) -> Bodies:
+    """Room for ten halves of a body."""
+    bodies = Bodies()
+    bodies.limit_bytes = 1_050_000
+    monkeypatch.setattr(LimitedProtocol, "bodies", bodies)
+    return bodies
+
+
+async def half_sent(
+    connect: Connect, bodies: Bodies, path: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that stops in the middle of its body, once all that it sent is counted."""
+    before_bytes = bodies.size_bytes
+    reader, writer = await connect()
+    writer.write(HEAD % path + HALF)
+    await until(lambda: bodies.size_bytes == before_bytes + 100_000, "it is there")
+    return reader, writer
+
+
+@PATHS
+async def test_half_sent_bodies_keep_nobody_out(
+    connect: Connect, bodies: Bodies, path: bytes
+) -> None:
+    halves = [await half_sent(connect, bodies, path) for _ in range(10)]
+    assert bodies.size_bytes == 1_000_000
+    assert await answers(connect, HEAD % path + b"content-length: 2\r\n\r\nab") == [2]
+    small = await connect()
+    small[1].write(HEAD % path + b"content-length: 4\r\n\r\nab")
+    await until(lambda: bodies.size_bytes == 1_000_002, "half a small one has come")
+    assert await answers(connect, HEAD % path + HALF + b"x" * 100_000) == [200_000]
+    small[1].write(b"cd")
+    assert (await asyncio.wait_for(small[0].readuntil(b"\r\n\r\n4"), WITHIN_S))[9:12] == b"200"
+    said = [await asyncio.wait_for(reader.read(), WITHIN_S) for reader, _ in halves]
+    codes = [code_of(got) for got in said]
+    refused = codes.count((503, "too_many_bodies"))
+    assert 1 <= refused <= 2
+    assert codes.count((408, "request_timeout")) == 10 - refused
+    assert sum(b"\r\nretry-after: 1\r\n" in got for got in said) == refused
+    assert (bodies.size_bytes, bodies.senders) == (0, set())
+
+
+@PATHS
+@pytest.mark.parametrize("ending", ["whole", "leaves", "refused"])
+async def test_what_a_body_held_is_given_back(
+    connect: Connect, bodies: Bodies, path: bytes, ending: str
+) -> None:
+    reader, writer = await half_sent(connect, bodies, path)
+    assert bodies.size_bytes == 100_000
+    if ending == "whole":
+        writer.write(b"x" * 100_000)
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n200000"), WITHIN_S)
+    elif ending == "leaves":
+        writer.close()
+    await until(lambda: not (bodies.size_bytes or bodies.senders), "nothing is held")
+
+
+@PATHS
+async def test_what_comes_after_the_answer_holds_nothing(
+    connect: Connect, bodies: Bodies, path: bytes
+) -> None:
+    reader, writer = await connect()
+    chunk = b"x" * 100_000
+    writer.write(HEAD % path + b"transfer-encoding: chunked\r\n\r\n")
+    for _ in range(20):
+        writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+    assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), WITHIN_S)
+    await until(lambda: not (bodies.size_bytes or bodies.senders), "nothing is held")
 
 
 # ---------------------------------------------------------------- clients that do not read
