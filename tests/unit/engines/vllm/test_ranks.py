@@ -71,9 +71,7 @@ def test_the_second_model_runner_bans_what_another_worker_has_begun(
     kernel = sampler.BadWordsState(states)
     words = [[7, 8, 9], [2, 7, 8, 3], [8, 4], [6]]
     for at, extra in enumerate(({BEFORE: [7, 8]}, None)):
-        assert kernel.add_request(
-            at, SimpleNamespace(extra_args=extra, bad_words_token_ids=words)
-        )
+        assert kernel.add_request(at, SimpleNamespace(extra_args=extra, bad_words_token_ids=words))
     kernel.apply_staged_writes()
     assert (kernel.banned(0), kernel.banned(1)) == ({9, 4, 6}, {6})
     assert states.prompt_len.gpu.tolist() == [4, 4], "it is the prompt to all others"
