@@ -189,7 +189,7 @@ class Shim:
         for one in group_of(pid) if holdings else ():
             for uuid, size in holdings.get(one, {}).items():
                 held[uuid] = held.get(uuid, 0) + size
-        rss_bytes = procfs.rss_bytes(pid) if pid else 0
+        rss_bytes = procfs.rss_bytes(pid, group_of(pid) - {pid}) if pid else 0
         return msgspec.msgpack.encode(Figures(gpus, pid, held, rss_bytes))
 
     def end(self) -> None:

@@ -128,8 +128,11 @@ class Child(Generic[Incoming]):
 
     @property
     def rss_bytes(self) -> int:
-        """Resident memory; 0 when it is gone."""
-        return procfs.rss_bytes(self.pid)
+        """Resident memory of it and its process group: an engine may run in processes of its own.
+
+        0 when it is gone.
+        """
+        return procfs.rss_bytes(self.pid, group_of(self.pid) - {self.pid})
 
     @classmethod
     async def spawn(

@@ -101,6 +101,10 @@ class Life(ABC, Generic[Incoming]):
     def load(self) -> tuple[int, int]:
         """Requests that this incarnation has completed, and those it runs."""
 
+    def use(self) -> int:
+        """Of how much use this incarnation was, in requests."""
+        return self.load()[0]
+
     def buried(self) -> None:
         """The child is reaped: forget what was known of it."""
 
@@ -298,7 +302,7 @@ class Life(ABC, Generic[Incoming]):
     def _is_fruitful(self) -> bool:
         if self._ready_at is None:
             return False
-        return self.policy.is_fruitful(self.load()[0], time.monotonic() - self._ready_at)
+        return self.policy.is_fruitful(self.use(), time.monotonic() - self._ready_at)
 
     def _known(self) -> Known:
         served, running = self.load()

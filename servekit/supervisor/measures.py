@@ -22,7 +22,7 @@ from servekit.wire.messages import GpuStatus
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Memory is read once in so many ticks.
-MEMORY_EVERY_TICKS = 5
+MEMORY_EVERY_TICKS = 10
 #: What takes milliseconds is read less often: NVML with eight GPUs, the maps of all processes.
 REST_EVERY_TICKS = 25
 
@@ -60,8 +60,9 @@ class Measures:
 
     def memory(self) -> None:
         """What each process has resident."""
-        for life in self._lives():
-            life.measure()
+        with one_look():
+            for life in self._lives():
+                life.measure()
 
     async def gpus(self) -> None:
         """What each worker holds on GPUs, and how the GPUs are."""

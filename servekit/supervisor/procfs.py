@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,12 +105,22 @@ def age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - own.started / os.sysconf("SC_CLK_TCK")
 
 
-def rss_bytes(pid: int) -> int:
-    """Resident memory; 0 when it is gone."""
+def rss_bytes(pid: int, others: Collection[int] = ()) -> int:
+    """Resident memory; 0 when it is gone.
+
+    Of `others`, which belong to it, without what they may share with it: files and shared memory.
+    """
+    resident, _ = _resident(pid)
+    return resident + sum(own - shared for own, shared in map(_resident, others))
+
+
+def _resident(pid: int) -> tuple[int, int]:
+    """Resident bytes, and how many of these may be shared. Source: proc(5), /proc/PID/statm."""
     try:
-        return int((_PROC / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError):
-        return 0
+        _, resident, shared, *_ = (_PROC / str(pid) / "statm").read_text().split()
+    except (OSError, ValueError):
+        return 0, 0
+    return int(resident) * _PAGE_BYTES, int(shared) * _PAGE_BYTES
 
 
 def command(pid: int, longest: int = 80) -> str:

@@ -319,7 +319,10 @@ class Replica(Life[FromWorker]):
         return story_of(self, super().story())
 
     def load(self) -> tuple[int, int]:
-        return self.pulse.last.served, self.pulse.last.running
+        return self.pulse.last.finished, self.pulse.last.running
+
+    def use(self) -> int:
+        return self.pulse.last.served
 
     @property
     def gpu_bytes(self) -> int:

@@ -197,6 +197,7 @@ class Pong(Message, frozen=True):
     kv_used: float  # fraction of the KV cache in use, 0 to 1
     served: int = 0  # requests completed, or as many times 8 tokens; its own probes apart
     trouble: str = ""  # why it cannot serve now, though nothing is wrong with it: a sentence
+    finished: int = 0  # requests completed, its own probes apart
 
 
 # ---------------------------------------------------------------- supervisor → gateway

@@ -167,12 +167,17 @@ class Worker:
         now = self._engine.load_now()
         running, waiting = now.running, now.waiting
         trouble = self._engine.trouble if isinstance(self._engine, TextEngine) else ""
-        return Pong(seq, now.progress_age_s, running, waiting, now.kv_used, self._served, trouble)
+        age_s, kv_used, finished = now.progress_age_s, now.kv_used, self._completed
+        return Pong(seq, age_s, running, waiting, kv_used, self._served, trouble, finished)
+
+    @property
+    def _completed(self) -> int:
+        return max(self._finished - self._probes, 0)
 
     @property
     def _served(self) -> int:
         # A long answer counts before its end, so that a life cut short by chance was of use.
-        return max(self._finished - self._probes, self._tokens // TOKENS_OF_USE, 0)
+        return max(self._completed, self._tokens // TOKENS_OF_USE)
 
     def _drain(self) -> None:
         if self._runner is None:

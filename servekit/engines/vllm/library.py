@@ -121,6 +121,11 @@ REQUIRED = (
     Required("vllm.v1.worker.cpu_worker:CPUWorker", inside=True),
     Required("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler", ("forward_native",), True),
     Required(
+        "vllm.v1.worker.gpu.sample.bad_words:BadWordsState",
+        ("__init__", "add_request", "apply_staged_writes"),
+        True,
+    ),
+    Required(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner", ("_get_prompt_logprobs_dict",), True
     ),
     Required(

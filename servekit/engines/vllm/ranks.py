@@ -13,6 +13,7 @@ in two ways:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -46,14 +47,42 @@ class BadWords(list[list[int]]):
 def _ban(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
     """Ban the last token of each bad word that `past` ends with, but for that token.
 
-    The first model runner takes for `past` what it has produced itself. The second one does this in
-    a kernel, which misses a bad word that another worker has begun.
+    The first model runner takes for `past` what it has produced itself.
     """
     before = words.before if isinstance(words, BadWords) else []
     _ban_in_a_row(logits, words, before + past if before else past)
 
 
 bad_words._apply_bad_words_single_batch = _ban
+
+
+def take_up_bad_words() -> None:
+    """Have the second model runner ban a bad word that another worker has begun.
+
+    It compares in a kernel, and begins where the prompt ends: here as many tokens before that as
+    another worker's may belong to a bad word. To all but the bad words the prompt stays as it is.
+    """
+    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+    from vllm.v1.worker.gpu.sample import sampler
+
+    class BegunBadWords(sampler.BadWordsState):  # type: ignore[misc] # untyped here
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._prompt_len = self.req_states.prompt_len
+            self._begin = UvaBackedTensor(len(self._prompt_len.np), dtype=torch.int32)
+            self.req_states = copy.copy(self.req_states)
+            self.req_states.prompt_len = self._begin
+
+        def add_request(self, at: int, params: Any) -> Any:
+            before = (params.extra_args or {}).get(BEFORE, ())
+            self._begin.np[at] = self._prompt_len.np[at] - len(before)
+            return super().add_request(at, params)
+
+        def apply_staged_writes(self) -> None:
+            self._begin.copy_to_uva()
+            super().apply_staged_writes()
+
+    sampler.BadWordsState = BegunBadWords
 
 
 class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
@@ -95,6 +124,8 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
             return super().sample_tokens(grammar_output)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        if self.use_v2_model_runner:
+            take_up_bad_words()
         loaded = super().load_model(*args, **kwargs)
         if self._on_cpu and hasattr(topk_topp_sampler, "compiled_random_sample"):
             # up to 0.28 that ignores seeds as soon as one request of the batch has none

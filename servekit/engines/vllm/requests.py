@@ -31,6 +31,7 @@ _MASK = 2**63 - 1
 MOST_BIASES = 1024
 MOST_STOP_TOKENS = 128
 MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS = 128, 1024
+_TWICE = "each counts twice, with a space before it and without"
 
 
 def request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any) -> Any:
@@ -136,7 +137,7 @@ def check_room(params: Any) -> None:
     words = params.bad_words_token_ids or ()
     for name, what, count, most in (
         ("stop_token_ids", "tokens", len(params.all_stop_token_ids), MOST_STOP_TOKENS),
-        ("bad_words", "words", len(words), MOST_BAD_WORDS),
+        ("bad_words", f"words ({_TWICE})", len(words), MOST_BAD_WORDS),
         ("bad_words", "tokens", sum(map(len, words)), MOST_BAD_WORD_TOKENS),
     ):
         if count > most:

@@ -30,6 +30,7 @@ from servekit.wire.messages import (
     PROTOCOL,
     Generate,
     Hello,
+    Pong,
     Quarantined,
     SamplingParams,
     Stop,
@@ -237,6 +238,12 @@ async def test_a_pong_brings_the_load(play: Play) -> None:
     await stage.host.until(lambda: stage.replica.pulse.last.seq == 1)
     stage.replica.measure()
     assert stage.replica.status().rss_bytes > 2**20
+
+
+async def test_it_counts_requests_and_is_of_use_by_tokens_too(play: Play) -> None:
+    stage = play()
+    stage.replica.pulse.answered(Pong(1, 0.0, 2, 0, 0.0, served=193, finished=24))
+    assert (stage.replica.load(), stage.replica.use()) == ((24, 2), 193)
 
 
 async def test_memory_on_a_gpu_that_is_not_its_own_is_final(

@@ -97,3 +97,16 @@ def test_descendants_are_children_and_theirs() -> None:
             assert not procfs.has(sleeper, "PAT")
         finally:
             os.kill(sleeper, signal.SIGKILL)
+
+
+def test_what_belongs_to_a_process_counts_with_what_only_it_has() -> None:
+    code = "kept = bytes(64 << 20).replace(b'\\0', b'a'); print(1, flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    alone = procfs.rss_bytes(os.getpid())
+    more = procfs.rss_bytes(os.getpid(), {process.pid}) - alone
+    assert 60 << 20 < more < procfs.rss_bytes(process.pid) + (4 << 20)
+    process.communicate(b"\n")

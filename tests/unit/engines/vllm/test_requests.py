@@ -83,7 +83,11 @@ def test_no_more_biases_than_there_is_room_for() -> None:
     [
         (128, [[1]] * 128, ""),
         (129, [], "stop_token_ids of at most 128 tokens, and these are 129"),
-        (1, [[1]] * 129, "bad_words of at most 128 words, and these are 129"),
+        (
+            1,
+            [[1]] * 129,
+            r"128 words \(each counts twice, .*\), and these are 129",
+        ),
         (1, [[1] * 512] * 2 + [[1]], "bad_words of at most 1024 tokens, and these are 1025"),
     ],
 )
