@@ -20,7 +20,6 @@ from servekit.errors import (
     ModelUnavailable,
     QueueFull,
     RequestError,
-    SourceQuarantined,
     WorkerLost,
 )
 from servekit.gateway.access import Access
@@ -33,16 +32,9 @@ from servekit.gateway.fate import ALONE_AT, CHANGED, NOT_RESUMED, Fate
 from servekit.gateway.measures import Measures
 from servekit.gateway.pool import NEARBY, Replica
 from servekit.gateway.quarantine import Quarantine, fingerprint, refusal
+from servekit.gateway.queue import FairQueue
 from servekit.gateway.route import Route, describe, unknown
-from servekit.gateway.sources import (
-    MOST_WAITING,
-    PAUSE_S,
-    Sources,
-    Suspect,
-    Verdict,
-    in_words,
-    source_of,
-)
+from servekit.gateway.sources import Sources, Suspect, Verdict, source_of
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 from servekit.wire.residency import KeepAlive, Wanted
 
@@ -151,7 +143,7 @@ class Router:
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.keep(call)
         if call.alone_until:
-            self._line_up(route, call)
+            self._line_up(route, call, size_bytes)
             return call
         if replica is not None:
             replica.run(call)
@@ -183,18 +175,19 @@ class Router:
             raise error
         if self.sources.holds(time.monotonic()):
             self._judge(route, call)
-        if route.queue.full:
-            self._make_room(route, call)
+        queue = route.suspects if call.alone_until else route.queue
+        if queue.full:
+            self._make_room(route, queue, call)
 
-    def _make_room(self, route: Route, call: Call) -> None:
+    def _make_room(self, route: Route, queue: FairQueue[Call], call: Call) -> None:
         """Raise QueueFull; to the key that waits most where that is not the caller's."""
-        crowded = route.queue.crowd_out(call.key)
-        said = f"{len(route.queue)} requests wait for {route.status.name!r} already; try later"
+        crowded = queue.crowd_out(call.key)
+        said = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
         self._refuse_full(route, said, crowded)
 
     def _make_room_in_memory(self, route: Route, call: Call, size_bytes: int) -> None:
         """As `_make_room`, where what waits for all models holds too many bytes with this call."""
-        queues = [one.queue for one in self.routes.values()]
+        queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
         limit_bytes = self.access.rules.max_queue_bytes
         said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
         while sum(queue.size_bytes for queue in queues) + size_bytes > limit_bytes:
@@ -208,7 +201,8 @@ class Router:
 
     def _refuse_full(self, route: Route, said: str, instead: Call | None) -> None:
         """Raise QueueFull, or have it told to the call that leaves `instead`."""
-        wait_s = route.pace.wait_s(len(route.queue) + (instead is not None), self._loop.time())
+        waiting = len(route.queue) + len(route.suspects)
+        wait_s = route.pace.wait_s(waiting + (instead is not None), self._loop.time())
         if instead is None:  # and no name for the error: its traceback would hold it, and the body
             raise QueueFull(said, retry_after_s=wait_s)
         self._fail(instead, QueueFull(said, retry_after_s=wait_s))
@@ -453,19 +447,8 @@ class Router:
             raise refusal(entry := self._refuse_source(route, source), entry.for_s)
         same = self.sources.judge(fingerprint(route.status.name, call), now_s, times=2.0)
         worst = max(judged, same)
-        if worst is Verdict.FREE:
-            return
-        if len(route.suspects) >= route.queue.limit:
-            said = f"{len(route.suspects)} requests wait to be tried one by one; try later"
-            self._refuse_full(route, said, None)
-        waiting = sum(source_of(other) == source for other in route.suspects)
-        if source.startswith("key:") and judged is not Verdict.FREE and waiting >= MOST_WAITING:
-            raise SourceQuarantined(
-                f"requests from {in_words(source)} have taken workers down; {waiting} of them"
-                " wait to be tried one by one; try later",
-                retry_after_s=PAUSE_S,
-            )
-        self._isolate(call, judged, worst, now_s)
+        if worst is not Verdict.FREE:
+            self._isolate(call, judged, worst, now_s)
 
     def _isolate(self, call: Call, judged: Verdict, worst: Verdict, now_s: float) -> None:
         call.alone_until = "proven"
@@ -473,8 +456,8 @@ class Router:
         if judged is Verdict.WAITS:
             call.not_before_s = now_s + self.sources.pause_s(source_of(call), now_s)
 
-    def _line_up(self, route: Route, call: Call) -> None:
-        route.suspects.append(call)
+    def _line_up(self, route: Route, call: Call, size_bytes: int) -> None:
+        route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
         wait_s = call.not_before_s - time.monotonic()
         if wait_s > 0:
             # uvloop's timers count whole milliseconds, and may be early by as much
@@ -500,7 +483,7 @@ class Router:
             if not call.alone_until and not call.emitted:
                 route.withdraw(call)
                 self._isolate(call, judged, judged, now_s)
-                self._line_up(route, call)
+                self._line_up(route, call, held_bytes(call))
 
     def _refuse_source(self, route: Route, source: str) -> Quarantined:
         for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)

@@ -37,8 +37,6 @@ _WAITS_AT = 0.4
 _SURE_AT = 1.2
 #: How long a source that waits lets the workers be after a death.
 PAUSE_S = 2.0
-#: A key's requests that may wait for their turn.
-MOST_WAITING = 16
 #: How long a source is refused at first; twice as long each time after that.
 REFUSED_S = 30.0
 
