@@ -20,6 +20,7 @@ from servekit.errors import (
     ModelUnavailable,
     QueueFull,
     RequestError,
+    RequestQuarantined,
     WorkerLost,
 )
 from servekit.gateway.access import Access
@@ -34,7 +35,7 @@ from servekit.gateway.pool import NEARBY, Replica
 from servekit.gateway.quarantine import Quarantine, fingerprint, refusal
 from servekit.gateway.queue import FairQueue
 from servekit.gateway.route import Route, describe, unknown
-from servekit.gateway.sources import Sources, Suspect, Verdict, source_of
+from servekit.gateway.sources import Sources, Suspect, Verdict, is_shared, source_of
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 from servekit.wire.residency import KeepAlive, Wanted
 
@@ -430,6 +431,8 @@ class Router:
         if call.suspect is not None:
             self.sources.clear(call.suspect)
             call.suspect = None
+        if self.sources:
+            self.sources.pass_through(source_of(call), alone=bool(call.alone_until))
 
     def _charge(self, call: Call) -> None:
         if call.suspect is not None:
@@ -446,15 +449,23 @@ class Router:
         if judged is Verdict.REFUSED:
             raise refusal(entry := self._refuse_source(route, source), entry.for_s)
         same = self.sources.judge(fingerprint(route.status.name, call), now_s, times=2.0)
-        worst = max(judged, same)
-        if worst is not Verdict.FREE:
-            self._isolate(call, judged, worst, now_s)
+        if max(judged, same) is not Verdict.FREE:
+            self._isolate(call, judged, now_s, same)
 
-    def _isolate(self, call: Call, judged: Verdict, worst: Verdict, now_s: float) -> None:
+    def _isolate(
+        self, call: Call, judged: Verdict, now_s: float, same: Verdict = Verdict.FREE
+    ) -> None:
+        """Have a call run alone. `same`: what its exact like is judged to be.
+
+        The next death is its last where its own like, or its own key, is known to kill. Another
+        one of a shared address may be innocent, and be hit by a death from outside.
+        """
+        source = source_of(call)
+        known = same if is_shared(source) else max(judged, same)
         call.alone_until = "proven"
-        call.deaths = max(call.deaths, ALONE_AT if worst >= Verdict.WAITS else ALONE_AT - 1)
+        call.deaths = max(call.deaths, ALONE_AT if known >= Verdict.WAITS else ALONE_AT - 1)
         if judged is Verdict.WAITS:
-            call.not_before_s = now_s + self.sources.pause_s(source_of(call), now_s)
+            call.not_before_s = now_s + self.sources.pause_s(source, now_s)
 
     def _line_up(self, route: Route, call: Call, size_bytes: int) -> None:
         route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
@@ -472,7 +483,7 @@ class Router:
         judged = self.sources.judge(source, now_s)
         if judged is Verdict.FREE:
             return
-        own = [call for call in route.order() if source_of(call) == source]
+        own = [c for c in route.order() if source_of(c) == source and not c.emitted]
         if judged is Verdict.REFUSED:
             entry = self._refuse_source(route, source)
             for call in own:
@@ -480,16 +491,16 @@ class Router:
                 self._fail(call, refusal(entry, entry.for_s))
             return
         for call in own:
-            if not call.alone_until and not call.emitted:
+            if not call.alone_until:
                 route.withdraw(call)
-                self._isolate(call, judged, judged, now_s)
+                self._isolate(call, judged, now_s)
                 self._line_up(route, call, held_bytes(call))
 
     def _refuse_source(self, route: Route, source: str) -> Quarantined:
         for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)
         now_s = time.monotonic()
         entry = self.quarantine.commit_source(route.status, source, for_s, now_s)
-        if for_s > 0:
+        if for_s > 0 and not is_shared(source):
             self._report(entry)
         return entry
 
@@ -515,7 +526,7 @@ class Router:
             call.route.withdraw(call)
 
     def _fail(self, call: Call, error: RequestError) -> None:
-        self._end(call)
+        self._end(call, charged=isinstance(error, RequestQuarantined))
         call.fail(error)
 
     def _begin(self, route: Route, call: Call) -> None:
@@ -530,9 +541,13 @@ class Router:
             route.pace.resume(self._loop.time())
         route.in_flight += 1
 
-    def _end(self, call: Call, *, harmless: bool = False) -> None:
+    def _end(self, call: Call, *, harmless: bool = False, charged: bool = True) -> None:
+        """A call is over. `charged`: it may be so for the deaths that it was running in."""
         self._open.remove(call)
-        (self._clear if harmless or call.proven else self._charge)(call)
+        if harmless or call.proven:
+            self._clear(call)
+        elif charged:
+            self._charge(call)
         if call.route is not None:
             call.route.left(call)
         if self.draining and not self._open:
