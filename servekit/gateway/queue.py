@@ -65,9 +65,12 @@ class FairQueue(Generic[Item]):
         self._size += 1
         self.size_bytes += size_bytes
 
-    def give_back(self, item: Item) -> None:
-        """Put an item before all others; the limit does not apply to it."""
-        self._returned.append(item)
+    def give_back(self, item: Item, *, first: bool = False) -> None:
+        """Put an item before all others that did not come back; the limit does not apply to it.
+
+        `first`: before those that came back as well.
+        """
+        (self._returned.appendleft if first else self._returned.append)(item)
         self._size += 1
 
     def pop(self) -> Item:
@@ -125,9 +128,12 @@ class FairQueue(Generic[Item]):
                 held[key] += sum(entry.size_bytes for entry in items)
         return held
 
-    def remove(self, item: Item) -> bool:
-        """Take an item out wherever it is; False if it is not there. O(n)."""
-        found = self._take_returned(item) or self._take_waiting(item)
+    def remove(self, item: Item, *, turn: bool = False) -> bool:
+        """Take an item out wherever it is; False if it is not there. O(n).
+
+        `turn`: it has its turn, so that its key's next turn comes after all others, as with `pop`.
+        """
+        found = self._take_returned(item) or self._take_waiting(item, turn)
         self._size -= found
         return found
 
@@ -137,13 +143,15 @@ class FairQueue(Generic[Item]):
         self._returned.remove(item)
         return True
 
-    def _take_waiting(self, item: Item) -> bool:
+    def _take_waiting(self, item: Item, turn: bool) -> bool:
         for priority, lane in self._lanes.items():
             for key, items in lane.items():
                 for at, entry in enumerate(items):
                     if entry.item is item:
                         del items[at]
                         self.size_bytes -= entry.size_bytes
+                        if turn:
+                            lane.move_to_end(key)
                         self._forget_empty(priority, key)
                         return True
         return False

@@ -7,8 +7,9 @@ and when:
 - On an empty replica. While a worker is being replaced its successor is waited for: that keeps a
   suspect away from the streams under way elsewhere. Only where none is coming it is the replica
   with the least to do.
-- One at a time. The next follows as soon as the one before is proven or done, so that a suspect
-  holds the others up for as long as its first tokens take, not for all of its answer.
+- One at a time, in turns by key as in the queue. The next follows as soon as the one before is
+  proven or done, so that a suspect holds the others up for as long as its first tokens take, not
+  for all of its answer.
 - The replica is sent nothing else, by any gateway, until its worker says that it takes more: what
   waits here can still go elsewhere.
 """
@@ -44,7 +45,7 @@ class Route:
     def __init__(self, status: ModelStatus) -> None:
         self.status = status
         self.queue: FairQueue[Call] = FairQueue(status.max_queue)
-        self.suspects: deque[Call] = deque()
+        self.suspects: FairQueue[Call] = FairQueue(status.max_queue)
         self.choosy: deque[Call] = deque()  # these wait for certain replicas, see `Call.is_choosy`
         self._on_trial: Call | None = None  # the suspect that was sent last
         self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
@@ -63,7 +64,7 @@ class Route:
 
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
-        self.queue.limit = status.max_queue
+        self.queue.limit = self.suspects.limit = status.max_queue
         self._balancer.set_status(status)
 
     def left(self, call: Call) -> None:
@@ -103,7 +104,7 @@ class Route:
 
     def waited_s(self) -> float:
         """How long the first of those that wait has waited; 0 where none do."""
-        rest = (*islice(self.suspects, 1), *islice(self.choosy, 1))
+        rest = (*self.suspects.heads(), *islice(self.choosy, 1))
         came = [call.created_s for call in (*self.queue.heads(), *rest)]
         return time.monotonic() - min(came) if came else 0.0
 
@@ -263,7 +264,8 @@ class Route:
 
     def take_stranded(self) -> list[Call]:
         """The calls that wait to be gone on with and cannot be any more; they wait no longer."""
-        begun = [call for call in (*self.suspects, *self.choosy) if call.continuation is not None]
+        waiting = (*self.suspects.order(), *self.choosy)
+        begun = [call for call in waiting if call.continuation is not None]
         stranded = [call for call in begun if not self.goes_on(call)]
         for call in stranded:
             self.withdraw(call)
@@ -275,9 +277,9 @@ class Route:
         if last is not None and last.alone_until and last.replica is not None and not last.proven:
             return
         now_s = time.monotonic()
-        for call in self.suspects:
+        for call in self.suspects.order():
             if call.not_before_s <= now_s and (replica := self._ward(call)) is not None:
-                self.suspects.remove(call)
+                self.suspects.remove(call, turn=True)
                 self._on_trial = call
                 self._send(replica, call)
                 return
@@ -306,7 +308,7 @@ class Route:
     def take_back(self, call: Call, *, first: bool = True) -> None:
         """A call has lost its worker: it waits again, before all that has not run yet.
 
-        Among the suspects it is the first or the last; last is who has had a turn.
+        Of the suspects that came back it is the first or the last; last is what has had a turn.
         """
         call.meter.lost(call)
         if not call.alone_until:
@@ -314,22 +316,18 @@ class Route:
                 self.choosy.append(call)
             else:
                 self.queue.give_back(call)
-        elif first:
-            self.suspects.appendleft(call)
         else:
-            self.suspects.append(call)
+            self.suspects.give_back(call, first=first)
 
     def order(self) -> list[Call]:
         """All calls that wait, in the order they will run."""
-        return [*self.suspects, *self.choosy, *self.queue.order()]
+        return [*self.suspects.order(), *self.choosy, *self.queue.order()]
 
     def withdraw(self, call: Call) -> None:
         """Take a call out of what waits."""
-        if call in self.suspects:
-            self.suspects.remove(call)
-        elif call in self.choosy:
+        if call in self.choosy:
             self.choosy.remove(call)
-        else:
+        elif not self.suspects.remove(call):
             self.queue.remove(call)
 
     def position(self, call: Call) -> int | None:

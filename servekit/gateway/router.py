@@ -20,7 +20,7 @@ from servekit.errors import (
     ModelUnavailable,
     QueueFull,
     RequestError,
-    SourceQuarantined,
+    RequestQuarantined,
     WorkerLost,
 )
 from servekit.gateway.access import Access
@@ -33,16 +33,9 @@ from servekit.gateway.fate import ALONE_AT, CHANGED, NOT_RESUMED, Fate
 from servekit.gateway.measures import Measures
 from servekit.gateway.pool import NEARBY, Replica
 from servekit.gateway.quarantine import Quarantine, fingerprint, refusal
+from servekit.gateway.queue import FairQueue
 from servekit.gateway.route import Route, describe, unknown
-from servekit.gateway.sources import (
-    MOST_WAITING,
-    PAUSE_S,
-    Sources,
-    Suspect,
-    Verdict,
-    in_words,
-    source_of,
-)
+from servekit.gateway.sources import Sources, Suspect, Verdict, is_shared, source_of
 from servekit.wire.messages import ModelStatus, Quarantined, Topology
 from servekit.wire.residency import KeepAlive, Wanted
 
@@ -151,7 +144,7 @@ class Router:
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.keep(call)
         if call.alone_until:
-            self._line_up(route, call)
+            self._line_up(route, call, size_bytes)
             return call
         if replica is not None:
             replica.run(call)
@@ -183,18 +176,19 @@ class Router:
             raise error
         if self.sources.holds(time.monotonic()):
             self._judge(route, call)
-        if route.queue.full:
-            self._make_room(route, call)
+        queue = route.suspects if call.alone_until else route.queue
+        if queue.full:
+            self._make_room(route, queue, call)
 
-    def _make_room(self, route: Route, call: Call) -> None:
+    def _make_room(self, route: Route, queue: FairQueue[Call], call: Call) -> None:
         """Raise QueueFull; to the key that waits most where that is not the caller's."""
-        crowded = route.queue.crowd_out(call.key)
-        said = f"{len(route.queue)} requests wait for {route.status.name!r} already; try later"
+        crowded = queue.crowd_out(call.key)
+        said = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
         self._refuse_full(route, said, crowded)
 
     def _make_room_in_memory(self, route: Route, call: Call, size_bytes: int) -> None:
         """As `_make_room`, where what waits for all models holds too many bytes with this call."""
-        queues = [one.queue for one in self.routes.values()]
+        queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
         limit_bytes = self.access.rules.max_queue_bytes
         said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
         while sum(queue.size_bytes for queue in queues) + size_bytes > limit_bytes:
@@ -208,7 +202,8 @@ class Router:
 
     def _refuse_full(self, route: Route, said: str, instead: Call | None) -> None:
         """Raise QueueFull, or have it told to the call that leaves `instead`."""
-        wait_s = route.pace.wait_s(len(route.queue) + (instead is not None), self._loop.time())
+        waiting = len(route.queue) + len(route.suspects)
+        wait_s = route.pace.wait_s(waiting + (instead is not None), self._loop.time())
         if instead is None:  # and no name for the error: its traceback would hold it, and the body
             raise QueueFull(said, retry_after_s=wait_s)
         self._fail(instead, QueueFull(said, retry_after_s=wait_s))
@@ -436,6 +431,8 @@ class Router:
         if call.suspect is not None:
             self.sources.clear(call.suspect)
             call.suspect = None
+        if self.sources:
+            self.sources.pass_through(source_of(call), alone=bool(call.alone_until))
 
     def _charge(self, call: Call) -> None:
         if call.suspect is not None:
@@ -452,29 +449,26 @@ class Router:
         if judged is Verdict.REFUSED:
             raise refusal(entry := self._refuse_source(route, source), entry.for_s)
         same = self.sources.judge(fingerprint(route.status.name, call), now_s, times=2.0)
-        worst = max(judged, same)
-        if worst is Verdict.FREE:
-            return
-        if len(route.suspects) >= route.queue.limit:
-            said = f"{len(route.suspects)} requests wait to be tried one by one; try later"
-            self._refuse_full(route, said, None)
-        waiting = sum(source_of(other) == source for other in route.suspects)
-        if source.startswith("key:") and judged is not Verdict.FREE and waiting >= MOST_WAITING:
-            raise SourceQuarantined(
-                f"requests from {in_words(source)} have taken workers down; {waiting} of them"
-                " wait to be tried one by one; try later",
-                retry_after_s=PAUSE_S,
-            )
-        self._isolate(call, judged, worst, now_s)
+        if max(judged, same) is not Verdict.FREE:
+            self._isolate(call, judged, now_s, same)
 
-    def _isolate(self, call: Call, judged: Verdict, worst: Verdict, now_s: float) -> None:
+    def _isolate(
+        self, call: Call, judged: Verdict, now_s: float, same: Verdict = Verdict.FREE
+    ) -> None:
+        """Have a call run alone. `same`: what its exact like is judged to be.
+
+        The next death is its last where its own like, or its own key, is known to kill. Another
+        one of a shared address may be innocent, and be hit by a death from outside.
+        """
+        source = source_of(call)
+        known = same if is_shared(source) else max(judged, same)
         call.alone_until = "proven"
-        call.deaths = max(call.deaths, ALONE_AT if worst >= Verdict.WAITS else ALONE_AT - 1)
+        call.deaths = max(call.deaths, ALONE_AT if known >= Verdict.WAITS else ALONE_AT - 1)
         if judged is Verdict.WAITS:
-            call.not_before_s = now_s + self.sources.pause_s(source_of(call), now_s)
+            call.not_before_s = now_s + self.sources.pause_s(source, now_s)
 
-    def _line_up(self, route: Route, call: Call) -> None:
-        route.suspects.append(call)
+    def _line_up(self, route: Route, call: Call, size_bytes: int) -> None:
+        route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
         wait_s = call.not_before_s - time.monotonic()
         if wait_s > 0:
             # uvloop's timers count whole milliseconds, and may be early by as much
@@ -489,7 +483,7 @@ class Router:
         judged = self.sources.judge(source, now_s)
         if judged is Verdict.FREE:
             return
-        own = [call for call in route.order() if source_of(call) == source]
+        own = [c for c in route.order() if source_of(c) == source and not c.emitted]
         if judged is Verdict.REFUSED:
             entry = self._refuse_source(route, source)
             for call in own:
@@ -497,16 +491,16 @@ class Router:
                 self._fail(call, refusal(entry, entry.for_s))
             return
         for call in own:
-            if not call.alone_until and not call.emitted:
+            if not call.alone_until:
                 route.withdraw(call)
-                self._isolate(call, judged, judged, now_s)
-                self._line_up(route, call)
+                self._isolate(call, judged, now_s)
+                self._line_up(route, call, held_bytes(call))
 
     def _refuse_source(self, route: Route, source: str) -> Quarantined:
         for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)
         now_s = time.monotonic()
         entry = self.quarantine.commit_source(route.status, source, for_s, now_s)
-        if for_s > 0:
+        if for_s > 0 and not is_shared(source):
             self._report(entry)
         return entry
 
@@ -532,7 +526,7 @@ class Router:
             call.route.withdraw(call)
 
     def _fail(self, call: Call, error: RequestError) -> None:
-        self._end(call)
+        self._end(call, charged=isinstance(error, RequestQuarantined))
         call.fail(error)
 
     def _begin(self, route: Route, call: Call) -> None:
@@ -547,9 +541,13 @@ class Router:
             route.pace.resume(self._loop.time())
         route.in_flight += 1
 
-    def _end(self, call: Call, *, harmless: bool = False) -> None:
+    def _end(self, call: Call, *, harmless: bool = False, charged: bool = True) -> None:
+        """A call is over. `charged`: it may be so for the deaths that it was running in."""
         self._open.remove(call)
-        (self._clear if harmless or call.proven else self._charge)(call)
+        if harmless or call.proven:
+            self._clear(call)
+        elif charged:
+            self._charge(call)
         if call.route is not None:
             call.route.left(call)
         if self.draining and not self._open:

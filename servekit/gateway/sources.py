@@ -7,16 +7,24 @@ A suspect that later brings tokens, or an answer, is cleared of it; one that end
 client has hung up, or it was quarantined) is charged, with its share among those that are not
 cleared. So what workers are killed by from outside is held against nobody for long, as what was
 running comes through in its next attempt; and the neighbours of a request that kills are cleared
-while it never is.
+while it never is. A request that servekit itself ends for another reason (the model is gone, no
+worker is left) is neither cleared nor charged.
+
+One death proves nothing: a worker may be killed from outside just when its clients hang up. Deaths
+that repeat are a suspicion, and what tests it is that the source's requests run alone. Each that
+comes through so makes all charges against its source lighter: a source without poison is free again
+after a dozen requests, however many deaths it was charged with by chance.
 
 A source is the key, where keys are needed, else the client's address. It is tried alone before it
-is ever refused. An address is never refused: others may have it, too, and be answered by another
-gateway. All that comes from it takes its turn in one line.
+is ever refused. An address may be that of many, who are served beside a poisoner in one line. So it
+is refused only where nothing of it has come through since three deaths alone, by this gateway only
+(another one may serve the others), and tried again after each refusal.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -35,10 +43,12 @@ _REFUSED_AT = 2.2
 #: The same of deaths in which, by the worker's word, nothing else could have killed.
 _WAITS_AT = 0.4
 _SURE_AT = 1.2
+#: The same of an address's, if nothing of it has come through since.
+_VAIN_AT = 2.2
+#: What a charge still weighs after each request of the source that came through alone.
+_FADE = 0.97
 #: How long a source that waits lets the workers be after a death.
 PAUSE_S = 2.0
-#: A key's requests that may wait for their turn.
-MOST_WAITING = 16
 #: How long a source is refused at first; twice as long each time after that.
 REFUSED_S = 30.0
 
@@ -52,26 +62,34 @@ class Verdict(IntEnum):
     REFUSED = 3
 
 
-def verdict(deaths: float, sure: float, *, shared: bool) -> Verdict:
+def verdict(deaths: float, sure: float, vain: float | None = None) -> Verdict:
     """What the charges against a source come to.
 
     `deaths` are those charged, each by its age and the source's share in it; `sure` those of them
-    in which the worker had said that nothing else was started. `shared`: it is an address, which
-    many may have.
+    in which the worker had said that nothing else was started. `vain`: of an address, those of
+    the sure since which nothing of it has come through; None for a key.
 
-    deaths           sure             shared  verdict
-    less than 1.4    any              any     FREE
-    1.4 or more      less than 0.4    any     ALONE
-    1.4 or more      0.4 up to 1.2    any     WAITS
-    1.4 up to 2.2    1.2 or more      any     WAITS
-    2.2 or more      1.2 or more      no      REFUSED
-    2.2 or more      1.2 or more      yes     WAITS
+    deaths           sure             vain           verdict
+    less than 1.4    any              any            FREE
+    1.4 or more      less than 0.4    any            ALONE
+    1.4 or more      0.4 up to 1.2    any            WAITS
+    1.4 up to 2.2    1.2 or more      any            WAITS
+    2.2 or more      1.2 or more      None           REFUSED
+    2.2 or more      1.2 or more      less than 2.2  WAITS
+    2.2 or more      1.2 or more      2.2 or more    REFUSED
     """
     if deaths < _ALONE_AT:
         return Verdict.FREE
     if sure < _WAITS_AT:
         return Verdict.ALONE
-    return Verdict.WAITS if shared or deaths < _REFUSED_AT or sure < _SURE_AT else Verdict.REFUSED
+    if deaths < _REFUSED_AT or sure < _SURE_AT or (vain is not None and vain < _VAIN_AT):
+        return Verdict.WAITS
+    return Verdict.REFUSED
+
+
+def is_shared(source: str) -> bool:
+    """Whether many may have this source: it is an address."""
+    return not source.startswith("key:")
 
 
 def source_of(call: Call) -> str:
@@ -91,17 +109,20 @@ def in_words(source: str) -> str:
 class Death:
     """One death of a worker, and who may have brought it about. `at_s` is monotonic."""
 
-    __slots__ = ("at_s", "charged", "open", "sure")
+    __slots__ = ("at_s", "charged", "open", "passed", "sure")
 
-    def __init__(self, at_s: float, sure: bool) -> None:
+    def __init__(self, at_s: float, sure: bool, marks: Iterable[str]) -> None:
         self.at_s = at_s
         self.sure = sure  # there was but one that it can have been
         self.open = 0  # suspects that are not cleared
-        self.charged: Counter[str] = Counter()  # by mark: those of them that have ended
+        self.charged = Counter(dict.fromkeys(marks, 0))  # by mark: those of them that have ended
+        self.passed: dict[str, int] = {}  # by mark: requests that came through alone since
 
     def share(self, mark: str) -> float:
         """How much of it is held against a source or an exact request."""
-        return self.charged[mark] / self.open if mark in self.charged else 0.0
+        if not self.charged[mark]:
+            return 0.0
+        return self.charged[mark] / self.open * _FADE ** self.passed.get(mark, 0)
 
 
 class Suspect:
@@ -121,19 +142,23 @@ class Sources:
         self._deaths: deque[Death] = deque(maxlen=_MOST_DEATHS)
         self._refused: Counter[str] = Counter()  # how often
 
+    def __bool__(self) -> bool:
+        """Whether any death is remembered."""
+        return bool(self._deaths)
+
     def holds(self, now_s: float) -> bool:
         """Whether anything is held against anybody."""
         if not self._deaths:
             return False
         self._forget(now_s)
-        return any(death.charged for death in self._deaths)
+        return any(any(death.charged.values()) for death in self._deaths)
 
     def add(self, suspects: list[Suspect], sure: bool, now_s: float) -> None:
         """A worker has died, and these were running without proof. `sure`: only one could."""
         if not suspects:
             return
         self._forget(now_s)
-        death = Death(now_s, sure)
+        death = Death(now_s, sure, (mark for suspect in suspects for mark in suspect.marks))
         death.open = len(suspects)
         for suspect in suspects:
             suspect.deaths.append(death)
@@ -151,24 +176,33 @@ class Sources:
             death.charged.update(suspect.marks)
         suspect.deaths = []
 
+    def pass_through(self, mark: str, *, alone: bool) -> None:
+        """A request of a source has come through; `alone`: as one that was suspected."""
+        for death in self._deaths:
+            if mark in death.charged:
+                death.passed[mark] = death.passed.get(mark, 0) + alone
+
     def judge(self, mark: str, now_s: float, times: float = 1.0) -> Verdict:
         """What becomes of a source's next request; `times`: how much each death weighs."""
-        deaths = sure = 0.0
+        deaths = sure = vain = 0.0
         for death in self._deaths:
             if share := death.share(mark):
                 share *= times * 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
                 deaths += share
                 sure += share if death.sure else 0.0
-        return verdict(deaths, sure, shared=not mark.startswith("key:"))
+                vain += share if death.sure and mark not in death.passed else 0.0
+        return verdict(deaths, sure, vain if is_shared(mark) else None)
 
     def pause_s(self, mark: str, now_s: float) -> float:
         """How long a source that waits has to, from now on."""
-        last_s = max((one.at_s for one in self._deaths if mark in one.charged), default=0.0)
+        last_s = max((one.at_s for one in self._deaths if one.charged[mark]), default=0.0)
         return max(0.0, last_s + PAUSE_S - now_s)
 
     def refuse_for_s(self, source: str, most_s: float) -> float:
-        """A source is about to be refused: for how long."""
+        """A source is about to be refused: for how long. An address is tried again after that."""
         self._refused[source] += 1
+        if is_shared(source):
+            self.pass_through(source, alone=False)
         return min(most_s, REFUSED_S * 2.0 ** (self._refused[source] - 1))
 
     def _forget(self, now_s: float) -> None:

@@ -62,11 +62,7 @@ def carry_out(name: str, scene: Scene) -> Finding:
 ELSEWHERE = ("engine-process-killed", run.LAST)
 
 
-# The flood comes first: for a minute after deaths, clients of one address wait in one line, which
-# is not fair by key.
-@pytest.mark.parametrize(
-    "name", sorted((n for n in run.EXPERIMENTS if n not in ELSEWHERE), key=lambda n: n != "flood")
-)
+@pytest.mark.parametrize("name", [n for n in run.EXPERIMENTS if n not in ELSEWHERE])
 def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> None:
     for _ in range(3):
         finding = carry_out(name, scene)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -23,6 +24,8 @@ from servekit.errors import (
 )
 from servekit.gateway.access import ACTING
 from servekit.gateway.call import Call, Deltas
+from servekit.gateway.origin import Origin
+from servekit.gateway.sources import Suspect
 from servekit.wire.messages import (
     AccessRules,
     ChatMessage,
@@ -526,6 +529,41 @@ async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service)
     assert [await answer(call) for call in crowd[:-1]] == [echo("hello ", 24)] * 4
 
 
+# ---------------------------------------------------------------- a line for suspected sources
+
+ADDRESS = "10.0.0.1"
+
+
+def ask_from_address(text: str = "hello ", key: str = "", tokens: int = 24) -> Call:
+    call = ask(text, tokens, key)
+    call.origin = Origin((), (ADDRESS, 5))
+    return call
+
+
+def charge_address(service: Service, deaths: int = 2, *, sure: bool = False) -> None:
+    """Hold deaths of workers against the address that all clients have."""
+    for _ in range(deaths):
+        killer = Suspect((f"address:{ADDRESS}",))
+        service.router.sources.add([killer], sure=sure, now_s=time.monotonic())
+        service.router.sources.charge(killer)
+
+
+async def test_a_crowd_of_a_suspected_address_keeps_out_only_itself(service: Service) -> None:
+    service.max_queue = 4
+    await service.up(step_s=0.002, slots=1)
+    charge_address(service)
+    crowd = [service.router.open(ask_from_address(key="crowd")) for _ in range(5)]
+    assert all(call.alone_until for call in crowd)
+    light = service.router.open(ask_from_address("light ", "light"))
+    assert [service.router.position(call) for call in (crowd[1], light)] == [0, 1], "it has a turn"
+    with pytest.raises(QueueFull):
+        service.router.open(ask_from_address(key="crowd"))
+    with pytest.raises(QueueFull):
+        await answer(crowd[-1])
+    assert await answer(light) == echo("light ", 24)
+    assert [await answer(call) for call in crowd[:-1]] == [echo("hello ", 24)] * 4
+
+
 async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Service) -> None:
     await service.up()
     with pytest.raises(ModelNotFound) as error:
@@ -584,6 +622,24 @@ async def test_bytes_keep_out_only_those_who_filled_the_queue(service: Service) 
     for call in (running, light, *crowd[:-1]):
         await answer(call)
     assert service.router.routes["m"].queue.size_bytes == 0
+
+
+async def test_bytes_of_a_suspected_address_count_too(service: Service) -> None:
+    await service.up(step_s=0.01, slots=1, max_context=100 * MIB)
+    limit_queue(service, 4 * MIB)
+    charge_address(service)
+    route = service.router.routes["m"]
+    running = service.router.open(ask_from_address())
+    waiting = [service.router.open(ask_from_address("x" * MIB, "crowd", 2)) for _ in range(3)]
+    assert route.suspects.size_bytes > 3 * MIB
+    with pytest.raises(QueueFull, match="hold 4 MiB already"):
+        service.router.open(ask_from_address("x" * MIB, "crowd", 2))
+    light = service.router.open(ask_from_address("x" * MIB, "light", 2))
+    with pytest.raises(QueueFull):
+        await answer(waiting[-1])
+    for call in (running, light, *waiting[:-1]):
+        call.cancel()
+    assert route.suspects.size_bytes == 0
 
 
 async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> None:

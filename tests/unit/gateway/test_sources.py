@@ -27,8 +27,9 @@ from servekit.gateway.sources import (
     ],
 )
 def test_the_table(deaths: float, sure: float, expected: Verdict) -> None:
-    assert verdict(deaths, sure, shared=False) is expected
-    assert verdict(deaths, sure, shared=True) is min(expected, Verdict.WAITS)
+    assert verdict(deaths, sure) is expected
+    assert verdict(deaths, sure, 2.1) is min(expected, Verdict.WAITS)
+    assert verdict(deaths, sure, 2.2) is expected
 
 
 def test_what_comes_through_in_another_attempt_is_cleared_and_what_hangs_up_is_charged() -> None:
@@ -85,3 +86,48 @@ def test_it_is_refused_for_longer_each_time_and_forgotten_at_last() -> None:
     assert sources.pause_s("key:k", 3.5) == 0.5
     assert not sources.holds(10_000.0)
     assert in_words("key:k") == "the key 'k'"
+
+
+def charge(sources: Sources, mark: str, at_s: float, *, sure: bool) -> None:
+    one = Suspect((mark,))
+    sources.add([one], sure=sure, now_s=at_s)
+    sources.charge(one)
+
+
+@pytest.mark.parametrize("sure", [False, True])
+def test_a_source_is_free_again_once_its_requests_came_through_alone(sure: bool) -> None:
+    """Two workers killed from outside, just when all clients hung up."""
+    sources = Sources()
+    for _ in range(2):
+        charge(sources, "address:a", 0.0, sure=sure)
+    for _ in range(100):
+        sources.pass_through("address:a", alone=False)
+        sources.pass_through("address:b", alone=True)
+    for _ in range(11):
+        assert sources.judge("address:a", 0.0) >= Verdict.ALONE
+        sources.pass_through("address:a", alone=True)
+    sources.pass_through("address:a", alone=True)
+    assert sources.judge("address:a", 0.0) is Verdict.FREE
+
+
+def test_an_address_is_refused_if_nothing_of_it_comes_through_and_tried_again() -> None:
+    sources = Sources()
+    for at in range(3):
+        assert sources.judge("address:a", float(at)) <= Verdict.WAITS
+        charge(sources, "address:a", float(at), sure=True)
+    assert sources.judge("address:a", 3.0) is Verdict.REFUSED
+    assert sources.refuse_for_s("address:a", 100.0) == 30.0
+    assert sources.judge("address:a", 33.0) is Verdict.WAITS
+    for at in range(33, 36):
+        charge(sources, "address:a", float(at), sure=True)
+    assert sources.judge("address:a", 36.0) is Verdict.REFUSED
+    assert sources.refuse_for_s("address:a", 100.0) == 60.0
+
+
+def test_an_address_is_not_refused_where_another_client_of_it_is_served() -> None:
+    sources = Sources()
+    for at in range(20):
+        charge(sources, "address:a", float(at), sure=True)
+        if at % 2:
+            sources.pass_through("address:a", alone=True)
+        assert sources.judge("address:a", float(at)) <= Verdict.WAITS
