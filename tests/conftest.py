@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import settings
 
 # Under nohup, or in the background of some shells, hangups or Ctrl-C are ignored, and so they would
 # be by every process that the tests start: servekit heeds them, but not where they are off.
@@ -28,6 +29,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Five seconds, unless it is told otherwise: on a busy machine that is a process that starts.
 for _what in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)
+
+# The same examples in every run and on every machine, kept nowhere, and no deadline for one of them
+# on a busy machine. `--hypothesis-profile default` looks for others.
+settings.load_profile("ci")
 
 INTEGRATION = Path(__file__).parent / "integration"
 

@@ -54,7 +54,7 @@ mount --bind /opt/given/etc /etc/servekit
 mount -t sysfs -o ro sysfs /sys
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 exec env -i container=unshare PATH="$PATH" /lib/systemd/systemd --system --unit=basic.target \
-    --log-target=console --show-status=no
+    --log-target=journal --show-status=no
 """
 
 _LAUNCHER = f"""#!/bin/sh
@@ -150,4 +150,5 @@ class Machine:
         return self.systemctl("show", "servekit", "--value", "-p", name).strip()
 
     def journal(self) -> str:
-        return self.run("journalctl", "--no-pager", "-o", "cat").stdout
+        """Of the service alone: the kernel's messages in it are those of the whole machine."""
+        return self.run("journalctl", "-u", "servekit", "--no-pager", "-o", "cat").stdout

@@ -17,28 +17,24 @@ from tests.integration.ray_nodes import Nodes
 
 @contextlib.contextmanager
 def running(*, grows: bool = False) -> Iterator[Nodes]:
-    """A head on which nothing is placed; the test is skipped where there is none to be had.
+    """A head on which nothing is placed. Raises ConnectionError if Ray does not start it.
 
     `grows`: as `ray_growing` has it, with a node to be had by who asks for it.
     """
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
-    (folder / "ray").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
+        folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "ray").mkdir()
         # what Ray notes of the newest cluster of the machine is not to be shared with others
         patch.setenv("RAY_TMPDIR", str(folder))
         for name, value in (ray_growing.ENVIRON if grows else {}).items():
             patch.setenv(name, value)
-        try:
-            made = Nodes(str(folder), **(ray_growing.head(folder) if grows else {}))
-        except ConnectionError:
-            shutil.rmtree(folder, ignore_errors=True)
-            pytest.skip("Ray's own head does not start on this machine, tried three times")
+        made = Nodes(str(folder), **(ray_growing.head(folder) if grows else {}))
         try:
             yield made
         finally:
             made.end()
             ray_growing.end(folder)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def raylet_of(pid: int) -> int:

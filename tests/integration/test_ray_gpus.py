@@ -6,6 +6,7 @@ third node has no NVML.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -47,18 +48,15 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
-    (folder / "ray").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
+        folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets' paths have to be short
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "ray").mkdir()
         # what Ray notes of the newest cluster of the machine is not to be shared with others
         patch.setenv("RAY_TMPDIR", str(folder))
         for name in THREADS:
             patch.delenv(name, raising=False)
-        try:
-            nodes = Nodes(str(folder))
-        except ConnectionError:
-            shutil.rmtree(folder, ignore_errors=True)
-            pytest.skip("Ray's own head does not start on this machine, tried three times")
+        nodes = Nodes(str(folder))
         try:
             made = Cluster(nodes, {})
             for address in ADDRESSES:
@@ -72,7 +70,6 @@ def cluster() -> Iterator[Cluster]:
             yield made
         finally:
             nodes.end()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def section(nodes: Nodes) -> dict[str, Any]:

@@ -7,9 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from servekit.supervisor.run_dir import read_record
 from tests.integration.instance import PROGRAM, Instance, echo
@@ -72,17 +75,24 @@ def test_an_instance_goes_on_without_its_run_directory(tmp_path: Path) -> None:
         assert instance.process.wait(timeout=10) == 0
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose sockets have short paths, wherever the tests' own are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_by_default_it_lives_in_the_state_directory_and_is_found_by_none_of_it(
-    tmp_path: Path,
+    short: Path,
 ) -> None:
-    state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
-    (tmp_path / "runtime").mkdir()
-    env = {"XDG_STATE_HOME": str(state), "XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
-    with Instance.begun(tmp_path, [echo("a")], env=env, run_dir=None) as instance:
+    state, elsewhere = short / "state", short / "elsewhere"
+    (short / "runtime").mkdir()
+    env = {"XDG_STATE_HOME": str(state), "XDG_RUNTIME_DIR": str(short / "runtime")}
+    with Instance.begun(short, [echo("a")], env=env, run_dir=None) as instance:
         instance.run_dir = state / "servekit" / "default"
         instance.until("it runs", instance.running)
         instance.until_settled()
-        assert not any((tmp_path / "runtime").iterdir())
+        assert not any((short / "runtime").iterdir())
         # others run on this machine, too: it is told, or is in their list
         for given in ({"XDG_STATE_HOME": str(elsewhere), "XDG_RUNTIME_DIR": ""}, {"HOME": "/"}):
             told = cli("ps", "--json", env={"XDG_STATE_HOME": "", **given})

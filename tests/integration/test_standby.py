@@ -123,11 +123,15 @@ def test_nothing_forked_outlives_the_supervisor(tmp_path: Path, stopped: bool) -
     model = forking(grandchildren=2, escaped_grandchildren=2)
     with Instance.up(tmp_path, [model]) as instance:
         until_prepared(instance)
+        started = procfs.descendants(instance.replica("a/0").pid)
         worker = kill_and_replace(instance)
         instance.until("the escaped were seen", lambda: _descendants(instance.pid) >= 8)
+        started += procfs.descendants(worker)
+        assert len(started) == 8
         if stopped:
             os.kill(worker, signal.SIGSTOP)
         # Leaving the block kills the supervisor, and asserts that nothing of it is left.
+    assert not [one for one in started if procfs.is_alive(one.pid, one.started)]
 
 
 def test_what_a_forked_worker_has_started_dies_with_it(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -90,9 +89,6 @@ for heads, kv_heads, width, size, dtype in (
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch on CUDA only")
-@pytest.mark.skipif(
-    np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="Triton's interpreter needs numpy < 2.4"
-)
 def test_our_kernel_interpreted_says_what_the_reference_says() -> None:
     """Its arithmetic, without a GPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -43,7 +43,7 @@ class Liar:
     greets: deque[Script] = field(default_factory=deque)
     models: Script | None = None
     gone: int = 0  # connections that were closed from the other side in the middle of an answer
-    open: int = 0
+    open: int = 0  # of what was `asked`, under way by now
     connections: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -66,7 +66,10 @@ class Liar:
     ) -> None:
         answering = asyncio.ensure_future(self._script(asked)(writer, asked))
         leaving = asyncio.ensure_future(_left(reader))
-        self.open += 1
+        # The other side reads the last byte before this task ends: greetings do not count, or the
+        # last of them would be taken for the first request.
+        counts = asked in self.asked
+        self.open += counts
         self.changed.set()
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +78,7 @@ class Liar:
                 raise ConnectionResetError
             await answering
         finally:
-            self.open -= 1
+            self.open -= counts
             self.changed.set()
             for task in (answering, leaving):
                 task.cancel()
