@@ -222,8 +222,10 @@ def test_cancelling_the_only_runner_lets_those_taken_out_back_in(harness: Make) 
     running = list(scheduler.active_requests)
     assert len(running) == 1
     stays = next(job for job in jobs if not running[0].startswith(f"{job}#"))
-    one.engine.cancel(next(job for job in jobs if job != stays))
+    [gone] = [job for job in jobs if job != stays]
+    one.engine.cancel(gone)
     assert len(one.tokens(stays)) == 250
+    assert not any(output.finish for output in one.outputs[gone]), "it has not ended by itself"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -22,7 +22,7 @@ from servekit.gateway.ui_chat import (
     turns_of,
 )
 from servekit.wire.messages import Topology
-from tests.unit.gateway.conftest import DEADLINE_S, Service, until
+from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
 
 def asked(text: str = "hello ") -> list[Turn]:
@@ -93,8 +93,9 @@ async def test_a_new_question_replaces_the_one_under_way(service: Service) -> No
 
 
 async def test_a_reader_who_leaves_cancels(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
-    answer = Chats(service.router).answer(Visit("s", "ui"), "m", asked(), Settings(max_tokens=4000))
+    [worker] = await service.up(**ENDLESS)
+    settings = Settings(max_tokens=ENDLESS_TOKENS)
+    answer = Chats(service.router).answer(Visit("s", "ui"), "m", asked(), settings)
     async for view in answer:
         if view.progress.tokens:
             break

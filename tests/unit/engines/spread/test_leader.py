@@ -77,6 +77,8 @@ def test_cancelled_requests_leave_the_ranks_in_step(spread: Harness) -> None:
     for job in jobs:
         spread.engine.cancel(job)
     spread.until_idle()
+    ends = [output.finish for job in jobs for output in spread.outputs.get(job, ())]
+    assert not any(ends), "none has ended by itself"
     assert_alive(spread)
 
 
