@@ -36,6 +36,9 @@ TEST_LIMIT_S = 20.0
 #: The exit codes of pytest that say something of the tests.
 PASSED, FAILED = 0, 1
 
+#: The plugins that the tests need: to import all that are installed takes longer than the tests.
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "pytest_rerunfailures")
+
 Verdict = Literal["killed", "SURVIVED", "STALE", "ERROR"]
 
 
@@ -116,11 +119,16 @@ def _link(source: str, to: str) -> None:
 def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[int, str]:
     """Run pytest in the tree; its exit code, and its output. A hang counts as a failure."""
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S:g}"]
+    options += [word for plugin in PLUGINS for word in ("-p", plugin)]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     process = subprocess.Popen(
         command,
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
