@@ -215,6 +215,29 @@ async def test_a_reload_changes_how_many_may_wait_and_for_how_long(service: Serv
     assert not running.done and not waiting.done, "they came under another limit"
 
 
+async def test_a_client_may_ask_for_less_time_than_the_models_and_not_for_more(
+    service: Service,
+) -> None:
+    service.timeout_s = 30.0
+    await service.up(**ENDLESS)
+    asked = {None: 30.0, 5.0: 5.0, 90.0: 30.0}
+    for timeout_s, limit_s in asked.items():
+        call = service.router.open(ask(tokens=ENDLESS_TOKENS), timeout_s)
+        assert call.limit_s == limit_s
+        call.cancel()
+
+
+async def test_what_waits_for_a_model_that_is_removed_is_told(service: Service) -> None:
+    [worker] = await service.up(slots=1, **ENDLESS)
+    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
+    await until(lambda: worker.running == 1)
+    service.router.apply(Topology(()))
+    with pytest.raises(ModelUnavailable):
+        await answer(waiting, within_s=10.0)
+    assert not running.done
+    running.cancel()
+
+
 async def test_deadlines_count_waiting_and_running(service: Service) -> None:
     [worker] = await service.up(step_s=0.002, slots=1)
     running = service.router.open(ask(tokens=8000), timeout_s=0.2)
