@@ -370,8 +370,8 @@ async def test_draining_lets_what_is_in_flight_finish(service: Service) -> None:
 
 
 async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Service) -> None:
-    [worker] = await service.up(step_s=0.001)
-    params = SamplingParams(max_tokens=8000, stop=("lo he",))
+    [worker] = await service.up(**ENDLESS)
+    params = SamplingParams(max_tokens=ENDLESS_TOKENS, stop=("lo he",))
     call = service.router.open(Call("m", params, prompt="hello "))
     assert await answer(call) == "hel"
     await until(lambda: worker.running == 0)
