@@ -47,7 +47,7 @@ class Result:
     edit: Edit
     verdict: Verdict
     took_s: float = 0.0
-    detail: str = ""  # where it is not killed
+    detail: str = ""  # where it is not killed, or only by the time limit
 
 
 def main() -> int:
@@ -100,6 +100,10 @@ def try_edit(edit: Edit, base: Path, tree: Path) -> Result:
         shutil.rmtree(tree)
     verdict: Verdict = {PASSED: "SURVIVED", FAILED: "killed"}.get(code, "ERROR")  # type: ignore[assignment]
     detail = "" if verdict == "killed" else output.strip().rpartition("\n")[2]
+    if verdict == "killed" and "Timeout (>" in output:
+        detail = (
+            "by the time limit"  # true of an edit that makes a test wait, and of a slow machine
+        )
     return Result(edit, verdict, time.monotonic() - began_s, detail)
 
 
