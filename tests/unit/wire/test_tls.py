@@ -221,10 +221,9 @@ def refusal(credentials: Credentials, client: ssl.SSLContext) -> str:
 
 def test_a_certificate_that_is_not_shown_is_nobody() -> None:
     """OpenSSL tells of a peer without one as of one whose certificate is empty."""
-    without, no_tls = ({"peercert": {}}, {})
     with pytest.raises(NotTrusted, match="does not say who it is"):
-        member(SimpleNamespace(get_extra_info=without.get))
-    assert member(SimpleNamespace(get_extra_info=no_tls.get)) is None
+        member(SimpleNamespace(get_extra_info={"peercert": {}}.get))
+    assert member(SimpleNamespace(get_extra_info={"peercert": None}.get)) is None
 
 
 async def test_a_server_that_shows_nothing_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

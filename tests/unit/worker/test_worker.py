@@ -191,7 +191,8 @@ class Scene:
         seq = 1000 + len(self.heard)
         self.control.send(Ping(seq))
         await until(lambda: any(pong.seq == seq for pong in self.of(Pong)))
-        return next(pong for pong in self.of(Pong) if pong.seq == seq)
+        [pong] = [one for one in self.heard if isinstance(one, Pong) and one.seq == seq]
+        return pong
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
