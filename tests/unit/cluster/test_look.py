@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from servekit.cluster import look
 from servekit.cluster.look import _lacks
 from servekit.wire.cluster import Want
 
@@ -19,4 +22,11 @@ def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
     assert _lacks(wants) == {
         "moved": f"there is no {gone} there",
         "strange": "the engine nobodys is not installed there",
+    }
+
+
+def test_a_node_says_which_package_an_engine_lacks_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look, "lacking", lambda kind: "pip install it")
+    assert _lacks([Want("a", "echo", "")]) == {
+        "a": "the engine echo is not installed there; pip install it"
     }

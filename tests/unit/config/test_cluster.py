@@ -63,3 +63,8 @@ def test_certificates_outlive_the_time_without_a_supervisor(tmp_path: Path) -> N
         read(tmp_path, launcher="ray", ray={"certificate_life_s": 60})
     config = read(tmp_path, launcher="ray", ray={"certificate_life_s": 60, "grace_s": 20})
     assert config.ray is not None and config.ray.certificate_life_s == 60
+
+
+def test_a_reserve_of_each_gpu_is_not_for_the_file_to_say(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Ray says which"):
+        read(tmp_path, launcher="ray", gpus={"reserve": "1GiB"})

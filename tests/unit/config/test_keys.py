@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import pytest
@@ -20,6 +21,16 @@ def test_a_new_key_matches_its_hash_and_no_other() -> None:
     assert found.matches(key.encode())
     assert not found.matches(key[:-1].encode() + b"!")
     assert keys.new("al.ice-2")[0] != key
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 16, 31])
+def test_every_byte_of_a_hash_is_compared(place: int) -> None:
+    key, line = keys.new("x")
+    found = keys.parse(line)
+    digest = bytearray(found.digest)
+    digest[place] ^= 1
+    assert len(found.digest) == 32
+    assert not dataclasses.replace(found, digest=bytes(digest)).matches(key.encode())
 
 
 def test_the_hash_is_scrypt_as_anyone_computes_it() -> None:
@@ -65,6 +76,7 @@ def test_names(name: str, fits: bool) -> None:
 
 
 def test_digests_of_clear_keys_depend_on_their_salt() -> None:
+    assert len(keys.fast_digest(b"key", b"1" * 32)) == 32
     assert keys.fast_digest(b"key", b"1" * 32) == keys.fast_digest(b"key", b"1" * 32)
     assert keys.fast_digest(b"key", b"1" * 32) != keys.fast_digest(b"key", b"2" * 32)
     assert keys.fast_digest(b"key", b"1" * 32) != keys.fast_digest(b"kez", b"1" * 32)

@@ -223,6 +223,21 @@ class Harness:
             assert time.monotonic() < deadline, "waited in vain"
             threading.Event().wait(0.002)
 
+    def count_steps(self) -> Callable[[], int]:
+        """How many steps the runner takes from now on: a cancelled job is worth none.
+
+        Its outputs do not show whether it goes on: the engine keeps them to itself.
+        """
+        runner, taken = self.engine._runner, [0]
+        step = runner.step
+
+        def counted() -> Any:
+            taken[0] += 1
+            return step()
+
+        runner.step = counted
+        return lambda: taken[0]
+
     def close(self) -> None:
         self.engine.close()
 

@@ -191,10 +191,13 @@ def test_requests_take_turns(harness: Make, tmp_path: Path) -> None:
 def test_a_cancelled_request_makes_room(harness: Make, tmp_path: Path) -> None:
     one = harness(bert(tmp_path), options={"max_batch_tokens": 64})
     crowd = submit(one, ["jumps over the lazy dog. "] * 400)
+    one.until_true(lambda: one.engine._runner.running)
     one.engine.cancel(crowd)
+    steps = one.count_steps()
     assert len(vectors(one, submit(one, ["a"]))) == 1
     assert crowd not in one.outputs
     one.until_idle()
+    assert steps() < 20, "nothing of it was embedded, neither before nor after"
     assert one.engine.load_now().progress_age_s == 0
 
 

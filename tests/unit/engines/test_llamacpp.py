@@ -394,9 +394,10 @@ def test_cancelling_frees_the_slot_and_says_no_more(gguf: Make) -> None:
     one.engine.cancel(waits)
     one.engine.cancel(first)
     one.engine.cancel(12345)
-    said = len(one.outputs[first])
+    steps, said = one.count_steps(), len(one.outputs[first])
     assert len(one.tokens(last)) == 4
     assert len(one.outputs[first]) == said
+    assert steps() < 50, "the slot was free at once"
     assert waits not in one.outputs
     one.until_idle()
     load = one.engine.load_now()

@@ -66,6 +66,7 @@ def test_temperature_divides_the_logits() -> None:
         (Sampling(top_k=5, top_p=0.8, seed=1), None),
         (Sampling(top_k=1, seed=1), 1),
         (Sampling(min_p=0.2, seed=1), None),
+        (Sampling(top_k=30, min_p=0.3, seed=1), None),
         (Sampling(top_p=0.9, min_p=0.1, temperature=0.7, seed=1), None),
     ],
 )

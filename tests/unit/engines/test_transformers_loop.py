@@ -112,9 +112,10 @@ def test_cancelling_frees_the_slot_and_says_no_more(harness: Make) -> None:
     second = one.submit(PROMPTS[1], max_tokens=4, ignore_eos=True)
     one.until(lambda: first in one.outputs, "the first job has a token")
     one.engine.cancel(first)
-    said = len(one.outputs[first])
+    steps, said = one.count_steps(), len(one.outputs[first])
     assert len(one.tokens(second)) == 4
     assert len(one.outputs[first]) == said
+    assert steps() < 50, "the slot was free at once"
     one.until_idle()
     assert one.engine.load_now().running == 0
     runner = one.engine._runner
@@ -126,10 +127,11 @@ def test_cancelling_while_waiting_and_before_the_first_step(either: Harness) -> 
     jobs = [either.submit(PROMPTS[0], max_tokens=300, ignore_eos=True) for _ in range(40)]
     for job in jobs:
         either.engine.cancel(job)
-    said = {job: len(either.outputs.get(job, [])) for job in jobs}
+    steps, said = either.count_steps(), {job: len(either.outputs.get(job, [])) for job in jobs}
     assert_alive(either)
     assert {job: len(either.outputs.get(job, [])) for job in jobs} == said
     either.until_idle()
+    assert steps() < 250, "not one of them goes on"
     assert either.engine.load_now().progress_age_s == 0
 
 
@@ -222,8 +224,12 @@ def test_cancelling_the_only_runner_lets_those_taken_out_back_in(harness: Make) 
     running = list(scheduler.active_requests)
     assert len(running) == 1
     stays = next(job for job in jobs if not running[0].startswith(f"{job}#"))
-    one.engine.cancel(next(job for job in jobs if job != stays))
+    [gone] = [job for job in jobs if job != stays]
+    one.engine.cancel(gone)
+    left = 250 - sum(len(output.token_ids) for output in one.outputs[stays])
+    steps = one.count_steps()
     assert len(one.tokens(stays)) == 250
+    assert steps() < left + 20, "it did not wait for the end of the other"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -25,6 +25,9 @@ from servekit.wire.messages import (
 from servekit.worker.runner import Runner
 
 DEADLINE_S = 60.0
+#: With these options, and as many tokens asked for, an echo worker does not end a request itself.
+ENDLESS: dict[str, Any] = {"step_s": 0.002, "max_context": 10**8}
+ENDLESS_TOKENS = 10**7
 
 
 async def until(condition: Callable[[], Any], what: str = "the condition") -> None:
@@ -82,7 +85,7 @@ class Service:
         self.workers: list[EchoWorker] = []
         self.scripted = 0  # how many scripted ones there have been
         self.max_queue = 100
-        self.timeout_s = 60.0
+        self.timeout_s = 3600.0  # longer than any test: nothing is ended by it unasked
 
     async def worker(self, **options: Any) -> EchoWorker:
         worker = EchoWorker(self.folder / f"w{len(self.workers)}.sock", **options)

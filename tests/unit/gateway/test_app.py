@@ -54,11 +54,11 @@ WHOLE: list[tuple[str, dict[str, Any], int]] = [
 ]  # fmt: skip
 #: Streams that are left by their client after their first bytes.
 LEFT: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", CHAT | {"max_tokens": 900, "stream": True}),
-    ("/v1/chat/completions", CHAT | {"max_tokens": 900, "stream": True, "n": 2}),
-    ("/v1/messages", CHAT | {"max_tokens": 900, "stream": True}),
-    ("/v1/responses", {"model": "m", "input": "hello", "max_output_tokens": 900, "stream": True}),
-    ("/api/chat", {"model": "m", "messages": TALK, "options": {"num_predict": 900}}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 1900, "stream": True}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 1900, "stream": True, "n": 2}),
+    ("/v1/messages", CHAT | {"max_tokens": 1900, "stream": True}),
+    ("/v1/responses", {"model": "m", "input": "hello", "max_output_tokens": 1900, "stream": True}),
+    ("/api/chat", {"model": "m", "messages": TALK, "options": {"num_predict": 1900}}),
 ]
 
 
@@ -140,6 +140,9 @@ async def test_a_stream_that_is_left_leaves_nothing_for_the_collector(
         assert await reader.read(50)
         writer.transport.abort()
         await until(lambda: not service.router.in_flight, "its call is cancelled")
+        [worker] = service.workers
+        await until(lambda: worker.running == 0)
+        assert not any(step.finish for step in worker.steps), "it has not ended by itself"
 
     await once()
     with nothing_for_the_collector():

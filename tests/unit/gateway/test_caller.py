@@ -9,7 +9,7 @@ import pytest
 from servekit.errors import Forbidden, InvalidKey, RateLimited
 from servekit.gateway.access import ACTING
 from servekit.gateway.call import Call
-from servekit.gateway.caller import Caller
+from servekit.gateway.caller import FORGET_S, Caller
 from servekit.wire.messages import AccessRules, KeyRule, KeyUse, SamplingParams
 from tests.unit.gateway.conftest import Service, until
 
@@ -152,6 +152,18 @@ def test_other_gateways_count_too() -> None:
     with pytest.raises(RateLimited):
         alice.admit(call(), "m")
     alice.hear("gateway/1", KeyUse("alice", 0, 0, 0))
+    alice.admit(call(), "m")
+
+
+def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    alice = caller(max_concurrent=1)
+    alice.hear("gateway/1", KeyUse("alice", 0, 0, 1))
+    now_s += FORGET_S - 0.1
+    with pytest.raises(RateLimited):
+        alice.admit(call(), "m")
+    now_s += 0.2
     alice.admit(call(), "m")
 
 

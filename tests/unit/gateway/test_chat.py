@@ -137,7 +137,7 @@ async def test_tools_for_a_model_that_knows_none_are_refused_by_name(service: Se
 
 
 async def test_a_turn_that_is_cancelled_frees_all_its_calls(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
+    [worker] = await service.up(step_s=3600.0)
     turn = Turn(service.router, ask("abc" * 100, n=3))
     await until(lambda: worker.running == 3)
     turn.cancel()

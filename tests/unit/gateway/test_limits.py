@@ -23,6 +23,8 @@ WITHIN_S = 5.0
 LIMITS = Limits(header_s=0.2, body_s=0.3, linger_s=0.5, unread_bytes=4 * 2**20, sweep_every_s=0.02)
 MAX_BODY_BYTES = 1_000_000
 HUGE_BYTES = 32 * 2**20
+#: Between the words of a long stream.
+LONG_STEP_S = 0.02
 
 
 class Seen:
@@ -30,6 +32,7 @@ class Seen:
 
     begun: asyncio.Event
     gone: asyncio.Event
+    enough: asyncio.Event
 
 
 async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,12 +80,23 @@ async def huge_stream(receive: Receive, send: Send) -> None:
     Seen.gone.set()
 
 
+async def long(receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    word = b"one "
+    while not Seen.enough.is_set():
+        await send({"type": "http.response.body", "body": word, "more_body": True})
+        await asyncio.sleep(LONG_STEP_S)
+        word = b"more "
+    await send({"type": "http.response.body", "body": b"end"})
+
+
 async def watch(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-ODD = {"/slow": slow, "/stream": stream, "/huge": huge, "/huge_stream": huge_stream}
+ODD = {"/slow": slow, "/stream": stream, "/long": long, "/huge": huge, "/huge_stream": huge_stream}
 
 
 def count_hot(exchange: Exchange) -> None:
@@ -96,6 +110,14 @@ def slow_hot(exchange: Exchange) -> None:
     else:
         length = len(exchange.body)
         asyncio.get_running_loop().call_later(0.05, lambda: exchange.answer(b"%d" % length))
+
+
+def long_hot(exchange: Exchange, word: bytes = b"one ") -> None:
+    if Seen.enough.is_set():
+        exchange.stream(b"end", last=True)
+        return
+    exchange.stream(word, last=False)
+    asyncio.get_running_loop().call_later(LONG_STEP_S, long_hot, exchange, b"more ")
 
 
 Connect = Any
@@ -113,8 +135,8 @@ async def connect() -> AsyncIterator[Connect]:
         return reader, writer
 
     connect.port = port  # type: ignore[attr-defined]
-    Seen.begun, Seen.gone = asyncio.Event(), asyncio.Event()
-    hot = {b"/hot": count_hot, b"/slow_hot": slow_hot}
+    Seen.begun, Seen.gone, Seen.enough = (asyncio.Event() for _ in range(3))
+    hot = {b"/hot": count_hot, b"/slow_hot": slow_hot, b"/long_hot": long_hot}
     async with serving(count_bytes, listener, hot, MAX_BODY_BYTES, LIMITS):
         yield connect
         for writer in writers:
@@ -409,6 +431,26 @@ async def test_a_client_that_only_sends_no_more_is_answered(
     assert got.endswith(b"\r\n\r\n2")
     interim, *_ = got.split(b"HTTP/1.1 200 OK")
     assert interim in (b"", b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+@pytest.mark.parametrize("stray", [b"\r\n", b"GET /hot HT", b"\r\n\r\nPOST /hot HTTP/1.1\r\nhost"])
+@pytest.mark.parametrize("path", [b"/long", b"/long_hot"])
+async def test_stray_bytes_neither_hold_nor_end_a_stream(
+    connect: Connect, path: bytes, stray: bytes
+) -> None:
+    """They are half a request that has no deadline before the answer is whole."""
+    reader, writer = await connect()
+    writer.write(HEAD % path + b"content-length: 2\r\n\r\nab")
+    await asyncio.wait_for(reader.readuntil(b"one "), WITHIN_S)
+    writer.write(stray)
+    await writer.drain()
+    began_s = asyncio.get_running_loop().time()
+    for _ in range(3 * round(LIMITS.header_s / LONG_STEP_S)):
+        await asyncio.wait_for(reader.readuntil(b"more "), WITHIN_S)
+    assert asyncio.get_running_loop().time() - began_s > 2 * LIMITS.header_s
+    Seen.enough.set()
+    rest = await asyncio.wait_for(reader.read(), WITHIN_S)  # and now that header is late
+    assert b"end" in rest
 
 
 async def test_pipelined_requests_are_answered_after_the_end(connect: Connect) -> None:

@@ -35,7 +35,14 @@ from servekit.wire.messages import (
     SamplingParams,
     Topology,
 )
-from tests.unit.gateway.conftest import DEADLINE_S, EchoWorker, Service, until
+from tests.unit.gateway.conftest import (
+    DEADLINE_S,
+    ENDLESS,
+    ENDLESS_TOKENS,
+    EchoWorker,
+    Service,
+    until,
+)
 from tests.unit.gateway.scripted import ScriptedWorker
 
 
@@ -173,8 +180,8 @@ async def test_a_draining_worker_finishes_what_it_has(service: Service) -> None:
 
 
 async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> None:
-    [worker] = await service.up(step_s=0.002, slots=1)
-    running, waiting = (service.router.open(ask(tokens=8000)) for _ in range(2))
+    [worker] = await service.up(slots=1, **ENDLESS)
+    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
     await until(lambda: worker.running == 1)
     waiting.cancel()
     assert len(service.router.routes["m"].queue) == 0
@@ -187,11 +194,51 @@ async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> No
 
 
 async def test_leaving_the_answer_early_cancels_it(service: Service) -> None:
-    [worker] = await service.up(step_s=0.002)
-    call = service.router.open(ask(tokens=8000))
+    [worker] = await service.up(**ENDLESS)
+    call = service.router.open(ask(tokens=ENDLESS_TOKENS))
     async for _ in call:
         break
     await until(lambda: worker.running == 0)
+
+
+async def test_a_reload_changes_how_many_may_wait_and_for_how_long(service: Service) -> None:
+    service.max_queue = 1
+    [worker] = await service.up(slots=1, **ENDLESS)
+    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
+    with pytest.raises(QueueFull):
+        service.router.open(ask())
+    service.max_queue, service.timeout_s = 2, 0.1
+    service.tell(worker.status())
+    late = service.router.open(ask())
+    assert late.limit_s == 0.1
+    with pytest.raises(QueueFull):
+        service.router.open(ask())
+    with pytest.raises(DeadlineExceeded, match="waiting"):
+        await answer(late)
+    assert not running.done and not waiting.done, "they came under another limit"
+
+
+async def test_a_client_may_ask_for_less_time_than_the_models_and_not_for_more(
+    service: Service,
+) -> None:
+    service.timeout_s = 30.0
+    await service.up(**ENDLESS)
+    asked = {None: 30.0, 5.0: 5.0, 90.0: 30.0}
+    for timeout_s, limit_s in asked.items():
+        call = service.router.open(ask(tokens=ENDLESS_TOKENS), timeout_s)
+        assert call.limit_s == limit_s
+        call.cancel()
+
+
+async def test_what_waits_for_a_model_that_is_removed_is_told(service: Service) -> None:
+    [worker] = await service.up(slots=1, **ENDLESS)
+    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
+    await until(lambda: worker.running == 1)
+    service.router.apply(Topology(()))
+    with pytest.raises(ModelUnavailable):
+        await answer(waiting, within_s=10.0)
+    assert not running.done
+    running.cancel()
 
 
 async def test_deadlines_count_waiting_and_running(service: Service) -> None:
@@ -326,8 +373,8 @@ async def test_draining_lets_what_is_in_flight_finish(service: Service) -> None:
 
 
 async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Service) -> None:
-    [worker] = await service.up(step_s=0.001)
-    params = SamplingParams(max_tokens=8000, stop=("lo he",))
+    [worker] = await service.up(**ENDLESS)
+    params = SamplingParams(max_tokens=ENDLESS_TOKENS, stop=("lo he",))
     call = service.router.open(Call("m", params, prompt="hello "))
     assert await answer(call) == "hel"
     await until(lambda: worker.running == 0)

@@ -22,7 +22,7 @@ from servekit.gateway.ui_chat import (
     turns_of,
 )
 from servekit.wire.messages import Topology
-from tests.unit.gateway.conftest import DEADLINE_S, Service, until
+from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
 
 def asked(text: str = "hello ") -> list[Turn]:
@@ -57,9 +57,9 @@ async def test_an_answer_that_comes_at_once_has_no_rate(service: Service) -> Non
 
 
 async def test_stop_keeps_what_there_is_and_frees_the_engine(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
+    [worker] = await service.up(**ENDLESS)
     chats = Chats(service.router)
-    task = asyncio.create_task(views(chats, tokens=4000))
+    task = asyncio.create_task(views(chats, tokens=ENDLESS_TOKENS))
     await until(lambda: len(worker.steps) > 20)
     chats.stop("other")
     assert worker.running == 1
@@ -73,9 +73,9 @@ async def test_stop_keeps_what_there_is_and_frees_the_engine(service: Service) -
 
 
 async def test_a_dropped_answer_says_no_more(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
+    [worker] = await service.up(**ENDLESS)
     chats = Chats(service.router)
-    task = asyncio.create_task(views(chats, tokens=4000))
+    task = asyncio.create_task(views(chats, tokens=ENDLESS_TOKENS))
     await until(lambda: len(worker.steps) > 20)
     chats.drop("s")
     assert all(view.busy for view in await task)
@@ -93,8 +93,9 @@ async def test_a_new_question_replaces_the_one_under_way(service: Service) -> No
 
 
 async def test_a_reader_who_leaves_cancels(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
-    answer = Chats(service.router).answer(Visit("s", "ui"), "m", asked(), Settings(max_tokens=4000))
+    [worker] = await service.up(**ENDLESS)
+    settings = Settings(max_tokens=ENDLESS_TOKENS)
+    answer = Chats(service.router).answer(Visit("s", "ui"), "m", asked(), settings)
     async for view in answer:
         if view.progress.tokens:
             break

@@ -42,6 +42,18 @@ def test_after_a_probe_it_says_when_that_was(monkeypatch: pytest.MonkeyPatch) ->
     assert f"last attempt at {clock(wall + 100)}, next attempt at {clock(wall + 310)}" in said
 
 
+@pytest.mark.parametrize("permanent", [True, False])
+def test_what_would_be_the_same_again_does_not_open_it(permanent: bool) -> None:
+    """Such a replica is not tried again; those that were of use close it."""
+    circuit = Circuit("m", BreakerLimits(lives=2))
+    for _ in range(2):
+        circuit.started("m/0")
+        circuit.died("m/0", "there is no such file", fruitful=False, permanent=permanent)
+    assert circuit.state == ("closed" if permanent else "open")
+    circuit.died("m/1", "", fruitful=True, permanent=False)
+    assert circuit.state == "closed"
+
+
 @pytest.mark.parametrize(("keys", "opens"), [({}, True), (REMOTE, False)])
 def test_an_endpoint_that_is_down_is_no_crash_loop(keys: dict[str, Any], opens: bool) -> None:
     circuit, policy = circuit_of(model(**keys)), policy_of(model(**keys))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.supervisor.attestation import held_bytes, stray_memory
+from servekit.supervisor.attestation import held_bytes, stray_memory, strays
 from servekit.supervisor.gpus import Gpu, find_gpus, match, restrict
 from servekit.wire.messages import GpuStatus
 from tests.integration.made_up_gpus import GIB, MadeUpGpus
@@ -108,6 +108,11 @@ def test_memory_on_its_own_gpu_is_no_stray() -> None:
 def test_a_stray_gpu_is_named() -> None:
     said = stray_memory({10, 11}, {"GPU-aa02"}, HOLDINGS, GPUS)
     assert said == "holds 3 MiB on GPU 0 (H200), which is not its own"
+
+
+def test_what_all_processes_of_a_worker_hold_is_summed_by_gpu() -> None:
+    holdings = {10: {"GPU-aa01": 3}, 11: {"GPU-aa01": 4, "GPU-aa02": 5}, 12: {"GPU-aa01": 9}}
+    assert strays({10, 11}, {"GPU-aa02"}, holdings) == {"GPU-aa01": 7}
 
 
 def test_a_cpu_worker_may_hold_nothing() -> None:

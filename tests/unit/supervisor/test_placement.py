@@ -12,7 +12,7 @@ from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
 from servekit.supervisor.claims import least
 from servekit.supervisor.gpus import Gpu
-from servekit.supervisor.placement import Assignment, Misplaced, place
+from servekit.supervisor.placement import Assignment, Misplaced, allowed, place
 
 
 def gpus(count: int) -> tuple[Gpu, ...]:
@@ -154,3 +154,9 @@ def test_unrestricted_auto_models_take_all_and_differ_by_one_at_most(
     sizes = Counter(one.model for one in placed).values()
     assert len(placed) == count
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_gpu_that_is_named_twice_is_one() -> None:
+    gpus = tuple(Gpu(i, f"GPU-{i}", "H200", 100, 100) for i in range(2))
+    twice = model("a", gpus=[1, "GPU-1", 0], device="cuda")
+    assert allowed(0, twice, gpus) == (gpus[1], gpus[0])

@@ -60,6 +60,16 @@ def test_what_becomes_of_a_model(keys: dict[str, object], kind: str) -> None:
     assert change.kind == ("unchanged" if kind == "updated" and "replicas" in keys else kind)
 
 
+def test_a_replica_that_is_to_be_on_another_gpu_moves() -> None:
+    """The number of replicas is the same before and after."""
+    before = gpu_model("a", replicas=1, gpus=[0])
+    after = gpu_model("a", replicas=1, gpus=[2])
+    held: dict[str, tuple[ModelConfig, Slots]] = {"a": (before, ((GPUS[0],),))}
+    [change] = diff(held, [after], place([after], GPUS, 4, {"a": [(GPUS[0],)]}))
+    assert change == Change("a", "scaled", 1, 1)
+    assert str(change) == "a moved"
+
+
 def test_every_key_of_a_model_is_sorted_one_way_or_the_other() -> None:
     """A key that is new must be thought of: by default its workers are replaced."""
     assert not same_worker(model(), model(trust_remote_code=True))

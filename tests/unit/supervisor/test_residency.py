@@ -45,6 +45,13 @@ def test_requests_for_one_model_join_one_load() -> None:
         assert not decide([model("a", tier=tier, waiting_since=1.0)], {PLACE: 99 * GIB}, 9.0).steps
 
 
+def test_who_is_waited_for_does_not_go_by_itself() -> None:
+    idle = model("a", tier="resident", idle_unload_s=60.0, used_at=0.0)
+    assert kinds(decide([idle], FREE, 99.0)) == [("stop", "a")]
+    for wanted in (replace(idle, waiting_since=98.0), replace(idle, busy=True)):
+        assert kinds(decide([wanted], FREE, 99.0)) == []
+
+
 def test_a_place_that_is_not_named_has_no_end() -> None:
     assert kinds(decide([model("a", waiting_since=1.0)], {}, 2.0)) == [("load", "a")]
 

@@ -91,6 +91,15 @@ def test_it_says_why(facts: Facts, reason: str) -> None:
     assert looked(facts, 100)[0][1].reason == reason
 
 
+@pytest.mark.parametrize(("least", "changes"), [(1, [-1]), (2, [-1]), (3, [])])
+def test_what_the_file_wants_at_least_stays(least: int, changes: list[int]) -> None:
+    past, steps = Past(), []
+    for now in range(110):
+        decided, past = decide(replace(LIMITS, least=least), CALM, past, float(now))
+        steps += [decided.change] if decided else []
+    assert steps == changes
+
+
 def test_what_will_soon_be_gone_takes_no_replica() -> None:
     def drained(by: int) -> list[int]:
         past, steps = Past(), []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+import structlog
+
 from servekit.supervisor import elsewhere
 from servekit.supervisor.elsewhere import Elsewhere
 from servekit.supervisor.gate import Gate, Reading
@@ -47,6 +49,16 @@ def test_excess_and_strays_are_told_apart() -> None:
     assert vram.alert == f"{vram.stray}; {vram.excess}"
     vram.forget()
     assert (vram.pid, vram.alert, vram.by_gpu) == (0, "", {})
+
+
+def test_excess_is_logged_once_as_long_as_it_lasts() -> None:
+    vram, _ = of_two()
+    too_much, enough = ({os.getpid(): {"GPU-0": size * GIB}} for size in (50, 40))
+    with structlog.testing.capture_logs() as logs:
+        for told in (too_much, too_much, enough, too_much):
+            vram.measure(told)
+    assert [entry["event"] for entry in logs] == ["more than its claim"] * 2
+    assert logs[0]["child"] == "a/0"
 
 
 async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> None:

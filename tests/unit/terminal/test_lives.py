@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
         time.sleep(0.005)  # between two looks, up to the deadline
     journal.close()
     assert len(found) == 1 and '"stopped: unloaded"' in found[0]
+    assert [*follower.lines()] == [], "once"
+
+
+@pytest.mark.parametrize(
+    ("most", "kinds"),
+    [(0, []), (1, ["ready"]), (2, ["started", "ready"]), (9, ["started", "ready"])],
+)
+def test_the_last_ones_are_told(folder: Path, most: int, kinds: list[str]) -> None:
+    told = [json.loads(line.text)["event"] for line in lives.lines(folder, "smol/0", most)]
+    assert [event.partition(":")[0] for event in told] == kinds
 
 
 def test_who_was_never_there_is_told_with_what_may_have_been_meant(folder: Path) -> None:

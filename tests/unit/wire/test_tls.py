@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,16 @@ from servekit.wire.connection import FIRST_FRAME_BYTES, Connection, dial, listen
 from servekit.wire.credentials import Role, read
 from servekit.wire.identity import Identity
 from servekit.wire.messages import Cancel, Generate, SamplingParams
-from servekit.wire.tls import Authority, Credentials, Member, NotTrusted
+from servekit.wire.tls import (
+    Authority,
+    Credentials,
+    Member,
+    NotTrusted,
+    explain,
+    load,
+    member,
+    new_context,
+)
 from tests.unit.wire.test_connection import DEADLINE_S, End
 
 OURS = Authority.new("c")
@@ -171,6 +181,56 @@ async def test_without_a_certificate_nobody_comes_in() -> None:
         assert listener.met() == []
         with pytest.raises(NotTrusted, match="no certificate"):
             await dial(listener.address, lambda: End().connection)
+
+
+def test_a_server_asks_for_a_certificate_in_the_handshake() -> None:
+    assert refusal(WORKER, new_client(None)) == "the other side has shown no certificate"
+
+
+def test_tls_1_2_is_refused() -> None:
+    client = new_client(GATEWAY)
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert refusal(WORKER, client) == "the other side does not speak TLS 1.3"
+
+
+def new_client(credentials: Credentials | None) -> ssl.SSLContext:
+    """A client that takes any server, and shows these."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    if credentials is not None:
+        load(client, credentials)
+    return client
+
+
+def refusal(credentials: Credentials, client: ssl.SSLContext) -> str:
+    """Why the server of a handshake in memory refuses the client; "" where it does not."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = new_context(credentials, "server").wrap_bio(up, down, server_side=True)
+    asks = client.wrap_bio(down, up)
+    for _ in range(10):
+        for end in (asks, server):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError as error:
+                if end is server:
+                    return explain(error)
+    return ""
+
+
+def test_a_certificate_that_is_not_shown_is_nobody() -> None:
+    """OpenSSL tells of a peer without one as of one whose certificate is empty."""
+    with pytest.raises(NotTrusted, match="does not say who it is"):
+        member(SimpleNamespace(get_extra_info={"peercert": {}}.get))
+    assert member(SimpleNamespace(get_extra_info={"peercert": None}.get)) is None
+
+
+async def test_a_server_that_shows_nothing_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("servekit.wire.tls.member", lambda transport: None)
+    async with listening() as listener:
+        with pytest.raises(NotTrusted, match="is not a worker of this cluster"):
+            await dial(listener.address, lambda: End().connection, GATEWAY)
 
 
 async def test_a_port_of_something_else_is_named() -> None:

@@ -24,7 +24,7 @@ from servekit.wire.adapters import (
 from servekit.wire.messages import SamplingParams
 from servekit.worker.adapters import Adapters, Answer
 from servekit.worker.runner import ADAPTED
-from tests.unit.gateway.conftest import DEADLINE_S, until
+from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until
 from tests.unit.worker.serving import Client, serving, spec
 
 LONG = SamplingParams(max_tokens=60)
@@ -169,9 +169,10 @@ async def test_what_is_only_wrong_now_is_told_apart(
 
 async def test_requests_that_have_ended_are_not_kept_count_of(tmp_path: Path) -> None:
     short = SamplingParams(max_tokens=1)
-    async with working(tmp_path, step_s=0.003) as worker:
+    async with working(tmp_path, **ENDLESS) as worker:
         await worker.answer(worker.load("x"))
-        long = worker.client.send(SamplingParams(max_tokens=4000), prompt="ab", adapter="x")
+        endless = SamplingParams(max_tokens=ENDLESS_TOKENS)
+        long = worker.client.send(endless, prompt="ab", adapter="x")
         for _ in range(4 * ADAPTED // 32):
             for request in [worker.client.send(short, prompt="ab", adapter="x") for _ in range(32)]:
                 await worker.client.answer(request)

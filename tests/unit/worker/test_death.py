@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,13 @@ async def test_what_was_made_is_out_before_it_hangs_up_and_the_rest_given_back(
         client.engine.fatal = RuntimeError("it broke")
         late = client.send(SamplingParams(max_tokens=9), prompt=SAID)
         await until(lambda: late in client.failures)
+        last = StepOutput(job_id, [ord("l")])  # which the event loop has not seen yet
+        emitting = threading.Thread(target=client.runner.emit, args=([last],))
+        emitting.start()
+        emitting.join()
         await client.runner.lose()
         await until(client.connection.closed.done)
-        assert text(client.deltas[ran]) == "he" and ran not in client.failures
+        assert text(client.deltas[ran]) == "hel" and ran not in client.failures
         assert {client.failures[one].code for one in (held, late)} == {WorkerLost.code}
         ended: list[Exception | None] = []
         again: Connection[WorkerToGateway] = await dial(

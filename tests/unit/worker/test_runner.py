@@ -1,4 +1,4 @@
-"""A worker that drains is idle when its answers are out, not when they are made."""
+"""What a worker takes by its state, and when it is idle: once its answers are out."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from servekit.engines.echo import EchoEngine
+from servekit.errors import ModelChanged, WorkerLost
 from servekit.wire.connection import Connection, dial, listen
 from servekit.wire.messages import (
     PROTOCOL,
+    Continuation,
     Generate,
     Hello,
     OneEach,
@@ -20,8 +24,9 @@ from servekit.wire.messages import (
     WorkerToGateway,
 )
 from servekit.worker.runner import Runner
-from tests.unit.gateway.conftest import DEADLINE_S, until
-from tests.unit.worker.serving import deltas_of
+from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until
+from tests.unit.worker.serving import deltas_of, serving
+from tests.unit.worker.serving import spec as spec_in
 
 #: Much more than a socket's buffer takes while nobody reads.
 TOKENS = 200_000
@@ -91,3 +96,65 @@ async def test_an_engine_that_is_faster_than_its_worker_leaves_it_turns(tmp_path
     asyncio.get_running_loop().call_soon(lambda: seen.append(steps))
     await until(lambda: steps == 100)
     assert seen[0] < 100, "nothing else had its turn before the last step"
+
+
+@pytest.mark.parametrize(
+    ("state", "begun", "takes"),
+    [
+        ("", False, True),
+        ("draining", False, False),
+        ("draining", True, True),  # there may be no other that can go on with it
+        ("asleep", False, False),
+        ("asleep", True, False),
+    ],
+)
+async def test_what_a_worker_takes_by_its_state(
+    tmp_path: Path, state: str, begun: bool, takes: bool
+) -> None:
+    async with serving(spec_in(tmp_path, **ENDLESS)) as client:
+        busy = client.send(SamplingParams(max_tokens=ENDLESS_TOKENS), prompt="ab")
+        await until(lambda: client.runner.busy)
+        if state:
+            setattr(client.runner, state, True)
+        began = Continuation(client.runner.generation(""), 4)
+        more: Any = {"emitted": [97], "sent_chars": 1, "continuation": began} if begun else {}
+        request = client.send(SamplingParams(max_tokens=4), prompt="ab", **more)
+        if takes:
+            await client.answer(request)
+        else:
+            assert (await client.failure(request)).code == WorkerLost.code
+        client.cancel(busy)
+
+
+async def test_what_another_model_has_begun_is_not_gone_on_with(tmp_path: Path) -> None:
+    async with serving(spec_in(tmp_path)) as client:
+        began = Continuation("another", 4)
+        request = client.send(SamplingParams(max_tokens=4), prompt="ab", continuation=began)
+        assert (await client.failure(request)).code == ModelChanged.code
+
+
+@pytest.mark.parametrize(("settled", "context", "tokens"), [(4, 64, 4), (90, 64, 62)])
+async def test_a_continuation_ends_where_the_first_worker_would_have(
+    tmp_path: Path, settled: int, context: int, tokens: int
+) -> None:
+    """`max_tokens` of the request itself had another default there; and here is less room."""
+    async with serving(spec_in(tmp_path, max_context=context)) as client:
+        began = Continuation(client.runner.generation(""), settled)
+        more: Any = {"emitted": [97, 98], "sent_chars": 2, "continuation": began}
+        last = (await client.answer(client.send(prompt="ab", **more)))[-1]
+        assert (last.finish, last.completion_tokens) == ("length", tokens)
+
+
+async def test_files_of_an_adapter_are_part_of_its_generation(tmp_path: Path) -> None:
+    async with serving(spec_in(tmp_path)) as client:
+        runner = client.runner
+        runner._adapter_files = {"x": "x@1", "y": "x@2"}
+        assert len({runner.generation(name) for name in ("", "x", "y")}) == 3
+
+
+async def test_what_another_worker_needs_to_go_on_is_told_once(tmp_path: Path) -> None:
+    async with serving(spec_in(tmp_path, step_s=0.001)) as client:
+        params = SamplingParams(max_tokens=6, stop=("never said",))
+        first, *rest = await client.answer(client.send(params, prompt="abcdef"))
+        assert first.continuation == Continuation(client.runner.generation(""), 6)
+        assert len(rest) > 1 and not any(delta.continuation for delta in rest)

@@ -15,7 +15,7 @@ from servekit.gateway.pages.language import SAY_ENGLISH
 from servekit.gateway.pages.runs import CHAT, COMPLETIONS, Runs, Shown, Wish, merged
 from servekit.gateway.turn import Choice
 from servekit.gateway.ui_chat import Progress, Visit
-from tests.unit.gateway.conftest import DEADLINE_S, Service, until
+from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
 VISIT = Visit("s", "ui 127.0.0.1")
 
@@ -54,9 +54,9 @@ async def test_two_slots_run_at_once_and_the_second_knows_its_place(service: Ser
 
 
 async def test_stop_keeps_the_text_and_frees_the_engine(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
+    [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
-    stream = runs.follow(VISIT, chat(tokens=4000))
+    stream = runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS))
     last = await _until_text(stream)
     runs.stop("s")
     async for shown in stream:
@@ -68,9 +68,9 @@ async def test_stop_keeps_the_text_and_frees_the_engine(service: Service) -> Non
 
 
 async def test_who_leaves_two_at_once_ends_both(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
+    [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
-    both = merged({slot: runs.follow(VISIT, chat(tokens=4000), slot) for slot in "ab"})
+    both = merged({slot: runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS), slot) for slot in "ab"})
     texts: dict[str, str] = {}
     async with asyncio.timeout(DEADLINE_S):
         async for slot, shown in both:
@@ -90,13 +90,13 @@ async def _until_text(stream: AsyncGenerator[Shown, None]) -> Shown:
 
 
 async def test_who_leaves_or_asks_again_ends_what_ran(service: Service) -> None:
-    [worker] = await service.up(step_s=0.01)
+    [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
-    left = runs.follow(VISIT, chat(tokens=4000))
+    left = runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS))
     await _until_text(left)
     await left.aclose()
     await until(lambda: worker.running == 0)
-    before = runs.follow(VISIT, chat(tokens=4000), "a")
+    before = runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS), "a")
     await _until_text(before)
     after = await told(runs, chat(tokens=3), "a")
     assert after[-1].choice.text == "hel"

@@ -1,0 +1,540 @@
+"""The life of a worker, with an engine that does only the steps that the test makes it do.
+
+The supervisor is the other end of a real control socket, gateways come to a real Unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from servekit.engines import phases
+from servekit.engines.base import Engine, Job, Load, Report, StepOutput
+from servekit.engines.echo_run import EchoCodec
+from servekit.engines.text import TextEngine, TextJob
+from servekit.errors import EngineFailed, LoadError
+from servekit.wire.connection import Connection, adopt, dial
+from servekit.wire.messages import (
+    PROTOCOL,
+    BootFailed,
+    Drain,
+    EngineDied,
+    Failed,
+    FromWorker,
+    Generate,
+    Hello,
+    Loading,
+    ModelInfo,
+    OneEach,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    SamplingParams,
+    Stop,
+    Tokens,
+    WorkerSpec,
+    WorkerToGateway,
+)
+from servekit.wire.messages import Load as LoadModel
+from servekit.wire.residency import Asleep, Awake, Sleep, Wake
+from servekit.worker import worker as module
+from servekit.worker.line import Inherited
+from servekit.worker.worker import EXIT_BOOT_FAILED, EXIT_ENGINE_DIED, TOKENS_OF_USE, Worker
+from tests.unit.gateway.conftest import DEADLINE_S, until
+from tests.unit.worker.serving import spec
+
+#: The prompt of the worker's own requests.
+PROBE = "Hello"
+
+
+class Puppet(Engine):
+    """An engine that answers probes by itself where `answers`, and all else step by step."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self.codec = EchoCodec()
+        self.vocab_size = 2**16
+        self.answers = True
+        self.refuses = False
+        self.load_error: Exception | None = None
+        self.progress: list[Progress] = []
+        self.jobs: dict[str, Job] = {}  # those under way, by prompt
+        self.submitted: list[str] = []
+        self.closed = False
+        self.asleep = False
+
+    def load(self, report: Report) -> ModelInfo:
+        for progress in self.progress:
+            report(progress)
+        if self.load_error is not None:
+            raise self.load_error
+        return ModelInfo(10**6, 8, True, "puppet", "none", "cpu", sleeps=True)
+
+    def identify(self, *, portable: bool = False) -> str:
+        return ""
+
+    def start(self, emit: Any) -> None:
+        self._emit = emit
+
+    def submit(self, job: Job) -> None:
+        prompt = "".join(map(chr, job.prompt_ids))
+        self.submitted.append(prompt)
+        if self.refuses:
+            raise EngineFailed("it takes nothing")
+        self.jobs[prompt] = job
+        if self.answers and prompt == PROBE:
+            self.step(prompt, 1, ends=True)
+
+    def cancel(self, job_id: int) -> None:
+        self.jobs = {prompt: job for prompt, job in self.jobs.items() if job.id != job_id}
+
+    def step(self, prompt: str, tokens: int, *, ends: bool = False) -> None:
+        job = self.jobs.pop(prompt) if ends else self.jobs[prompt]
+        self._emit([StepOutput(job.id, [97] * tokens, "stop" if ends else None)])
+
+    def load_now(self) -> Load:
+        return Load(len(self.jobs), 0, 0.0, 0.0)
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TextPuppet(TextEngine):
+    """An engine that looks after itself."""
+
+    trouble = "the endpoint is away"
+
+    def load(self, report: Report) -> ModelInfo:
+        return ModelInfo(10**6, 8, True, "text", "none", "remote")
+
+    def identify(self, *, portable: bool = False) -> str:
+        return ""
+
+    def start(self, emit: Any) -> None:
+        pass
+
+    def ask(self, job: TextJob) -> None:
+        raise AssertionError("an answer that may cost money")
+
+    def cancel(self, job_id: int) -> None:
+        pass
+
+    def load_now(self) -> Load:
+        return Load(0, 0, 0.0, 0.0)
+
+    def close(self) -> None:
+        pass
+
+
+class Scene:
+    """A worker, its supervisor's end of the control socket, and a gateway."""
+
+    def __init__(self, folder: Path, engine: Engine | None = None) -> None:
+        self.spec = spec(folder)
+        self.engine: Any = Puppet(self.spec) if engine is None else engine
+        self.heard: list[FromWorker] = []
+        self.told: list[WorkerToGateway] = []
+        self.gateway: Connection[WorkerToGateway] | None = None
+        self.gateway_lost = False
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.control: Connection[FromWorker] = Connection(
+            FromWorker, self.heard.append, lambda error: None
+        )
+        await adopt(ours, lambda: self.control)
+        self.worker = Worker("m/0", Inherited(theirs), time.monotonic())
+        self.exit = asyncio.ensure_future(self.worker.live())
+
+    async def boot(self) -> None:
+        """Until it is ready."""
+        self.control.send(LoadModel(self.spec))
+        await until(lambda: self.of(Ready) or self.exit.done())
+        assert self.of(Ready), self.heard
+
+    async def connect(self) -> None:
+        self.gateway = await dial(
+            self.spec.socket,
+            lambda: Connection(WorkerToGateway, self.told.append, self._on_lost),
+        )
+        self.gateway.send(Hello(PROTOCOL, "gateway", "g"))
+
+    def _on_lost(self, error: Exception | None) -> None:
+        self.gateway_lost = True
+
+    async def ask(self, prompt: str) -> None:
+        """Until the engine has it."""
+        if self.gateway is None:
+            await self.connect()
+        assert self.gateway is not None
+        self.gateway.send(Generate(1, SamplingParams(max_tokens=100), prompt=prompt))
+        await until(lambda: prompt in self.engine.jobs)
+
+    async def ping(self) -> Pong:
+        """The answer; all that was sent before it has been heard."""
+        seq = 1000 + len(self.heard)
+        self.control.send(Ping(seq))
+        await until(lambda: any(pong.seq == seq for pong in self.of(Pong)))
+        [pong] = [one for one in self.heard if isinstance(one, Pong) and one.seq == seq]
+        return pong
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def answered(self) -> int:
+        """How many tokens the gateway has got."""
+        return sum(
+            sum(len(delta.token_ids) for delta in message.deltas)
+            if isinstance(message, Tokens)
+            else len(message.ids)
+            for message in self.told
+            if isinstance(message, Tokens | OneEach)
+        )
+
+    async def code(self) -> int:
+        return await asyncio.wait_for(asyncio.shield(self.exit), DEADLINE_S)
+
+    async def end(self) -> None:
+        self.worker._end(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.exit
+        for task in (self.worker._probe_task, self.worker._boot_task):
+            if task is not None:
+                task.cancel()
+        if self.gateway is not None:
+            self.gateway.abort()
+        self.control.abort()
+
+
+@pytest.fixture
+def group_ends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """How often the worker has ended its process group, which is the tests' own."""
+    ends: list[bool] = []
+    monkeypatch.setattr(module, "end_group", lambda: ends.append(True))
+    return ends
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_ends: list[bool]
+) -> AsyncIterator[Start]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    scenes: list[Scene] = []
+
+    async def start(engine: type[Engine] = Puppet) -> Scene:
+        scene = Scene(tmp_path, engine(spec(tmp_path)))
+        monkeypatch.setattr(module, "create", lambda spec: scene.engine)
+        scenes.append(scene)
+        await scene.start()
+        return scene
+
+    yield start
+    for scene in scenes:
+        await scene.end()
+    phases.heard_by(None)
+    for number, handler in handlers.items():
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------- ready
+
+
+async def test_ready_is_said_after_a_warm_up_token(start: Start) -> None:
+    scene = await start()
+    scene.engine.answers = False
+    scene.control.send(LoadModel(scene.spec))
+    await until(lambda: scene.engine.submitted or scene.of(Ready))
+    await scene.ping()
+    assert scene.engine.submitted == [PROBE] and not scene.of(Ready)
+    scene.engine.step(PROBE, 1)
+    await scene.ping()
+    assert not scene.of(Ready)
+    scene.engine.step(PROBE, 1, ends=True)
+    await until(lambda: scene.of(Ready))
+    [ready] = scene.of(Ready)
+    assert {"import", "load", "warm-up"} <= ready.timings_s.keys()
+
+
+async def test_a_warm_up_that_fails_is_a_failed_boot(start: Start) -> None:
+    scene = await start()
+    scene.engine.refuses = True
+    scene.control.send(LoadModel(scene.spec))
+    assert await scene.code() == EXIT_BOOT_FAILED
+    await until(lambda: scene.of(BootFailed))
+    assert scene.of(BootFailed) == [
+        BootFailed("the warm-up request failed: it takes nothing", False)
+    ]
+    assert not scene.of(Ready)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (LoadError("there is no such model"), BootFailed("there is no such model", True)),
+        (LoadError("the disk is full", permanent=False), BootFailed("the disk is full", False)),
+        (KeyError("layer"), BootFailed("KeyError: 'layer'", False)),
+    ],
+)
+async def test_a_model_that_cannot_be_loaded(
+    start: Start, error: Exception, told: BootFailed
+) -> None:
+    scene = await start()
+    scene.engine.load_error = error
+    scene.control.send(LoadModel(scene.spec))
+    assert await scene.code() == EXIT_BOOT_FAILED
+    await until(lambda: scene.of(BootFailed))
+    assert scene.of(BootFailed) == [told]
+    assert not scene.engine.closed, "what is not loaded is not closed"
+
+
+async def test_a_socket_that_cannot_be_made_is_a_failed_boot(start: Start, tmp_path: Path) -> None:
+    scene = await start()
+    scene.control.send(LoadModel(replace(scene.spec, socket=str(tmp_path / "none" / "s"))))
+    assert await scene.code() == EXIT_BOOT_FAILED
+    await until(lambda: scene.of(BootFailed))
+    [failed] = scene.of(BootFailed)
+    assert failed.message.startswith("cannot listen on") and not failed.permanent
+
+
+async def test_progress_is_told_ten_times_a_second(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last of a phase always."""
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 3600.0)
+    scene = await start()
+    scene.engine.progress = [Progress("weights", done, 100) for done in range(101)]
+    await scene.boot()
+    told = [message.progress for message in scene.of(Loading)]
+    assert [one.done for one in told if one.phase == "weights"] == [0, 100]
+    assert [one.phase for one in told] == ["import", "weights", "weights", "warm-up"]
+
+
+async def test_a_worker_that_loads_answers_pings_with_the_age_of_its_progress(start: Start) -> None:
+    scene = await start()
+    first = await scene.ping()
+    second = await scene.ping()
+    assert 0 <= first.progress_age_s < second.progress_age_s
+    assert (first.running, first.served) == (0, 0)
+
+
+async def test_an_engine_that_watches_itself_is_not_asked(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.01)
+    scene = await start(TextPuppet)
+    await scene.boot()
+    assert "warm-up" not in [message.progress.phase for message in scene.of(Loading)]
+    assert scene.worker._probe_task is None
+    assert (await scene.ping()).trouble == "the endpoint is away"
+
+
+# ---------------------------------------------------------------- probes
+
+
+async def test_an_idle_worker_sends_itself_a_request(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.02)
+    scene = await start()
+    await scene.boot()
+    await until(lambda: len(scene.engine.submitted) >= 4)
+    assert set(scene.engine.submitted) == {PROBE}
+    assert (await scene.ping()).served == 0, "its own requests are of no use to anybody"
+
+
+async def test_a_busy_worker_sends_itself_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    go_on = asyncio.Event()
+
+    async def sleep(duration_s: float) -> None:
+        waits.append(duration_s)
+        await go_on.wait()
+        go_on.clear()
+
+    scene = await start()
+    monkeypatch.setattr("servekit.worker.worker.asyncio.sleep", sleep)
+    scene.control.send(LoadModel(scene.spec))
+    async with asyncio.timeout(DEADLINE_S):
+        while module.PROBE_EVERY_S not in waits:
+            await asyncio.wait((scene.exit,), timeout=0.002)
+        scene.gateway = await dial(
+            scene.spec.socket, lambda: Connection(WorkerToGateway, scene.told.append, print)
+        )
+        scene.gateway.send(Hello(PROTOCOL, "gateway", "g"))
+        scene.gateway.send(Generate(1, SamplingParams(max_tokens=9), prompt="long"))
+        while "long" not in scene.engine.jobs:
+            await asyncio.wait((scene.exit,), timeout=0.002)
+        for turn in range(2, 4):
+            go_on.set()
+            while waits.count(module.PROBE_EVERY_S) < turn:
+                await asyncio.wait((scene.exit,), timeout=0.002)
+    assert scene.engine.submitted == [PROBE, "long"]
+
+
+async def test_a_probe_that_fails_is_the_engines_death(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.02)
+    scene = await start()
+    await scene.boot()
+    scene.engine.refuses = True
+    assert await scene.code() == EXIT_ENGINE_DIED
+    await until(lambda: scene.of(EngineDied))
+    [died] = scene.of(EngineDied)
+    assert died.cause == "the health probe failed: the warm-up request failed: it takes nothing"
+
+
+async def test_asleep_it_is_not_probed_and_awake_only_after_a_token(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await start()
+    await scene.boot()
+    scene.control.send(Sleep())
+    await until(lambda: scene.of(Asleep))
+    assert scene.engine.asleep and scene.engine.submitted == [PROBE]
+    scene.engine.answers = False
+    scene.control.send(Wake())
+    await until(lambda: len(scene.engine.submitted) == 2 or scene.of(Awake))
+    await scene.ping()
+    assert not scene.engine.asleep and not scene.of(Awake)
+    scene.engine.step(PROBE, 1, ends=True)
+    await until(lambda: scene.of(Awake))
+
+
+# ---------------------------------------------------------------- of use
+
+
+async def test_a_life_of_use_is_told_unasked(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.ask("long")
+    scene.engine.step("long", TOKENS_OF_USE - 2)  # the warm-up had one
+    await scene.ping()
+    assert all(pong.served == 0 for pong in scene.of(Pong))
+    scene.engine.step("long", 1)
+    await until(lambda: any(pong.seq == 0 and pong.served == 1 for pong in scene.of(Pong)))
+    scene.engine.step("long", 1, ends=True)
+    assert (await scene.ping()).served == 1
+
+
+# ---------------------------------------------------------------- the engine's death
+
+
+async def test_a_dead_engine_ends_its_worker(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.ask("under way")
+    scene.engine.step("under way", 3)
+    scene.engine.fatal = RuntimeError("it broke\nand more")
+    assert await scene.code() == EXIT_ENGINE_DIED
+    await until(lambda: scene.of(EngineDied) and scene.gateway_lost)
+    [died] = scene.of(EngineDied)
+    assert "it broke" in died.cause
+    assert scene.answered() == 3, "what its steps brought is out"
+    assert not any(isinstance(message, Failed) for message in scene.told), "it goes on elsewhere"
+    assert not scene.engine.closed, "a broken device may hang"
+
+
+async def test_a_death_that_nobody_told_of_is_seen_by_the_next_ping(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    scene.engine.on_death = None
+    scene.engine.fatal = RuntimeError("it broke")
+    scene.control.send(Ping(1))
+    assert await scene.code() == EXIT_ENGINE_DIED
+
+
+async def test_a_death_while_it_loads_is_told_once(start: Start) -> None:
+    scene = await start()
+    scene.engine.answers = False
+    scene.control.send(LoadModel(scene.spec))
+    await until(lambda: scene.engine.submitted)
+    scene.engine.fatal = RuntimeError("it broke")
+    assert await scene.code() == EXIT_ENGINE_DIED
+    await until(lambda: scene.of(EngineDied))
+    assert not scene.of(BootFailed)
+
+
+# ---------------------------------------------------------------- the end
+
+
+async def test_a_busy_worker_finishes_before_it_exits_at_drain(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.ask("under way")
+    scene.control.send(Drain())
+    await scene.ping()
+    scene.engine.step("under way", 5)
+    await until(lambda: scene.answered() == 5 or scene.exit.done())
+    await scene.ping()
+    assert not scene.exit.done()
+    scene.engine.step("under way", 2, ends=True)
+    assert await scene.code() == 0
+    await until(lambda: scene.gateway_lost)
+    assert scene.answered() == 7, "the last of it is out"
+    assert scene.engine.closed
+
+
+async def test_an_idle_worker_exits_at_drain(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    scene.control.send(Drain())
+    assert await scene.code() == 0
+    assert scene.engine.closed
+
+
+async def test_a_worker_that_loads_exits_at_drain(start: Start) -> None:
+    scene = await start()
+    scene.control.send(Drain())
+    assert await scene.code() == 0
+
+
+async def test_a_busy_worker_exits_at_stop(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.ask("under way")
+    scene.control.send(Stop())
+    assert await scene.code() == 0
+
+
+async def test_without_its_supervisor_it_ends_all_that_it_has_started(
+    start: Start, group_ends: list[bool]
+) -> None:
+    scene = await start()
+    await scene.boot()
+    scene.control.abort()
+    await until(lambda: group_ends)
+
+
+async def test_a_supervisor_that_goes_after_the_end_is_nothing(
+    start: Start, group_ends: list[bool]
+) -> None:
+    scene = await start()
+    await scene.boot()
+    scene.control.send(Stop())
+    assert await scene.code() == 0
+    scene.control.abort()
+    await scene.end()
+    assert not group_ends
