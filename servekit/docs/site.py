@@ -27,6 +27,11 @@ SCRIPT, SEARCH = "site.js", "search.js"
 _HERE = Path(__file__).parent
 #: The other pages of a running instance.
 _BESIDE = (("/docs/swagger", "Try the API"), ("/ui/", "Chat"), ("/ui/dashboard", "Dashboard"))
+_ICON = (  # inline, so that the browser asks for no favicon
+    '<link rel="icon" href="data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 '
+    "viewBox=%220 0 16 16%22><rect width=%2216%22 height=%2216%22 rx=%224%22 fill=%22%2314b8a6%22/>"
+    '<path d=%22M4 5h8M4 8h8M4 11h5%22 stroke=%22white%22 stroke-width=%221.6%22/></svg>">'
+)
 #: Longest text of one search result.
 _MOST_CHARS = 4000
 
@@ -52,7 +57,7 @@ def make_html(name: str, *, is_live: bool) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style>"
+        f"<title>{escape(title)}</title>{_ICON}<style>{style}</style>"
         f'<script src="{_address(SCRIPT, is_live)}" data-search="{_address(SEARCH, is_live)}" '
         f'data-page="{escape(_page_address("NAME", is_live))}"></script></head>'
         '<body><a class="skip" href="#content">Skip to the text</a><header>'

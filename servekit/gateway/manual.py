@@ -37,7 +37,7 @@ MADE_WITHIN_S = 60.0
 #: The pages fetch nothing from anywhere else.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 }
 
 
