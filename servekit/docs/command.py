@@ -76,7 +76,10 @@ def _make_index() -> str:
 
     from servekit.docs.pages import list_pages
 
-    parts = ["# servekit", "`servekit docs PAGE` prints a page; a running instance has all at /docs."]
+    parts = [
+        "# servekit",
+        "`servekit docs PAGE` prints a page. A running instance has the same pages at /docs.",
+    ]
     listed = [one for one in list_pages().values() if one.section]
     for section, group in groupby(listed, key=lambda one: one.section):
         rows = [f"| `{one.name}` | {one.summary} |" for one in group]

@@ -26,13 +26,6 @@ def make_tables() -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def make_options_table(engine: str) -> str:
-    """Return Markdown: the options of one engine."""
-    sections: dict[str, Any] = json_schema()["$defs"]
-    name = dict(_engines(sections))[engine]
-    return _section("models[].options.", sections[name]) + "\n"
-
-
 def _engines(sections: Any) -> list[tuple[str, str]]:
     return [_engine(rule) for rule in sections["ModelConfig"]["allOf"]]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 
 from servekit.errors import ConfigError
 
@@ -25,12 +24,6 @@ def _make_configuration() -> str:
     from servekit.docs.configuration import make_tables
 
     return make_tables()
-
-
-def _make_options(engine: str) -> str:
-    from servekit.docs.configuration import make_options_table
-
-    return make_options_table(engine)
 
 
 def _make_commands() -> str:
@@ -73,10 +66,6 @@ def _make_status() -> str:
 #: How each generated part is made, by its name. Each imports what it is made from.
 PARTS: dict[str, Callable[[], str]] = {
     "configuration": _make_configuration,
-    **{
-        f"options-{engine}": partial(_make_options, engine)
-        for engine in ("transformers", "vllm", "llamacpp", "openai", "echo")
-    },
     "commands": _make_commands,
     "api": _make_api,
     "parameters": _make_parameters,

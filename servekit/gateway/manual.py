@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, Response
 
 from servekit.errors import ServekitError
 
@@ -98,5 +98,5 @@ def _add_page(app: FastAPI, manual: Manual, name: str) -> None:
 
 def _add_file(app: FastAPI, name: str, path: Path, media_type: str) -> None:
     @app.get(f"/docs/{name}", include_in_schema=False)
-    async def file() -> Response:
-        return Response(path.read_bytes(), media_type=media_type)
+    async def file() -> FileResponse:
+        return FileResponse(path, media_type=media_type)
