@@ -2,22 +2,6 @@
 
 The supervisor alone writes it (`servekit.supervisor.journal`); whoever may read the run directory
 reads it, whether a supervisor lives there or not.
-
-    up, down      the supervisor began, ended
-    crash         the supervisor before this one had ended without a word
-    started       a process: `worker` is its name, also of gateways and standbys
-    ready         it serves
-    exit          it died, or could not start: why, what it had served, when it is tried again
-    stalled       it made no progress
-    stopped       it was ended on purpose
-    stray         it holds memory where it should not, or more than its claim
-    load, unload, sleep, wake     of models that come and go, with the reason (evicted for …)
-    reload        the file was read again: what it changed, or why it was refused
-    breaker       of a model: open, half-open, closed
-    quarantine    a request is refused from now on, because it takes workers down
-    scale         a model has got more replicas, or fewer: why
-    adapter       one serves, was refused, has failed, is gone
-    gap           events could not be written: the disk was full or too slow
 """
 
 from __future__ import annotations
@@ -32,6 +16,29 @@ from typing import Any
 FILE = "events.db"
 #: PRAGMA user_version of the file.
 VERSION = 1
+#: The kinds of events, and when one is recorded.
+KINDS = {
+    "up": "The supervisor has started.",
+    "down": "The supervisor has ended.",
+    "crash": "The supervisor before this one ended without a word.",
+    "started": "A process was started; `worker` is its name, for gateways and standbys too.",
+    "ready": "A process serves.",
+    "exit": "A process died or could not start: why, how many requests it had served, and when it"
+    " is tried again.",
+    "stalled": "A process made no progress.",
+    "stopped": "A process was ended on purpose.",
+    "stray": "A worker holds memory where it should not, or more than its claim.",
+    "load": "A model is loaded, with the reason.",
+    "unload": "A model is unloaded, with the reason (`evicted for …`).",
+    "sleep": "A model is put to sleep, with the reason.",
+    "wake": "A model is woken, with the reason.",
+    "reload": "The file was read again: what it changed, or why it was refused.",
+    "breaker": "The breaker of a model is open, half-open or closed.",
+    "quarantine": "A request is refused from now on because it takes workers down; or no longer.",
+    "scale": "A model has got more replicas, or fewer, with the reason.",
+    "adapter": "An adapter serves, was refused, has failed, or is gone.",
+    "gap": "Events could not be written: the disk was full or too slow.",
+}
 TABLE = """\
 CREATE TABLE IF NOT EXISTS events (
   id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL,

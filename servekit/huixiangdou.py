@@ -198,7 +198,7 @@ models:
     # trust_remote_code: true          # only if the model brings code of its own that you trust
 
 server:
-  host: 127.0.0.1                      # this machine only; others need `keys`, see README.md
+  host: 127.0.0.1                      # this machine only; see `servekit docs access`
   port: {first_port}                           # the OpenAI API and the chat page
   legacy: huixiangdou                  # answer /inference and /stream as its own server did,
   legacy_port: {port}                    # where its clients look for it (local_llm_bind_port)

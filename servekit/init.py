@@ -48,7 +48,7 @@ def _lines(wish: Wish) -> list[str]:
         "#     servekit up --config THIS_FILE",
         "#",
         *found,
-        "# Every key is described in README.md; `servekit schema` prints them for editors.",
+        "# `servekit docs configuration` describes every key.",
         "",
         "models:",
         *_model(wish),

@@ -1,8 +1,9 @@
 """The schema of the configuration file, as frozen pydantic models.
 
 Every key has a description: `servekit schema` publishes them as JSON schema for editors, and the
-README's table is read off them. Unknown keys are errors. What needs more than one key, the disk or
-the machine is checked elsewhere: `config/checks.py` (one file), `supervisor/placement.py` (GPUs).
+reference page is generated from them. Unknown keys are errors. What needs more than one key, the
+disk or the machine is checked elsewhere: `config/checks.py` (one file),
+`supervisor/placement.py` (GPUs).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from servekit.docs import fields
-from servekit.docs.commands import anchor
+from servekit.docs.anchors import make_anchor
 
 Json = dict[str, Any]
 _METHODS = ("get", "post", "put", "patch", "delete")
@@ -26,15 +26,11 @@ async def _document() -> Json:
     return Application(Router("docs"), 2**23, ui=True, legacy=True).rest.openapi()
 
 
-def page() -> str:
-    """In Markdown: the endpoints by their API, and what they take and give."""
+def make_sections() -> str:
+    """Return Markdown: the endpoints by their API, and the objects they take and give."""
     described = document()
     schemas: Json = described["components"]["schemas"]
-    parts = [
-        "# HTTP API",
-        "`/openapi.json` of an instance has the same for programs, and `/docs` to try it out. With"
-        " API keys in the file, `Authorization: Bearer KEY` goes with each request.",
-    ]
+    parts: list[str] = []
     for tag, operations in _by_tag(described).items():
         parts.append(f"## {tag} endpoints")
         for method, path, operation in operations:
@@ -111,4 +107,4 @@ def _short(name: str) -> str:
 
 def _link(name: str) -> str:
     short = _short(name)
-    return f"[{short}](#{anchor(short)})"
+    return f"[{short}](#{make_anchor(short)})"

@@ -1,28 +1,87 @@
-"""`servekit docs`: the reference, printed or written."""
+"""`servekit docs`: the documentation in the terminal, or written as files."""
 
 # No annotations as text: typer reads each several times, which takes most of the time of --help.
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from servekit.docs.pages import Page
+
+
+def _complete_pages(incomplete: str) -> list[str]:
+    from servekit.docs.pages import list_pages
+
+    return [name for name in list_pages() if name.startswith(incomplete)]
 
 
 def docs(
     page: Annotated[
-        str, typer.Argument(help="configuration, commands, api or metrics; by default all.")
+        str,
+        typer.Argument(
+            help="The page to print, by its name; the index lists them.",
+            autocompletion=_complete_pages,
+        ),
     ] = "",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write all there.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Write all pages to this folder."),
     ] = None,
-    as_html: Annotated[bool, typer.Option("--html", help="For a browser, not Markdown.")] = False,
+    as_html: Annotated[
+        bool, typer.Option("--html", help="Write HTML for a browser, instead of Markdown.")
+    ] = False,
 ) -> None:
-    """Print the reference of the file, the commands, HTTP and metrics, made from the code."""
-    from servekit.docs import pages
+    """Print the documentation: an index of its pages, or a page.
+
+    On a terminal it is formatted and shown in a pager; elsewhere it is printed as Markdown. A
+    running instance has the same pages at /docs.
+    """
+    from servekit.docs import pages, site
 
     if output is not None:
-        for path in pages.write(output, as_html=as_html):
+        for path in site.write_site(output, as_html=as_html):
             sys.stdout.write(f"wrote {path}\n")
         return
-    for name in (page,) if page else pages.PAGES:
-        sys.stdout.write(pages.html(name) if as_html else pages.markdown(name))
+    found = pages.find_page(page or pages.INDEX)
+    if as_html:
+        sys.stdout.write(site.make_html(found.name, is_live=False))
+    elif sys.stdout.isatty():
+        _show(found)
+    elif found.name == pages.INDEX:
+        sys.stdout.write(_make_index())
+    else:
+        sys.stdout.write(pages.read_markdown(found))
+
+
+def _show(page: "Page") -> None:
+    """Format a page for the terminal and show it in the user's pager."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from servekit.docs import pages
+
+    text = _make_index() if page.name == pages.INDEX else pages.read_for_terminal(page)
+    os.environ.setdefault("LESS", "-FRX")  # colours, and no pager for what fits on the screen
+    console = Console(width=min(Console().width, 110))
+    with console.pager(styles=True):
+        console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
+
+
+def _make_index() -> str:
+    """Return the index as a terminal needs it: names that `servekit docs NAME` takes."""
+    from itertools import groupby
+
+    from servekit.docs.pages import list_pages
+
+    parts = [
+        "# servekit",
+        "`servekit docs PAGE` prints a page. A running instance has the same pages at /docs.",
+    ]
+    listed = [one for one in list_pages().values() if one.section]
+    for section, group in groupby(listed, key=lambda one: one.section):
+        rows = [f"| `{one.name}` | {one.summary} |" for one in group]
+        parts += [f"## {section}", "\n".join(["| page | |", "|---|---|", *rows])]
+    return "\n\n".join(parts) + "\n"

@@ -5,32 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from servekit.docs.anchors import make_anchor
+
 _WORDS = {"int": "NUMBER", "integer": "NUMBER", "float": "NUMBER", "Path": "PATH", "path": "PATH"}
 
 
-def page() -> str:
-    """In Markdown: a section for each command, with its arguments and options."""
+def make_sections() -> str:
+    """Return Markdown: a list of the commands, and a section for each with its options."""
     import typer
 
     from servekit.cli import app
 
     found = list(_commands(typer.main.get_command(app), "servekit"))
-    lines = [f"- [`{name}`](#{anchor(name)}): {_first(command)}" for name, command in found]
-    parts = [
-        "# Commands",
-        "Exit codes: 0 done; 1 the machine is in the way; 2 the input is; 130 Ctrl-C. Each takes"
-        " `--help`. `servekit --install-completion` has the shell complete them.",
-        "\n".join(lines),
-    ]
+    lines = [f"- [`{name}`](#{make_anchor(name)}): {_first(command)}" for name, command in found]
+    parts = ["\n".join(lines)]
     for name, command in found:
         parts += [f"## {name}", *_described(name, command)]
     return "\n\n".join(parts) + "\n"
-
-
-def anchor(heading: str) -> str:
-    """As GitHub makes them of a heading."""
-    kept = "".join(one for one in heading.lower() if one.isalnum() or one in " -_")
-    return kept.replace(" ", "-")
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -12,25 +12,22 @@ from servekit.docs import fields
 _HEAD = "| key | value | default | |\n|---|---|---|---|"
 
 
-def page() -> str:
-    """In Markdown: a section for each mapping of the file."""
+def make_tables() -> str:
+    """Return Markdown: a section for each mapping of the file, and for each engine's options."""
     schema = json_schema()
     sections: dict[str, Any] = schema["$defs"]
-    parts = [
-        "# Configuration",
-        "One YAML file. A key that is left empty counts as not written; one that is not known is"
-        " an error. `servekit check FILE` says what is wrong, by line and key, and"
-        " `servekit schema` prints the same for editors.",
-        _section("", schema),
-    ]
+    parts = ["## The top of the file", _section("", schema)]
     for path, name in _nested("", schema, sections):
         parts += [f"## {path.removesuffix('.')}", _about(sections[name])]
         parts.append(_section(path, sections[name]))
-    engines = [(rule, *_engine(rule)) for rule in sections["ModelConfig"]["allOf"]]
-    for _, engine, name in engines:
-        parts += [f"## options of {engine}", _about(sections[name])]
+    for engine, name in _engines(sections):
+        parts += [f"## Options of {engine}", _about(sections[name])]
         parts.append(_section("models[].options.", sections[name]))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _engines(sections: Any) -> list[tuple[str, str]]:
+    return [_engine(rule) for rule in sections["ModelConfig"]["allOf"]]
 
 
 def _section(prefix: str, section: Any) -> str:

@@ -1,4 +1,4 @@
-"""Rows of a JSON schema's fields, in words and in Markdown. README's tables are made by these."""
+"""Rows of a JSON schema's fields, in words and in Markdown."""
 
 from __future__ import annotations
 

@@ -1,110 +1,91 @@
-"""All pages, in Markdown or as HTML that needs nothing beside it."""
+"""The pages of documentation: Markdown files in `pages/`, listed by `pages/index.md`.
+
+The index is the one list of pages: its sections and their order are those of the sidebar and of
+`servekit docs`. A page is known by its file's name, which no two pages share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from html import escape
-from itertools import pairwise
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
-from servekit.docs.commands import anchor
-from servekit.errors import ConfigError, StartError
+from servekit.errors import ConfigError
+
+FOLDER = Path(__file__).with_name("pages")
+INDEX = "index"
+
+_SECTION = re.compile(r"^## (.+)$")
+_ENTRY = re.compile(r"^- \[(.+?)\]\(([\w/-]+\.md)\): (.+)$")
+#: A link or an image whose target is a file of this folder, relative to the page.
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?!https?:)[^)#\s]*)(#[^)\s]*)?\)")
+_COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-def _configuration() -> str:
-    from servekit.docs.configuration import page
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, as the index lists it."""
 
-    return page()
-
-
-def _commands() -> str:
-    from servekit.docs.commands import page
-
-    return page()
-
-
-def _api() -> str:
-    from servekit.docs.api import page
-
-    return page()
+    name: str
+    title: str
+    section: str
+    summary: str
+    path: Path
 
 
-def _metrics() -> str:
-    from servekit.metrics import reference
-
-    return f"# Metrics\n\nOf `GET /metrics`, all of them.\n\n{reference()}\n"
-
-
-#: By name: how each is made. Each imports what it is made from.
-PAGES: dict[str, Callable[[], str]] = {
-    "configuration": _configuration,
-    "commands": _commands,
-    "api": _api,
-    "metrics": _metrics,
-}
-
-_STYLE = """
-:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 18%, transparent); }
-body { margin: 0 auto; max-width: 68rem; padding: 1rem 1.25rem 4rem; font: 16px/1.55 system-ui; }
-nav { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding-bottom: .8rem;
-  border-bottom: 1px solid var(--line); }
-nav a[aria-current] { font-weight: 650; text-decoration: none; color: inherit; }
-h1, h2, h3 { line-height: 1.25; scroll-margin-top: 1rem; } h2 { margin-top: 2.5rem; }
-a { color: #0b67c2; } @media (prefers-color-scheme: dark) { a { color: #7eb6ff; } }
-code, pre { font: .88em/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
-pre { padding: .7rem 1rem; border: 1px solid var(--line); border-radius: .5rem; overflow: auto; }
-td:first-child code { white-space: nowrap; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { padding: .4rem .8rem .4rem 0; text-align: left; vertical-align: top;
-  border-top: 1px solid var(--line); } th { border: 0; font-size: .85rem; }
-"""
-
-#: At a running instance.
-_TRY = '<a href="../docs">try the API</a><a href="../ui/">chat</a>'
+@cache
+def list_pages() -> dict[str, Page]:
+    """Return all pages by name, in the index's order; the index itself is the first."""
+    pages = {INDEX: Page(INDEX, "Overview", "", "", FOLDER / f"{INDEX}.md")}
+    section = ""
+    for line in pages[INDEX].path.read_text("utf-8").splitlines():
+        if heading := _SECTION.match(line):
+            section = heading[1]
+        elif entry := _ENTRY.match(line):
+            path = FOLDER / entry[2]
+            pages[path.stem] = Page(path.stem, entry[1], section, entry[3], path)
+    return pages
 
 
-def markdown(name: str) -> str:
-    """One page. Raises ConfigError for one there is not."""
-    if name not in PAGES:
-        raise ConfigError(f"there is no page {name!r}; there are: {', '.join(PAGES)}")
-    return PAGES[name]()
+def find_page(name: str) -> Page:
+    """Return the page of a name. Raises ConfigError, with a suggestion, for an unknown name."""
+    pages = list_pages()
+    page = pages.get(name.removesuffix(".md").rpartition("/")[2])
+    if page is None:
+        near = get_close_matches(name, pages, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "`servekit docs` lists the pages"
+        raise ConfigError(f"there is no page {name!r}; {hint}")
+    return page
 
 
-def html(name: str, suffix: str = "") -> str:
-    """One page for a browser; its links to the others end with `suffix`. Raises ConfigError."""
-    from markdown_it import MarkdownIt
-
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(markdown(name))
-    for opening, inline in pairwise(tokens):
-        if opening.type == "heading_open":
-            opening.attrSet("id", anchor(inline.content))
-    body = parser.renderer.render(tokens, parser.options, {})
-    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>')
-    links = "".join(f'<a href="{page}{suffix}"{_mark(page == name)}>{page}</a>' for page in PAGES)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)} · servekit</title><style>{_STYLE}</style></head><body>"
-        f'<nav aria-label="Pages"><b>servekit</b>{links}{_TRY if not suffix else ""}</nav><main>'
-        f"{body.replace('</table>', '</table></div>')}</main></body></html>\n"
-    )
+def read_markdown(page: Page) -> str:
+    """Return a page's text without the comments that mark its generated parts."""
+    return _COMMENT.sub("", page.path.read_text("utf-8"))
 
 
-def _mark(is_it: bool) -> str:
-    return ' aria-current="page"' if is_it else ""
+def read_for_terminal(page: Page) -> str:
+    """Return a page's text with the names of pages in the place of links to them.
+
+    `[the guide](../guides/gpus.md#memory)` becomes `the guide (→ gpus)`: `servekit docs gpus` is
+    how a terminal follows it.
+    """
+
+    def name_target(link: re.Match[str]) -> str:
+        image, text, target, _ = link.groups()
+        if image:
+            return f"*(picture: {text})*"
+        return f"{text} (→ `{Path(target).stem}`)" if target else text
+
+    return replace_outside_code(_LINK, name_target, read_markdown(page))
 
 
-def write(folder: Path, *, as_html: bool) -> list[Path]:
-    """All of them, in a folder that is made. Raises StartError where that cannot be."""
-    suffix = ".html" if as_html else ".md"
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in PAGES:
-            path = folder / f"{name}{suffix}"
-            path.write_text(html(name, suffix) if as_html else markdown(name))
-            written.append(path)
-    except OSError as error:
-        raise StartError(f"cannot write {error.filename}: {error.strerror}") from None
-    return written
+def replace_outside_code(pattern: re.Pattern[str], replacement: object, text: str) -> str:
+    """Substitute a pattern everywhere but in fenced code."""
+    parts, start = [], 0
+    for block in _FENCED.finditer(text):
+        parts += [pattern.sub(replacement, text[start : block.start()]), block[0]]  # type: ignore[arg-type]
+        start = block.end()
+    return "".join([*parts, pattern.sub(replacement, text[start:])])  # type: ignore[arg-type]

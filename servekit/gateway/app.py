@@ -136,12 +136,12 @@ def build_rest(
     router: Router, supervisor: Supervisor, *, ui: bool, hot: Collection[str]
 ) -> FastAPI:
     """All that is not hot: health, models, administration, and the document, of the hot too."""
-    app = FastAPIOffline(  # /docs must not need the outside world
+    app = FastAPIOffline(  # trying out the API must not need the outside world
         title="servekit",
         version=__version__,
-        description="OpenAI-compatible serving of the models in one configuration file. To read:"
-        f" {', '.join(f'[{name}](/docs/{name})' for name in manual.PAGES)}.",
-        docs_url="/docs",
+        description="OpenAI-compatible serving of the models in one configuration file. "
+        "The [documentation](/docs) describes the rest.",
+        docs_url=manual.SWAGGER,
         redoc_url=None,
     )
     _add_health(app, router)

@@ -26,14 +26,14 @@ from servekit.gateway.strangers import Strangers
 log: Any = structlog.get_logger("servekit.gateway")
 
 #: What load balancers and readers of the documentation ask for; no key is needed.
-OPEN = {"/", "/livez", "/readyz", "/version", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+OPEN = {"/", "/livez", "/readyz", "/version", "/openapi.json", "/docs/oauth2-redirect"}
 OPEN |= {"/health", "/v1/health", "/ping"}
 #: Of these the one that tells who has a key more.
 READY = "/readyz"
 OPEN |= login.PATHS | manual.PATHS
 #: Open where the file says so.
 METRICS = "/metrics"
-#: Files that /docs is made of.
+#: Files that /docs/swagger is made of.
 OPEN_FOLDER = "/static-offline-docs/"
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 #: Headers that a page may read beside those that every page may.

@@ -1,7 +1,7 @@
-"""The reference at a running instance: /docs/configuration, /docs/commands, /docs/api, …
+"""The documentation at a running instance: /docs, /docs/configuration, /docs/gpus, …
 
-A process of its own makes each page, once, when it is first asked for: what it is made from (the
-command line, the file's schema) is nothing that a gateway has, or should have, in its memory.
+A process of its own renders each page, once, when it is first asked for: a Markdown parser is
+nothing that a gateway needs in its memory, and the long pages would hold up its event loop.
 """
 
 from __future__ import annotations
@@ -9,32 +9,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import structlog
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import FileResponse, HTMLResponse, Response
 
 from servekit.errors import ServekitError
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-PAGES = ("configuration", "commands", "api", "metrics")
-PATHS = {f"/docs/{name}" for name in PAGES}
+#: Files of another part of the package, read and not imported.
+_FOLDER = Path(__file__).parents[1] / "docs"
+INDEX = "index"
+#: Names of all pages but the index.
+PAGES = sorted(path.stem for path in _FOLDER.glob("pages/*/*.md"))
+SEARCH = "search.js"
+#: Served as they are: by address below /docs, their file and type.
+FILES = {"site.js": (_FOLDER / "site.js", "text/javascript")} | {
+    f"images/{path.name}": (path, "image/png") for path in _FOLDER.glob("pages/images/*.png")
+}
+#: Where the API can be tried out.
+SWAGGER = "/docs/swagger"
+PATHS = {"/docs", SWAGGER, *(f"/docs/{name}" for name in (*PAGES, SEARCH, *FILES))}
 MADE_WITHIN_S = 60.0
-#: The pages are ours, and have neither scripts nor anything that is fetched.
-_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+#: The pages fetch nothing from anywhere else.
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+}
 
 
 class Manual:
-    """Makes pages, one at a time, and keeps them."""
+    """Renders pages, one at a time, and keeps them."""
 
     def __init__(self) -> None:
         self._made: dict[str, str] = {}
         self._one_at_a_time = asyncio.Lock()
 
     async def page(self, name: str) -> str:
-        """As HTML. Raises ServekitError where it cannot be made."""
+        """Return a page as HTML, or the search index. Raises ServekitError where that fails."""
         async with self._one_at_a_time:
             if name not in self._made:
                 self._made[name] = await _make(name)
@@ -44,7 +59,7 @@ class Manual:
 async def _make(name: str) -> str:
     safe = () if not sys.flags.safe_path else ("-P",)
     making = await asyncio.create_subprocess_exec(
-        sys.executable, *safe, "-m", "servekit", "docs", name, "--html",
+        sys.executable, *safe, "-m", "servekit.docs.site", name,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     made = b""
@@ -56,18 +71,32 @@ async def _make(name: str) -> str:
         if making.returncode is None:
             making.kill()
     if making.returncode or not made:
-        raise ServekitError(f"this page could not be made; on the machine: servekit docs {name}")
+        raise ServekitError(f"the page could not be rendered; on the machine: servekit docs {name}")
     return made.decode()
 
 
 def add_manual(app: FastAPI) -> None:
-    """GET /docs/NAME for each of PAGES."""
+    """Add GET /docs, GET /docs/NAME for each page, and the files that the pages need."""
     manual = Manual()
-    for name in PAGES:
-        _add(app, manual, name)
+    for name in (INDEX, *PAGES):
+        _add_page(app, manual, name)
+    for name, (path, media_type) in FILES.items():
+        _add_file(app, name, path, media_type)
+
+    @app.get(f"/docs/{SEARCH}", include_in_schema=False)
+    async def search() -> Response:
+        return Response(await manual.page(SEARCH), media_type="text/javascript")
 
 
-def _add(app: FastAPI, manual: Manual, name: str) -> None:
-    @app.get(f"/docs/{name}", include_in_schema=False, response_class=HTMLResponse)
+def _add_page(app: FastAPI, manual: Manual, name: str) -> None:
+    address = "/docs" if name == INDEX else f"/docs/{name}"
+
+    @app.get(address, include_in_schema=False, response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         return HTMLResponse(await manual.page(name), headers=_HEADERS)
+
+
+def _add_file(app: FastAPI, name: str, path: Path, media_type: str) -> None:
+    @app.get(f"/docs/{name}", include_in_schema=False)
+    async def file() -> FileResponse:
+        return FileResponse(path, media_type=media_type)

@@ -227,7 +227,7 @@ def test_the_document_has_the_hot_routes(http: httpx.Client) -> None:
     chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]
     named = chat["application/json"]["schema"]["$ref"].rpartition("/")[2]
     assert "messages" in document["components"]["schemas"][named]["properties"]
-    page = http.get("/docs")
+    page = http.get("/docs/swagger")
     assert page.status_code == 200
     assert "//cdn." not in page.text
     assert http.get("/version").json()["version"]

@@ -147,7 +147,7 @@ def test_what_goes_wrong_is_a_sentence_with_the_next_step(instance: Instance) ->
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-#: What README says of `ps --json`; keys are only ever added.
+#: Fields that programs read of `ps --json`; fields are only ever added.
 SHAPE = {
     "": "version pid url config started_at rss_bytes models gateways draining starts gpus traffic",
     "models": "name engine path created replicas info aliases adapters standbys residence scale",

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.booted import ROOT, UNIT, Machine, why_not
 from tests.integration.instance import echo, poll
 
-#: What `systemd-analyze security` may say at most, of 10; README and the unit say why not less.
+#: What `systemd-analyze security` may say at most, of 10; the unit says why not less.
 MOST_EXPOSED = 2.0
 
 needs_analyze = pytest.mark.skipif(
@@ -41,7 +41,8 @@ def test_it_is_no_more_exposed_than_is_said() -> None:
     done = analyze("security", "--offline=true", str(UNIT))
     [found] = re.findall(r"exposure level for servekit.service: ([\d.]+)", done.stdout)
     assert float(found) <= MOST_EXPOSED
-    assert f"exposure {found} of 10" in (ROOT / "README.md").read_text()
+    page = ROOT / "servekit" / "docs" / "pages" / "operations" / "deployment.md"
+    assert f"exposure {found} of 10" in page.read_text()
 
 
 # ---------------------------------------------------------------- under systemd itself

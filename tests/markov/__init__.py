@@ -1,4 +1,4 @@
-"""A package of somebody else's that brings servekit an engine; see README, "Write an engine".
+"""A package of somebody else's that brings servekit an engine; see `servekit docs write-an-engine`.
 
 It is no part of servekit: its modules are imported as `markov_engine` and `markov_kind`, from where
 `install` has put them.

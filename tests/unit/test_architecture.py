@@ -79,8 +79,8 @@ MAY_IMPORT = {
         "terminal",
         "docs",
     },
-    # what a user reads of all the others; it runs in a process of its own
-    "docs": {"errors", "config", "gateway", "metrics", "cli"},
+    # its generators read what they describe
+    "docs": {"errors", "config", "gateway", "metrics", "events", "wire", "engines", "cli"},
     # a client of any server; measure finds ours
     "bench": {"errors", "wire"},
     "measure": {"errors", "wire", "supervisor", "tables", "bench", "terminal"},

@@ -1,4 +1,4 @@
-"""A cluster in simulated time (tests/bench/cluster.py): a tenth of what README tells of, seeded."""
+"""A cluster in simulated time (tests/bench/cluster.py): a tenth of the page on scale, seeded."""
 
 from __future__ import annotations
 

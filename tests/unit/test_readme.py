@@ -1,4 +1,4 @@
-"""README says what is so. SERVEKIT_REWRITE=1 in the environment renews its tables."""
+"""README: short, its commands run as they stand, its links lead somewhere; and the pins."""
 
 from __future__ import annotations
 
@@ -12,128 +12,21 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from servekit.config.json_schema import json_schema
-from servekit.docs import fields
-
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-TABLES = {
-    "configuration": [
-        ("", "Config"),
-        ("server.", "ServerConfig"),
-        ("server.tls.", "TlsConfig"),
-        ("server.limits.", "LimitsConfig"),
-        ("gpus.", "GpusConfig"),
-        ("ray.", "RayConfig"),
-        ("keys[].", "KeyConfig"),
-        ("logging.", "LoggingConfig"),
-        ("tracing.", "TracingConfig"),
-        ("models[].", "ModelConfig"),
-        ("models[].replicas.", "ReplicaRange"),
-        ("models[].scale.", "ScaleConfig"),
-        ("models[].adapters[].", "AdapterConfig"),
-        ("models[].sampling.", "SamplingDefaults"),
-        ("models[].options.", "TransformersOptions"),
-    ],
-    "vllm": [("models[].options.", "VllmOptions")],
-    "llamacpp": [("models[].options.", "LlamaCppOptions")],
-    "openai": [("models[].options.", "OpenAIOptions")],
-    "echo": [("models[].options.", "EchoOptions")],
-    "parameters": [],
-}
+MOST_LINES = 200
 
 
-# ---------------------------------------------------------------- the tables
+# ---------------------------------------------------------------- the text
 
 
-#: What a parameter of OpenAI's takes an engine to have; all others every engine takes.
-NEEDS = {
-    "logit_bias": "logit_bias",
-    "min_p": "min_p",
-    "presence_penalty": "penalties",
-    "frequency_penalty": "penalties",
-    "repetition_penalty": "penalties",
-    "logprobs": "logprobs",
-    "top_logprobs": "logprobs",
-    "response_format": "grammar",
-    "structured_outputs": "grammar",
-    "guided_json": "grammar",
-    "guided_regex": "grammar",
-    "guided_choice": "grammar",
-    "guided_grammar": "grammar",
-    "bad_words": "bad_words",
-    "stop_token_ids": "stop_token_ids",
-    "prompt_logprobs": "prompt_logprobs",
-    "text": "grammar",
-    "tools": "tools",
-    "tool_choice": "tools",
-    "parallel_tool_calls": "tools",
-}
-#: What is taken so that clients which send it are served, and changes nothing.
-IDLE = {"user", "metadata", "truncation", "store", "service_tier", "safety_identifier"}
-IDLE |= {"prompt_cache_retention", "guided_decoding_backend", "request_id", "max_tool_calls"}
-IDLE |= {"verbosity"}
-#: The echo engine has one candidate for each token: these keep it.
-IDLE_FOR_ECHO = {"top_p", "top_k"}
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
-def parameters() -> str:
-    """Every parameter of OpenAI's endpoints, by endpoint and by engine."""
-    from servekit.engines.echo import SERVES
-    from servekit.gateway.responses_schema import STATEFUL, ResponsesRequest
-    from servekit.gateway.schema import NOTHING, ChatRequest, CompletionRequest
-    from servekit.gateway.vectors import EmbeddingRequest
-
-    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
-    fields = [kind.__struct_fields__ for kind in kinds]
-    names = dict.fromkeys(name for own in fields for name in own)
-    head = "parameter | chat | completions | responses | embeddings | transformers | echo"
-    lines = [f"| {head} |", "|---|:-:|:-:|:-:|:-:|---|---|"]
-    for name in sorted(names):
-        if name in {"model", *NOTHING, *STATEFUL}:
-            continue
-        marks = ["✓" if name in own else "" for own in fields]
-        need = NEEDS.get(name)
-        ours = "where its template has tools" if need == "tools" else "✓"
-        echos = "✓" if need in (None, *SERVES) else "400"
-        if need == "tools":
-            echos = "where the file says `tool_parser`"
-        if name in IDLE:
-            ours = echos = "without effect"
-        if name in IDLE_FOR_ECHO:
-            echos = "without effect"
-        lines.append(f"| `{name}` | {' | '.join(marks)} | {ours} | {echos} |")
-    return "\n".join(lines) + "\n"
-
-
-def table(name: str) -> str:
-    if name == "parameters":
-        return parameters()
-    schema = json_schema()
-    sections = {"Config": schema, **schema["$defs"]}
-    lines = ["| key | value | default | |", "|---|---|---|---|"]
-    for prefix, section in TABLES[name]:
-        for key, field in sections[section]["properties"].items():
-            required = key in sections[section].get("required", ())
-            lines.append(fields.row(f"{prefix}{key}", field, required=required))
-    return "\n".join(lines) + "\n"
-
-
-def renewed(text: str) -> str:
-    return TABLE.sub(lambda found: found[1] + table(found[2]) + found[3], text)
-
-
-def test_the_tables_are_those_of_the_schema() -> None:
-    text = README.read_text()
-    if os.environ.get("SERVEKIT_REWRITE"):
-        README.write_text(renewed(text))
-    assert set(TABLES) == {found[2] for found in TABLE.finditer(text)}
-    assert README.read_text() == renewed(text), "stale; run this with SERVEKIT_REWRITE=1"
-
-
-# ---------------------------------------------------------------- the commands
+def test_readme_shows_the_chat_page_and_top() -> None:
+    assert "servekit/docs/pages/images/chat.png" in README.read_text()
+    assert any(block.startswith("servekit 0.") for block in code_blocks())
 
 
 def code_blocks() -> list[str]:
@@ -154,33 +47,12 @@ def test_the_demo_command_names_what_there_is() -> None:
     assert all((ROOT / name).is_file() for name in files)
 
 
-def test_the_commands_are_those_of_the_command_line() -> None:
-    from servekit.cli import app
-
-    shown = set(re.findall(r"^\| `servekit (\w[\w-]*)", README.read_text(), re.MULTILINE))
-    commands = {
-        command.name or command.callback.__name__
-        for command in app.registered_commands
-        if command.callback
-    }
-    assert shown == commands | {group.name for group in app.registered_groups}
-
-
-async def test_the_endpoints_are_those_of_the_gateway() -> None:
-    from servekit.gateway.app import Application
-    from servekit.gateway.router import Router
-
-    shown = set(re.findall(r"^\| `(?:GET|POST) (/[\w/.{}]*)`", README.read_text(), re.MULTILINE))
-    application = Application(Router("test"), 10**6, ui=False, legacy=True)
-    served = set(application.rest.openapi()["paths"])
-    documents = {"/ui", "/docs", "/openapi.json"}
-    assert shown - documents == {re.sub(r":path", "", path) for path in served}
-
-
-def test_the_example_of_an_engine_is_as_short_as_is_said() -> None:
-    example = ROOT / "tests" / "markov" / "markov_engine.py"
-    assert "of less than 150 lines" in README.read_text()
-    assert len(example.read_text().splitlines()) < 150
+@pytest.mark.parametrize("page", ["start/quickstart.md", "project/contributing.md"])
+def test_the_commands_are_the_same_in_the_pages(page: str) -> None:
+    text = (ROOT / "servekit" / "docs" / "pages" / page).read_text()
+    commands = [block.strip() for block in code_blocks() if "-c deploy/constraints.txt" in block]
+    assert len(commands) == 2
+    assert commands[page.startswith("project")] in text
 
 
 def test_links_lead_somewhere() -> None:
@@ -214,6 +86,16 @@ def test_with_vllm_every_dependency_is_pinned_within_its_range() -> None:
     for text in [*project["dependencies"], *wanted]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
+
+
+def test_uvicorn_ends_at_the_minor_series_that_is_pinned() -> None:
+    """servekit uses private parts of uvicorn, so each series has to be tried first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [text] = [one for one in project["dependencies"] if one.startswith("uvicorn")]
+    pinned = Version(pins()["uvicorn"])
+    allowed = Requirement(text).specifier
+    assert allowed.contains(f"{pinned.major}.{pinned.minor}.99")
+    assert not allowed.contains(f"{pinned.major}.{pinned.minor + 1}.0")
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-vllm.txt"])

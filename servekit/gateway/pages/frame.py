@@ -85,7 +85,8 @@ class Frame:
         return (
             f'<header class="sk-bar" data-lang-now="{say.language}">'
             f'<a class="sk-brand" href="{base}/">servekit</a>'
-            f'<nav aria-label="{escape(say("nav.label"))}">{links}</nav>'
+            f'<nav aria-label="{escape(say("nav.label"))}">{links}'
+            f'<a href="/docs">{escape(say("nav.docs"))}</a></nav>'
             '<div class="sk-tools"><button type="button" class="sk-out" hidden '
             f'data-sign-out="{escape(say("nav.sign_out"))}">{_OUT}</button>'
             f'{others}<button type="button" class="sk-theme" '

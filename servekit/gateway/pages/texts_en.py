@@ -14,6 +14,7 @@ ENGLISH: dict[str, str] = {
     "nav.structured": "Structured",
     "nav.dashboard": "Dashboard",
     "nav.operate": "Operate",
+    "nav.docs": "Docs",
     # ---- signing in
     "login.title": "Sign in",
     "login.lead": "This servekit asks for an API key. Its owner can give you one.",

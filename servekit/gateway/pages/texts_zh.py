@@ -14,6 +14,7 @@ CHINESE: dict[str, str] = {
     "nav.structured": "结构化",
     "nav.dashboard": "仪表盘",
     "nav.operate": "管理",
+    "nav.docs": "文档",
     # ---- signing in
     "login.title": "登录",
     "login.lead": "访问此 servekit 需要 API 密钥，可向其管理者索取。",

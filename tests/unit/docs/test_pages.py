@@ -1,130 +1,140 @@
-"""The reference: all of it is there, and no link in it is dead."""
+"""The pages: all listed, all links alive, nothing that only one machine has."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import tomllib
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from servekit.config.json_schema import json_schema
-from servekit.docs import api, pages
+from servekit.docs import pages
+from servekit.docs.anchors import make_anchor
 from servekit.errors import ConfigError
-from servekit.gateway import manual
-from servekit.metrics import METRICS
+
+ROOT = Path(__file__).parents[3]
+NAMES = list(pages.list_pages())
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @cache
-def text(name: str) -> str:
-    return pages.markdown(name)
+def anchors(path: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {make_anchor(one) for one in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
-class Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.ids += [found["id"] or ""] if "id" in found else []
-        self.links += [found["href"] or ""] if "href" in found else []
+def test_the_index_lists_every_page_once() -> None:
+    listed = [page.path for page in pages.list_pages().values()]
+    assert sorted(listed) == sorted(pages.FOLDER.rglob("*.md"))
+    text = (pages.FOLDER / "index.md").read_text()
+    assert len(re.findall(r"^- ", text, re.MULTILINE)) == len(listed) - 1
 
 
-def test_the_gateway_has_all_of_them() -> None:
-    assert set(manual.PAGES) == set(pages.PAGES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
+    page = pages.find_page(name)
+    for target in LINK.findall(without_code(page.path.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.path.parent / path).resolve() if path else page.path
+        assert file.is_file() and file.is_relative_to(pages.FOLDER), target
+        assert not anchor or anchor in anchors(file), target
 
 
-@pytest.mark.parametrize("name", pages.PAGES)
-def test_no_link_is_dead(name: str) -> None:
-    page = Page(pages.html(name, ".html"))
-    assert len(page.ids) == len(set(page.ids))
-    known = {f"#{one}" for one in page.ids} | {f"{one}.html" for one in pages.PAGES}
-    assert set(page.links) <= known
-    anchors = re.findall(r"\]\(#([^)]*)\)", text(name))
-    assert set(anchors) <= set(page.ids)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_begins_with_its_title(name: str) -> None:
+    page = pages.find_page(name)
+    lines = page.path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert name == pages.INDEX or lines[0] == f"# {page.title}"
+    assert not re.search(r"/(root|work|home/(?!servekit))\b", page.path.read_text())
+    assert "TODO" not in page.path.read_text()
 
 
-def test_each_key_of_the_file_is_there() -> None:
-    schema = json_schema()
-    shown = set(re.findall(r"^\| `([^`]*)` \|", text("configuration"), re.MULTILINE))
-    for section in (schema, *schema["$defs"].values()):
-        for key in section.get("properties", {}):
-            assert any(one == key or one.endswith(f".{key}") for one in shown), key
-    assert {
-        "server.tls.key",
-        "models[].options.kv_cache_bytes",
-        "models[].adapters[].path",
-    } <= shown
-    assert text("configuration").count("**required**") >= 4
+def test_every_file_that_a_page_names_is_there() -> None:
+    """Paths of the repository, as `deploy/…`, are told as code and not linked."""
+    for page in pages.list_pages().values():
+        text = re.sub(r"^```.*?^```$", "", page.path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for path in re.findall(r"`((?:deploy|configs|tests|servekit)/[\w./-]+)`", text):
+            assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), (page.name, path)
 
 
-def commands(group: Any, name: str = "servekit") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part, one in group.commands.items():
-        whole = f"{name} {part}"
-        found |= commands(one, whole) if hasattr(one, "commands") else {whole: one}
-    return found
+def test_images_are_small() -> None:
+    assert all(path.stat().st_size < 200_000 for path in pages.FOLDER.glob("images/*"))
 
 
-def test_each_command_and_option_is_there() -> None:
-    import typer
+def test_a_page_is_found_by_name_and_by_path() -> None:
+    assert pages.find_page("gpus") == pages.find_page("guides/gpus.md")
+    with pytest.raises(ConfigError, match=r"there is no page 'gpsu'; did you mean 'gpus'\?"):
+        pages.find_page("gpsu")
+    with pytest.raises(ConfigError, match="`servekit docs` lists the pages"):
+        pages.find_page("qqqqq")
 
+
+def test_marks_of_generated_parts_are_not_shown() -> None:
+    assert "<!--" in pages.find_page("metrics").path.read_text()
+    assert "<!--" not in pages.read_markdown(pages.find_page("metrics"))
+
+
+def test_a_terminal_gets_the_names_of_linked_pages() -> None:
+    shown = pages.read_for_terminal(pages.find_page("swapping"))
+    assert "(→ `speed-on-gpus`)" in shown
+    assert ".md)" not in shown
+    assert "*(picture: The chat page" in pages.read_for_terminal(pages.find_page("chat-page"))
+
+
+def test_code_is_shown_as_it_stands() -> None:
+    text = pages.replace_outside_code(re.compile("a"), "b", "a\n```\na\n```\na\n")
+    assert text == "b\n```\na\n```\nb\n"
+
+
+# ---------------------------------------------------------------- what pages say is so
+
+
+def test_every_folder_of_the_package_is_in_the_guide_for_contributors() -> None:
+    text = pages.find_page("contributing").path.read_text()
+    folders = {path.parent.name for path in (ROOT / "servekit").glob("*/__init__.py")}
+    told = text.partition("## Where a change goes")[2].partition("## Style")[0]
+    rows = re.findall(r"^\| (`.+?`) \|", told, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == folders
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version}\n" in pages.find_page("changelog").path.read_text()
+
+
+def test_the_commands_are_those_of_the_command_line() -> None:
     from servekit.cli import app
 
-    shown = re.split(r"^## ", text("commands"), flags=re.MULTILINE)[1:]
-    sections = {part.partition("\n")[0]: part for part in shown}
-    known = commands(typer.main.get_command(app))
-    assert set(sections) == set(known)
-    for name, command in known.items():
-        for option in command.params:
-            words = [*option.opts, *option.secondary_opts]
-            for word in words if option.param_type_name == "option" else ():
-                assert f"`{word}`" in sections[name], (name, word)
-    assert "`SERVEKIT_RUN_DIR`" in sections["servekit ps"]
-    assert "| `PATH` |  | **required** |" in sections["servekit adapter add"]
+    text = pages.find_page("command-line").path.read_text()
+    shown = set(re.findall(r"^\| `servekit (\w[\w-]*)", text, re.MULTILINE))
+    commands = {
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback
+    }
+    assert shown == commands | {group.name for group in app.registered_groups}
 
 
-def test_each_route_is_there() -> None:
-    described = api.document()
-    for path, methods in described["paths"].items():
-        for method in methods:
-            assert f"\n### {method.upper()} {path}\n" in text("api")
-    fields = sum(
-        len(one.get("properties", ())) for one in described["components"]["schemas"].values()
-    )
-    assert text("api").count("\n| `") >= fields
+async def test_the_endpoints_are_those_of_the_gateway() -> None:
+    from servekit.gateway.app import Application
+    from servekit.gateway.router import Router
+
+    text = pages.find_page("http").path.read_text()
+    shown = set(re.findall(r"^\| `(?:GET|POST) (/[\w/.{}]*)`", text, re.MULTILINE))
+    application = Application(Router("test"), 10**6, ui=False, legacy=True)
+    served = set(application.rest.openapi()["paths"])
+    assert shown - {"/ui", "/docs"} == {re.sub(r":path", "", path) for path in served}
 
 
-def test_each_metric_is_there() -> None:
-    assert all(f"`{metric.name}`" in text("metrics") for metric in METRICS)
-
-
-def test_what_descriptions_say_is_no_markup() -> None:
-    assert "<script" not in "".join(pages.html(name) for name in pages.PAGES)
-
-
-def test_a_page_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="there are: configuration, commands, api, metrics"):
-        pages.html("nowhere")
-
-
-def test_the_command_writes_them(tmp_path: Path) -> None:
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "servekit", "docs", *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert run("-o", str(tmp_path / "new" / "docs")).returncode == 0
-    for name in pages.PAGES:
-        assert (tmp_path / "new" / "docs" / f"{name}.md").read_text() == text(name)
-    wrong = run("confguration")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.count("\n") == 1
-    (tmp_path / "file").write_text("")
-    assert "cannot write" in run("-o", str(tmp_path / "file" / "x")).stderr
+def test_the_example_of_an_engine_is_as_short_as_is_said() -> None:
+    example = ROOT / "tests" / "markov" / "markov_engine.py"
+    assert "of less than 150 lines" in pages.find_page("write-an-engine").path.read_text()
+    assert len(example.read_text().splitlines()) < 150

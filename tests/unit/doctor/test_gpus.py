@@ -1,4 +1,4 @@
-"""What is said of GPUs, of answers as NVML and torch give them; a real GPU's stand in README."""
+"""What is said of GPUs, of answers as NVML and torch give them; no GPU is needed."""
 
 from __future__ import annotations
 

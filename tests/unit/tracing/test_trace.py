@@ -1,5 +1,5 @@
 """`servekit trace-cuda`, run for real. A torch with CUDA, which no machine without a GPU has, is a
-stand-in of a few lines here; real GPUs are seen by hand, see README.
+stand-in of a few lines here; real GPUs are seen by hand.
 """
 
 from __future__ import annotations
