@@ -7,6 +7,7 @@ The index is the one list of pages: its sections and their order are those of th
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -82,10 +83,13 @@ def read_for_terminal(page: Page) -> str:
     return replace_outside_code(_LINK, name_target, read_markdown(page))
 
 
-def replace_outside_code(pattern: re.Pattern[str], replacement: object, text: str) -> str:
+def replace_outside_code(
+    pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str
+) -> str:
     """Substitute a pattern everywhere but in fenced code."""
-    parts, start = [], 0
+    parts: list[str] = []
+    start = 0
     for block in _FENCED.finditer(text):
-        parts += [pattern.sub(replacement, text[start : block.start()]), block[0]]  # type: ignore[arg-type]
+        parts += [pattern.sub(replacement, text[start : block.start()]), block[0]]
         start = block.end()
-    return "".join([*parts, pattern.sub(replacement, text[start:])])  # type: ignore[arg-type]
+    return "".join([*parts, pattern.sub(replacement, text[start:])])

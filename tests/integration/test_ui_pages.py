@@ -425,6 +425,7 @@ def test_all_pages_on_a_dark_chinese_phone(visit: Callable[..., Visitor], tmp_pa
     for name in PAGES:
         visitor.open(name)
         expect(page.locator(".sk-bar [aria-current]")).to_be_visible()
+        expect(page.locator('.sk-bar nav a[href="/docs"]')).to_have_text("文档")
         if name == "dashboard":
             expect(page.locator(".sk-workers")).to_be_visible(timeout=WITHIN_MS)
         page.screenshot(path=tmp_path / f"{name or 'chat'}.png", full_page=True)
