@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
-    from servekit.cli import app
+    from servekit.cli.main import app
 
     app(prog_name="servekit")
 

@@ -6,9 +6,9 @@ ServekitError                     500 internal_error
 │  └─ NobodyRuns                  a command needs an instance, and there is none
 ├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
 ├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
-├─ …                              400, 404, 409, 503 of administration: servekit.gateway.admin
+├─ …                              400, 404, 409, 503 of administration: servekit.gateway.api.admin.endpoints
 ├─ WireError                      a peer broke the wire protocol; its connection is closed
-│  └─ NotTrusted                  or is none of this cluster; an OSError: servekit.wire.tls
+│  └─ NotTrusted                  or is none of this cluster; an OSError: servekit.protocol.transport.tls
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded
    ├─ Unsupported                 400 unsupported_parameter

@@ -1,7 +1,6 @@
-"""`servekit bench`: load on any OpenAI-compatible server, and what came of it.
+"""`servekit bench`: load on any OpenAI-compatible server, and a report.
 
-A client, not a part of the service. `run` measures one load after another; each is made by client
-processes (`python -m servekit.bench`, see `process`) that are told their part in one JSON line on
-stdin and report in JSON lines on stdout (`order`). What they report is gathered in a `tally`, which
-becomes a `result`.
+`run` measures loads one after another. Client processes (`python -m servekit.bench`) make a load:
+they read their part as one JSON line and report in JSON lines; `aggregator` adds the reports up,
+`result` is the outcome. Only `cli` may import from here; it imports no part of the service.
 """

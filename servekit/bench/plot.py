@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from servekit.bench.report import load_text, tables
 from servekit.bench.result import Result, Run, Spread
-from servekit.bench.table import load_text, tables
 from servekit.errors import ConfigError, StartError
 
 _LATENCIES = (

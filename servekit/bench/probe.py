@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from servekit.bench.answers import Answer, decode, message_of
-from servekit.bench.dialing import CONNECT_S, tls_context
-from servekit.bench.order import PATHS, Asking, Target
+from servekit.bench.client.client_protocol import PATHS, Asking, Target
+from servekit.bench.client.connection_pool import CONNECT_S, tls_context
+from servekit.bench.client.response_schemas import Answer, decode, message_of
 from servekit.bench.prompts import Prompts
 from servekit.errors import ConfigError, StartError
 

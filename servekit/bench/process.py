@@ -10,8 +10,8 @@ import sys
 
 import msgspec
 
-from servekit.bench.driver import Driver
-from servekit.bench.order import FromClient, Go, Order, Ready
+from servekit.bench.client.client_protocol import FromClient, Go, Order, Ready
+from servekit.bench.load_generator import Driver
 
 _REPORT_EVERY_S = 0.1
 #: A line may hold what came of a very busy tenth of a second.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from servekit.bench.order import Api, Asking
+from servekit.bench.client.client_protocol import Api, Asking
 from servekit.errors import ConfigError
 
 #: Common words of English, one token each in most vocabularies.

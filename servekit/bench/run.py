@@ -15,11 +15,11 @@ import msgspec
 
 from servekit import __version__
 from servekit.bench import probe
-from servekit.bench.clients import Clients
-from servekit.bench.order import Asking
+from servekit.bench.aggregator import Machine, Tally
+from servekit.bench.client.client_protocol import Asking
+from servekit.bench.client.clients import Clients
+from servekit.bench.options import Load, Wish
 from servekit.bench.result import VERSION, Result, Run
-from servekit.bench.tally import Machine, Tally
-from servekit.bench.wish import Load, Wish
 
 _LOOK_EVERY_S = 0.1
 _HERE = {"127.0.0.1", "::1", "localhost"}

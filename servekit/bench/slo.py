@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from servekit.bench.order import Record
+from servekit.bench.client.client_protocol import Record
 from servekit.bench.timing import Timing
 from servekit.errors import ConfigError
 

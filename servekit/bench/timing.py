@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from servekit.bench.order import Record
+from servekit.bench.client.client_protocol import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-"""Break a running instance on purpose and check what it promises; `servekit chaos` and the tests.
+"""`servekit chaos`: break a running instance on purpose and check its promises.
 
-An operator's tool, beside `cli`: it speaks HTTP like any client, asks the control socket like
-`servekit ps`, and hurts processes by signals like anybody could.
+It speaks HTTP like any client, asks the control socket like `servekit ps`, and sends signals.
+`client_experiments`, `process_experiments` and `machine_experiments` are what it breaks. Only `cli`
+and tests may import from here.
 """

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from servekit.chaos.known import Known, Tally
+from servekit.chaos.baseline_answers import Known, Tally
 from servekit.chaos.load import Load
 from servekit.chaos.target import Target
 

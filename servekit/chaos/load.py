@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from servekit.chaos.baseline_answers import Known, Tally
 from servekit.chaos.client import PATIENCE_S, Answer, Client, Exchange, patiently
-from servekit.chaos.known import Known, Tally
 
 
 class Load:

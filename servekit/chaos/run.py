@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from servekit.chaos import clients, deaths, machine
+from servekit.chaos import client_experiments, machine_experiments, process_experiments
+from servekit.chaos.baseline_answers import Known, learn, prompt
 from servekit.chaos.client import Question
 from servekit.chaos.finding import Finding, Scene
-from servekit.chaos.known import Known, learn, prompt
 from servekit.chaos.target import Target, lacking
 from servekit.errors import ConfigError, ServekitError
 
@@ -16,9 +16,9 @@ Experiment = Callable[[Scene], Awaitable[Finding]]
 
 LAST = "supervisor-killed"
 EXPERIMENTS: dict[str, Experiment] = {
-    **deaths.EXPERIMENTS,
-    **clients.EXPERIMENTS,
-    **machine.EXPERIMENTS,
+    **process_experiments.EXPERIMENTS,
+    **client_experiments.EXPERIMENTS,
+    **machine_experiments.EXPERIMENTS,
 }
 #: Before the next experiment the instance must be whole, whatever the last one did.
 _RECOVER_WITHIN_S = 60.0

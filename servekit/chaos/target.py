@@ -16,11 +16,11 @@ from servekit.chaos.client import Client
 from servekit.config.load import load
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
-from servekit.supervisor import procfs
-from servekit.supervisor.control import ask
-from servekit.supervisor.leftovers import MARK
-from servekit.supervisor.run_dir import nobody, read_record
-from servekit.wire.messages import GetStatus, ModelStatus, ReplicaStatus, Status
+from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
+from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.process.run_dir import nobody, read_record
+from servekit.system import procfs
+from servekit.system.orphan_cleanup import MARK
 
 _LOOK_EVERY_S = 0.02
 _ANYWHERE = {"0.0.0.0", "::", "127.0.0.1", "::1", "localhost"}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from servekit.config import keys
-from servekit.config.section import Section
+from servekit.config.base_model import Section
 
 _ORIGIN = r"^(\*|https?://[^/\s*]+)$"
 

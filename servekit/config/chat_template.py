@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from servekit.config.paths import resolve
-from servekit.headers.chat_template import syntax_error
+from servekit.model_metadata.chat_template import syntax_error
 
 _TEXT = ("\n", "{{", "{%", "{#")
 #: As large as a configuration file may be; real ones have some kilobytes.

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from servekit.config import fitting, paths
 from servekit.config import keys as api_keys
+from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import KINDS, EngineKind
-from servekit.config.installed import Machine, lacking
-from servekit.config.nodes import Node, find
-from servekit.config.problems import Problem, dotted, short
+from servekit.config.engines import requirements
+from servekit.config.engines.installed import Machine, lacking
+from servekit.config.engines.options import KINDS, EngineKind
+from servekit.config.error_reporting import Problem, dotted, short
 from servekit.config.scale import ReplicaRange
 from servekit.config.schema import Config, ModelConfig, names_of
+from servekit.config.yaml.nodes import Node, find
 
 Place = tuple[str | int, ...]
 
@@ -59,7 +60,7 @@ def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     if "remote" in kind.formats:
         yield from _remote(config, at)
     if config.engine != "auto":
-        for lack in fitting.lacks(kind, fitting.asked(config, folder)):
+        for lack in requirements.lacks(kind, requirements.asked(config, folder)):
             message = f"the engine {config.engine} {lack.what}."
             yield Problem((*at, *lack.at), message, at_key=lack.at_key)
     if kind.adapters:
@@ -144,7 +145,7 @@ def here(
         yield Problem((*at, "engine"), message)
     elif kind.gpu_here == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
         message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here"
-        yield Problem((*at, "engine"), f"{message}{fitting.instead(kind)}.")
+        yield Problem((*at, "engine"), f"{message}{requirements.instead(kind)}.")
 
 
 #: What says how a model is loaded, and means nothing where somebody else has loaded it.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from servekit.config.section import Section
+from servekit.config.base_model import Section
 
 _NAMESPACE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from servekit.config import plugins
-from servekit.config.engines import KINDS
+from servekit.config.engines import plugins
+from servekit.config.engines.options import KINDS
 from servekit.config.schema import Config, ModelConfig
 
 Schema = dict[str, Any]

@@ -22,16 +22,17 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from servekit.config import checks, fitting, paths, plugins
+from servekit.config import checks, paths
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.chat_template import read_template
-from servekit.config.choosing import Choice, choose
-from servekit.config.document import read
-from servekit.config.installed import Machine
+from servekit.config.engines import plugins, requirements
+from servekit.config.engines.installed import Machine
+from servekit.config.engines.selection import Choice, choose
+from servekit.config.error_reporting import Problem, config_error, explain
 from servekit.config.json_schema import json_schema
-from servekit.config.nodes import Loc, Node, find, plain
-from servekit.config.problems import Problem, config_error, explain
 from servekit.config.schema import Config, ModelConfig, Section
+from servekit.config.yaml.file_reader import read
+from servekit.config.yaml.nodes import Loc, Node, find, plain
 from servekit.errors import ConfigError
 
 __all__ = ["complain", "json_schema", "load", "load_here"]
@@ -74,7 +75,7 @@ def _load(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
 def _choices(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
     for model in config.models:
         if model.engine == "auto":
-            yield model.name, choose(fitting.asked(model, folder), machine)
+            yield model.name, choose(requirements.asked(model, folder), machine)
 
 
 def _settle(config: Config, root: Node, choices: Choices) -> Config:

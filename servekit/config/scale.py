@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from servekit.config.section import Section
+from servekit.config.base_model import Section
 
 #: Of one model: more are more than one supervisor should have.
 MOST = 256

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from servekit.config import memory, plugins
+from servekit.config import memory
 from servekit.config.access import (
     KeyConfig,
     LimitsConfig,
@@ -25,10 +25,11 @@ from servekit.config.access import (
     TlsConfig,
     TracingConfig,
 )
+from servekit.config.base_model import Section as Section  # for those who import it from here
 from servekit.config.cluster import RayConfig
-from servekit.config.engines import KINDS
+from servekit.config.engines import plugins
+from servekit.config.engines.options import KINDS
 from servekit.config.scale import MOST, Replicas, ScaleConfig
-from servekit.config.section import Section as Section  # for those who import it from here
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ENV_NAME = r"^[^=\s]+$"

@@ -21,7 +21,7 @@ def document() -> Json:
 
 async def _document() -> Json:
     from servekit.gateway.app import Application
-    from servekit.gateway.router import Router
+    from servekit.gateway.routing.router import Router
 
     return Application(Router("docs"), 2**23, ui=True, legacy=True).rest.openapi()
 

@@ -14,7 +14,7 @@ def make_sections() -> str:
     """Return Markdown: a list of the commands, and a section for each with its options."""
     import typer
 
-    from servekit.cli import app
+    from servekit.cli.main import app
 
     found = list(_commands(typer.main.get_command(app), "servekit"))
     lines = [f"- [`{name}`](#{make_anchor(name)}): {_first(command)}" for name, command in found]

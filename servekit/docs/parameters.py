@@ -35,10 +35,10 @@ IDLE_FOR_ECHO = {"top_p", "top_k"}
 
 def make_table() -> str:
     """Return a Markdown table: a row for each parameter."""
-    from servekit.engines.echo import SERVES
-    from servekit.gateway.responses_schema import STATEFUL, ResponsesRequest
-    from servekit.gateway.schema import NOTHING, ChatRequest, CompletionRequest
-    from servekit.gateway.vectors import EmbeddingRequest
+    from servekit.engines.echo.engine import SERVES
+    from servekit.gateway.api.openai.embeddings import EmbeddingRequest
+    from servekit.gateway.api.openai.responses_schema import STATEFUL, ResponsesRequest
+    from servekit.gateway.api.openai.schema import NOTHING, ChatRequest, CompletionRequest
 
     kinds = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
     fields = [kind.__struct_fields__ for kind in kinds]

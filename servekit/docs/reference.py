@@ -51,7 +51,7 @@ def _make_metrics() -> str:
 
 
 def _make_events() -> str:
-    from servekit.events import KINDS
+    from servekit.event_store import KINDS
 
     rows = [f"| `{kind}` | {meaning} |" for kind, meaning in KINDS.items()]
     return "\n".join(["| kind | |", "|---|---|", *rows]) + "\n"

@@ -1,7 +1,7 @@
 """The pages as HTML: a sidebar, a search over all pages, light and dark, no other host.
 
 `python -m servekit.docs.site NAME` prints one file of the site, for a gateway, which keeps neither
-Markdown nor its parser in its memory (`servekit.gateway.manual`).
+Markdown nor its parser in its memory (`servekit.gateway.api.openapi.docs_pages`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _NAMES = {str: "text", int: "whole number", float: "number", bool: "yes or no", 
 
 def make_tables() -> str:
     """Return a section with a table of fields for each object of the document."""
-    from servekit.wire.messages import Status
+    from servekit.protocol.messages import Status
 
     parts = []
     for kind in dict.fromkeys(_walk(Status)):

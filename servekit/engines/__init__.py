@@ -1,6 +1,8 @@
 """Engines by registry name. Importing this package imports no engine and no torch.
 
-Those that other packages bring are entry points of the group `servekit.engines`.
+`api` is the interface, a folder for each engine, `text` and `model_files` for all of them. Engines
+of other packages are entry points of the group `servekit.engines`.
+Only the worker and fork servers may import from here.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
-from servekit.engines.phases import phase
+from servekit.engines.api.load_phases import phase
 from servekit.errors import LoadError
 
 if TYPE_CHECKING:
-    from servekit.engines.base import Engine, Report
-    from servekit.wire.messages import WorkerSpec
+    from servekit.engines.api.base import Engine, Report
+    from servekit.protocol.messages import WorkerSpec
 
 #: Registry name to "module:class"; imported only in the worker that runs it.
 ENGINES = {
-    "echo": "servekit.engines.echo:EchoEngine",
-    "llamacpp": "servekit.engines.llamacpp:LlamaCppEngine",
-    "openai": "servekit.engines.openai:OpenAIEngine",
-    "transformers": "servekit.engines.transformers:TransformersEngine",
+    "echo": "servekit.engines.echo.engine:EchoEngine",
+    "llamacpp": "servekit.engines.llamacpp.engine:LlamaCppEngine",
+    "openai": "servekit.engines.remote.engine:OpenAIEngine",
+    "transformers": "servekit.engines.transformers.engine:TransformersEngine",
     "vllm": "servekit.engines.vllm.engine:VllmEngine",
 }
 
@@ -49,9 +51,9 @@ def create(spec: WorkerSpec) -> Engine:
 def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
     """Begin to fetch the model's files, so that `create` may import meanwhile."""
     if (converts := FETCHES.get(spec.engine)) is not None:
-        from servekit.engines import ahead
+        from servekit.engines.model_files import prefetch
 
-        ahead.begin(spec, report, converts=converts)
+        prefetch.begin(spec, report, converts=converts)
 
 
 def prepare(spec: WorkerSpec) -> None:
@@ -90,7 +92,7 @@ def _kind(name: str) -> type[Engine]:
 
 def _brought(name: str) -> type[Engine]:
     """The engine of another package; the supervisor has seen that there is one of that name."""
-    from servekit.engines.base import Engine
+    from servekit.engines.api.base import Engine
 
     entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
     if entry is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servekit.wire.lifeline import die_with
+from servekit.system.parent_death import die_with
 
 if __name__ == "__main__":
     import argparse
@@ -39,28 +39,28 @@ if __name__ == "__main__":
     if args.heir is None:
         die_with(args.parent_pid)
 
-    from servekit.tracing import guard
+    from servekit.system import import_guard
 
-    guard.stand("gateway")
+    import_guard.stand("gateway")
 
     import faulthandler
     import signal
     import sys
 
-    from servekit import logs
-    from servekit.gateway.gateway import Settings, run
-    from servekit.gateway.line import Inherited, Remote
-    from servekit.gateway.pool import Reach
-    from servekit.gateway.tls import Tls
-    from servekit.wire.connection import LOST_S
-    from servekit.wire.credentials import read
-    from servekit.wire.identity import Identity
-    from servekit.wire.port import Post
+    from servekit import logging_config
+    from servekit.gateway.http.tls import Tls
+    from servekit.gateway.routing.worker_connection import Reach
+    from servekit.gateway.server import Settings, run
+    from servekit.gateway.supervisor_channel import Inherited, Remote
+    from servekit.protocol.transport.certificate_holder import Identity
+    from servekit.protocol.transport.connection import LOST_S
+    from servekit.protocol.transport.credentials import read
+    from servekit.protocol.transport.remote_server import Post
 
     faulthandler.enable()
     # Written by a handler in C, so that the stacks come out also while the loop is held up.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    logs.configure(args.name, json=True)
+    logging_config.configure(args.name, json=True)
     lost_s = LOST_S if args.lost_s is None else args.lost_s
     credentials = None if args.credentials_fd is None else read(args.credentials_fd)
     line: Inherited | Remote

@@ -15,13 +15,20 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
-from servekit.gateway import login, manual
-from servekit.gateway.access import ACTING, Access
-from servekit.gateway.adapted import AdapterRoute, base_of
-from servekit.gateway.admin import Supervisor, add_administration
-from servekit.gateway.anthropic import Anthropic
-from servekit.gateway.gate import Gate, Refuse
-from servekit.gateway.http import (
+from servekit.gateway.api.admin.endpoints import Supervisor, add_administration
+from servekit.gateway.api.admin.lora import Lora
+from servekit.gateway.api.admin.metrics import add_metrics
+from servekit.gateway.api.anthropic.endpoints import Anthropic
+from servekit.gateway.api.huixiangdou import Legacy
+from servekit.gateway.api.ollama.endpoints import Ollama, add_reads
+from servekit.gateway.api.openai.embeddings import Vectors
+from servekit.gateway.api.openai.endpoints import OpenAI
+from servekit.gateway.api.openai.responses import Responses
+from servekit.gateway.api.openapi import docs_pages
+from servekit.gateway.api.openapi.document import describe_hot_routes
+from servekit.gateway.auth.authorization import ACTING, Access
+from servekit.gateway.auth.middleware import Gate, Refuse
+from servekit.gateway.http.asgi import (
     ASGIApp,
     MethodNotAllowed,
     Receive,
@@ -32,18 +39,12 @@ from servekit.gateway.http import (
     error_type,
     send_error,
 )
-from servekit.gateway.legacy import Legacy
-from servekit.gateway.lora import Lora
-from servekit.gateway.measures import OTHER
-from servekit.gateway.metrics_page import add_metrics
-from servekit.gateway.ollama import Ollama, add_reads
-from servekit.gateway.openai import OpenAI
-from servekit.gateway.openapi import describe_hot_routes
-from servekit.gateway.origin import ORIGIN, Origin
-from servekit.gateway.responses import Responses
-from servekit.gateway.router import Route, Router
-from servekit.gateway.vectors import Vectors
-from servekit.wire.question import Way
+from servekit.gateway.http.request_context import ORIGIN, Origin
+from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
+from servekit.gateway.routing.router import Route, Router
+from servekit.gateway.telemetry.metrics import OTHER
+from servekit.gateway.ui import login
+from servekit.protocol.transport.rpc import Way
 
 
 class Application:
@@ -141,7 +142,7 @@ def build_rest(
         version=__version__,
         description="OpenAI-compatible serving of the models in one configuration file. "
         "The [documentation](/docs) describes the rest.",
-        docs_url=manual.SWAGGER,
+        docs_url=docs_pages.SWAGGER,
         redoc_url=None,
     )
     _add_health(app, router)
@@ -149,7 +150,7 @@ def build_rest(
     add_reads(app, router)
     add_metrics(app, supervisor, router.access)
     add_administration(app, supervisor)
-    manual.add_manual(app)
+    docs_pages.add_manual(app)
     _add_errors(app)
     describe_hot_routes(app, hot)
 

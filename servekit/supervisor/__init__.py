@@ -1,4 +1,8 @@
-"""The supervisor: starts gateways and workers, keeps them running, and ends them all.
+"""The supervisor process: it starts gateways and workers, keeps them running and ends them all.
 
-It handles no request, and never imports torch, a web framework, or anything that could open CUDA.
+`supervisor` is the process itself; the folders are its parts: child processes (`process`), their
+life (`lifecycle`), replicas (`workers`, `deployments`), GPU memory (`scheduling`), swapping and
+autoscaling, adapters, and `admin` for the control socket and metrics. It handles no request and
+never imports torch, a web framework or anything that could open CUDA. Only `cli`, `chaos`,
+`diagnostics` and `ray` may import from here.
 """

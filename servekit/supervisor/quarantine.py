@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from servekit.supervisor.journal import journal
-from servekit.wire.messages import Quarantined
+from servekit.protocol.messages import Quarantined
+from servekit.supervisor.event_log import journal
 
 #: The oldest are forgotten beyond this many: the list goes into every Topology.
 _MOST = 1000

@@ -20,37 +20,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.supervisor import access, listening, offspring, procfs, snapshot
-from servekit.supervisor.accounts import Accounts
-from servekit.supervisor.adapter_desk import AdapterDesk
-from servekit.supervisor.control import Operators
-from servekit.supervisor.driver import driver
-from servekit.supervisor.ending import END_S, KILL_S, WORKER_GRACE_S, last_words
-from servekit.supervisor.fleet import Fleet
-from servekit.supervisor.fleets import Fleets
-from servekit.supervisor.gateways import gateways_of, in_vain
-from servekit.supervisor.ground import Ground, has_terminal
-from servekit.supervisor.guard import Guard
-from servekit.supervisor.journal import journal
-from servekit.supervisor.launching import grace_s, launcher_of, opened
-from servekit.supervisor.leftovers import Started, end_leftovers, mark_by_limit
-from servekit.supervisor.life import Life
-from servekit.supervisor.measures import Measures
-from servekit.supervisor.notify import Notifier
-from servekit.supervisor.observer import Observer
-from servekit.supervisor.openings import Elsewhere, Here
-from servekit.supervisor.planning import Plan
-from servekit.supervisor.quarantine import Quarantine, alike
-from servekit.supervisor.remote_gateways import remote_gateways
-from servekit.supervisor.replicas import Replica
-from servekit.supervisor.residents import Residents
-from servekit.supervisor.run_dir import Record, boot_id
-from servekit.supervisor.scaler import Scaler
-from servekit.supervisor.signals import Signals
-from servekit.supervisor.standby import Standby
-from servekit.supervisor.tasks import Tasks, ended
-from servekit.supervisor.ticking import ticking
-from servekit.wire.messages import (
+from servekit.protocol.messages import (
     Accepted,
     Drain,
     ModelStatus,
@@ -61,6 +31,38 @@ from servekit.wire.messages import (
     Topology,
     Why,
 )
+from servekit.ray.launching import grace_s, launcher_of, opened
+from servekit.ray.remote_gateways import remote_gateways
+from servekit.supervisor import access_rules
+from servekit.supervisor.admin import status as snapshot
+from servekit.supervisor.admin.adapter_service import AdapterDesk
+from servekit.supervisor.admin.control_socket import Operators
+from servekit.supervisor.admin.metrics import Accounts
+from servekit.supervisor.admin.resource_monitor import Measures
+from servekit.supervisor.admin.systemd import Notifier
+from servekit.supervisor.autoscaling.autoscaler import Scaler
+from servekit.supervisor.autoscaling.capacity import Elsewhere, Here
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.event_log import journal
+from servekit.supervisor.gateway_process import gateways_of, in_vain
+from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.model_swap.manager import Residents
+from servekit.supervisor.process.orphan_guard import Guard
+from servekit.supervisor.process.run_dir import Record, boot_id
+from servekit.supervisor.process.signals import Signals
+from servekit.supervisor.process.task_utils import Tasks, ended
+from servekit.supervisor.quarantine import Quarantine, alike
+from servekit.supervisor.shutdown import END_S, KILL_S, WORKER_GRACE_S, last_words
+from servekit.supervisor.startup_resources import Ground, has_terminal
+from servekit.supervisor.status_listener import Observer
+from servekit.supervisor.ticker import ticking
+from servekit.supervisor.workers.fork_server import Standby
+from servekit.supervisor.workers.worker_process import Replica
+from servekit.system import procfs, sockets, subreaper
+from servekit.system.nvml_client import driver
+from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -78,7 +80,7 @@ class Supervisor:
         self._environ = environ
         self.mark = secrets.token_hex(16)
         server = plan.config.server
-        self.url, *legacy = [listening.url_of(s, tls=bool(server.tls)) for s in ground.listeners]
+        self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in ground.listeners]
         for url in legacy:
             log.info("older clients are answered, too", url=url)
         self._listeners, self._observer = ground.listeners, observer
@@ -117,7 +119,7 @@ class Supervisor:
             last.callback(self._leave)
             last.callback(self._signals.ignore)
             self._signals.catch()
-            offspring.become_subreaper()
+            subreaper.become_subreaper()
             last.callback(driver.close)
             self._leave_record()
             last.callback(journal.close)
@@ -177,7 +179,7 @@ class Supervisor:
         log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
-        listening.close(self._listeners)
+        sockets.close(self._listeners)
         self._fleets.halt()
         self._everywhere.halt()
         self._residents.halt()
@@ -217,11 +219,11 @@ class Supervisor:
         for task in (*self._tasks.values(), *self._reloads):
             task.cancel()
         end_leftovers(self._started(), self.mark)
-        offspring.end_adopted()
+        subreaper.end_adopted()
 
     def _leave(self) -> None:
         self._operators.close()
-        listening.close(self._listeners)
+        sockets.close(self._listeners)
         self.run_dir.release()
 
     # ---- requests to it
@@ -242,10 +244,10 @@ class Supervisor:
     @property
     def environ(self) -> Mapping[str, str]:
         """Ours, less the keys in it."""
-        return access.public(self._environ, self._fleets.plan.config)
+        return access_rules.public(self._environ, self._fleets.plan.config)
 
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
-        return access.handed(self._environ, model)
+        return access_rules.handed(self._environ, model)
 
     def changed(self) -> None:
         if not self._publishing:

@@ -6,7 +6,7 @@ import time
 
 began_s = time.monotonic()  # before all that is imported here
 
-from servekit.wire.lifeline import die_with  # noqa: E402
+from servekit.system.parent_death import die_with  # noqa: E402
 
 if __name__ == "__main__":
     import argparse
@@ -40,14 +40,14 @@ if __name__ == "__main__":
     import socket
     import sys
 
-    from servekit import logs
-    from servekit.worker.line import Inherited
+    from servekit import logging_config
+    from servekit.worker.transport import Inherited
     from servekit.worker.worker import run
 
     faulthandler.enable()
     # Written by a handler in C, so that the stacks come out also while the GIL is held.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    logs.configure(args.name, json=True)
+    logging_config.configure(args.name, json=True)
     if args.listen is not None:
         from servekit.errors import ServekitError
         from servekit.worker.remote import posted
@@ -58,10 +58,12 @@ if __name__ == "__main__":
             sys.exit(f"cannot listen on {args.listen}: {error}")
     name, control = args.name, socket.socket(fileno=args.control_fd)
     if args.orders_fd is not None:
-        from servekit.worker import standby
+        from servekit.worker import fork_server
 
         try:
-            sys.exit(standby.run(control, socket.socket(fileno=args.orders_fd), args.parent_pid))
-        except standby.Born as born:
+            sys.exit(
+                fork_server.run(control, socket.socket(fileno=args.orders_fd), args.parent_pid)
+            )
+        except fork_server.Born as born:
             name, control, began_s = born.name, born.control, time.monotonic()
     sys.exit(run(name, Inherited(control), began_s))

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from servekit.errors import LoadError, RequestError
-from servekit.wire.adapters import (
+from servekit.protocol.adapters import (
     AdapterLoaded,
     AdapterRefused,
     AdapterUnloaded,

@@ -12,15 +12,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from servekit.errors import StartError, WireError
-from servekit.wire.adapters import Remember
-from servekit.wire.address import host_and_port, is_tcp, tcp
-from servekit.wire.connection import LOST_S, Connection, Factory, dial
-from servekit.wire.credentials import read
-from servekit.wire.messages import FromWorker, Hello, Load, ToWorker, WorkerSpec
-from servekit.wire.port import GRACE_S, Port, Post
-from servekit.wire.remote import Attached
-from servekit.worker.peer import Peer
-from servekit.worker.summary import Summary
+from servekit.protocol.adapters import Remember
+from servekit.protocol.messages import FromWorker, Hello, Load, ToWorker, WorkerSpec
+from servekit.protocol.transport.address import host_and_port, is_tcp, tcp
+from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial
+from servekit.protocol.transport.credentials import read
+from servekit.protocol.transport.remote_server import GRACE_S, Port, Post
+from servekit.protocol.transport.resumable_channel import Attached
+from servekit.worker.gateway_connection import Peer
+from servekit.worker.state_summary import Summary
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner

@@ -15,8 +15,8 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from servekit.engines.base import Decoder, EmbedJob, Engine, Job, StepOutput
-from servekit.engines.text import TextEngine, TextJob
+from servekit.engines.api.base import Decoder, EmbedJob, Engine, Job, StepOutput
+from servekit.engines.api.text_engine import TextEngine, TextJob
 from servekit.errors import (
     EngineFailed,
     ModelChanged,
@@ -26,9 +26,8 @@ from servekit.errors import (
     WireError,
     WorkerLost,
 )
-from servekit.wire.adapters import AdapterSpec
-from servekit.wire.connection import Connection
-from servekit.wire.messages import (
+from servekit.protocol.adapters import AdapterSpec
+from servekit.protocol.messages import (
     Cancelled,
     Delta,
     GatewayToWorker,
@@ -36,14 +35,20 @@ from servekit.wire.messages import (
     ModelInfo,
     Prompt,
 )
-from servekit.worker.capability import check, check_text
-from servekit.worker.intake import Intake, Prepared, completion_limit, limit_of_continuation
-from servekit.worker.lending import Lending
-from servekit.worker.peer import Peer
-from servekit.worker.stopwatch import Stopwatch
-from servekit.worker.task import ScoredTask, SilentTask, Task, TextTask, failure
-from servekit.worker.text import CountedText, TextStream
-from servekit.worker.ward import Held, Ward
+from servekit.protocol.transport.connection import Connection
+from servekit.worker.detokenizer import CountedText, TextStream
+from servekit.worker.gateway_connection import Peer
+from servekit.worker.isolation_queue import Held, Ward
+from servekit.worker.output_state import ScoredTask, SilentTask, Task, TextTask, failure
+from servekit.worker.request_preparation import (
+    Intake,
+    Prepared,
+    completion_limit,
+    limit_of_continuation,
+)
+from servekit.worker.request_validation import check, check_text
+from servekit.worker.slot_lending import Lending
+from servekit.worker.trace_timing import Stopwatch
 
 log: Any = structlog.get_logger("servekit.worker")
 

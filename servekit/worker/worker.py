@@ -23,13 +23,12 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.engines import create, fetch_ahead
-from servekit.engines.base import Engine
-from servekit.engines.phases import heard_by, phase
-from servekit.engines.text import TextEngine
+from servekit.engines.api.base import Engine
+from servekit.engines.api.load_phases import heard_by, phase
+from servekit.engines.api.text_engine import TextEngine
 from servekit.errors import LoadError, Unsupported, describe_error
-from servekit.wire.adapters import LoadAdapter, UnloadAdapter
-from servekit.wire.lifeline import CHAOS, FAIL_STEP, end_group
-from servekit.wire.messages import (
+from servekit.protocol.adapters import LoadAdapter, UnloadAdapter
+from servekit.protocol.messages import (
     BootFailed,
     Drain,
     EngineDied,
@@ -44,13 +43,14 @@ from servekit.wire.messages import (
     ToWorker,
     WorkerSpec,
 )
-from servekit.wire.residency import Sleep, Wake
-from servekit.wire.starts import Greeted, Phase, Phased
+from servekit.protocol.residency import Sleep, Wake
+from servekit.protocol.startup_messages import Greeted, Phase, Phased
+from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
-from servekit.worker.line import Line
-from servekit.worker.probe import warm_up
 from servekit.worker.runner import Runner
-from servekit.worker.slumber import Slumber
+from servekit.worker.sleep import Slumber
+from servekit.worker.transport import Line
+from servekit.worker.warmup import warm_up
 
 log: Any = structlog.get_logger("servekit.worker")
 

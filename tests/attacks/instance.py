@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from servekit.supervisor import procfs
+from servekit.system import procfs
 from tests.attacks.scene import Attack, Scene, fragile, segments
 from tests.integration.instance import PROGRAM, echo
 
@@ -100,7 +100,7 @@ def guards(supervisor: int) -> list[int]:
     return [
         process.pid
         for process in procfs.everyone()
-        if "servekit.supervisor.guard" in procfs.command(process.pid, 1000)
+        if "servekit.supervisor.process.orphan_guard" in procfs.command(process.pid, 1000)
         and procfs.variable(process.pid, "SERVEKIT_TEST")
         == procfs.variable(supervisor, "SERVEKIT_TEST")
     ]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from servekit.supervisor.control import ask
-from servekit.wire.messages import GetStatus, Status
+from servekit.protocol.messages import GetStatus, Status
+from servekit.supervisor.admin.control_socket import ask
 from tests.attacks.client import Answer, Client
 from tests.integration.instance import Instance
 

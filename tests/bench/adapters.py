@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from servekit.engines.adapters import mixing
-from servekit.wire.adapters import AdapterSpec
+from servekit.engines.transformers.lora import batched_lora
+from servekit.protocol.adapters import AdapterSpec
 from tests.unit.engines.harness import Harness, byte_level_tokenizer, make_spec
 
 _TARGETS = {
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--runs", action="store_true")
     args = parser.parse_args()
     if args.stacked or args.runs:
-        mixing._LAUNCH_WORTH = dict.fromkeys(("cpu", "cuda"), 1e18 if args.stacked else -1e18)
+        batched_lora._LAUNCH_WORTH = dict.fromkeys(("cpu", "cuda"), 1e18 if args.stacked else -1e18)
     size = Size(args.hidden, args.layers, args.heads, args.intermediate, args.vocab)
     counts, rank = tuple(args.adapters), args.rank
     for row in measure(

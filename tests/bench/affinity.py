@@ -37,8 +37,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from servekit.gateway.call import Call
-from servekit.wire.messages import SamplingParams
+from servekit.gateway.routing.request import Call
+from servekit.protocol.messages import SamplingParams
 from tests.bench.figures import conditions
 from tests.bench.load import Order, run
 from tests.bench.table import Figure, markdown, percentile

@@ -16,11 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 
-from servekit.gateway.balancer import Account, Balancer
-from servekit.gateway.call import Call
-from servekit.supervisor.breaker import Breaker
-from servekit.supervisor.restart import RestartPolicy
-from servekit.wire.messages import ModelInfo, ModelStatus, ReplicaStatus, SamplingParams
+from servekit.gateway.routing.load_balancer import Account, Balancer
+from servekit.gateway.routing.request import Call
+from servekit.protocol.messages import (
+    ModelInfo,
+    ModelStatus,
+    ReplicaStatus,
+    SamplingParams,
+)
+from servekit.supervisor.lifecycle.breaker import Breaker
+from servekit.supervisor.lifecycle.restart_policy import RestartPolicy
 
 REPORT_S = 1.0
 _ANSWER = [0] * 128  # tokens

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from servekit.gateway.call import Call
-from servekit.gateway.measures import Measures, Meter
-from servekit.gateway.steps import take_one_each
-from servekit.wire.messages import Delta, OneEach, SamplingParams
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.step_delivery import take_one_each
+from servekit.gateway.telemetry.metrics import Measures, Meter
+from servekit.protocol.messages import Delta, OneEach, SamplingParams
 
 BATCH, BATCHES = 100, 3000
 PARAMS = SamplingParams()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
 from tests.bench.contest import Plan
 from tests.bench.cpu import await_calm
 from tests.bench.table import Figure, percentile

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from servekit.engines import loading
-from servekit.engines.base import Job
-from servekit.engines.choosing import Sampling
-from servekit.engines.rows import Row
-from servekit.wire.messages import SamplingParams
+from servekit.engines.api.base import Job
+from servekit.engines.text.sampling_params import Sampling
+from servekit.engines.transformers import loading
+from servekit.engines.transformers.request_row import Row
+from servekit.protocol.messages import SamplingParams
 from tests.bench.offline import Offline
 from tests.unit.engines.harness import byte_level_tokenizer, make_spec, write_tiny_llama
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
 from tests.bench.contest import Plan
 from tests.bench.cpu import await_calm, cpu_s, memory_bytes
 from tests.bench.table import Figure, spread

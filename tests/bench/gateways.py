@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
 from tests.bench import noop, streaming
 from tests.bench.figures import conditions
 from tests.bench.load import Order, run

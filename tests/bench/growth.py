@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
 from tests.bench.cpu import memory_bytes
 from tests.bench.figures import conditions
 from tests.bench.load import MARK, Order, Result, run

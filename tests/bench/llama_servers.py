@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from servekit.engines.source import resolve_file
+from servekit.engines.model_files.source import resolve_file
 from tests.bench import llama_peers
 from tests.bench.chats import Contest, Round, Server, first, rate, rates, ratios, same
 from tests.bench.contest import Plan

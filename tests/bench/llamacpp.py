@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from servekit.engines.source import resolve
+from servekit.engines.model_files.source import resolve
 from tests.bench.table import spread
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec

@@ -126,9 +126,9 @@ class Clock:
 
 def _ours(setting: Setting) -> Ask:
     """With the options that it has by itself."""
-    from servekit.engines.base import Job, StepOutput
-    from servekit.engines.transformers import TransformersEngine
-    from servekit.wire.messages import SamplingParams
+    from servekit.engines.api.base import Job, StepOutput
+    from servekit.engines.transformers.engine import TransformersEngine
+    from servekit.protocol.messages import SamplingParams
     from tests.unit.engines.harness import make_spec
 
     engine = TransformersEngine(make_spec(setting.model, options={"threads": setting.threads}))

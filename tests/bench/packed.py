@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from servekit.engines import packed_linear
+from servekit.engines.transformers import packed_linear
 from tests.bench.figures import conditions
 from tests.bench.table import Figure, markdown, spread
 from tests.bench.transformers_serve import cached_model

@@ -24,13 +24,13 @@ import msgspec
 import uvicorn
 
 from servekit.gateway.app import Application
-from servekit.gateway.gateway import keep_out_of_collections
-from servekit.gateway.limits import LIMITS
-from servekit.gateway.pool import Replica
-from servekit.gateway.protocol import Http
-from servekit.gateway.router import Router
-from servekit.wire.access import AccessRules
-from servekit.wire.messages import (
+from servekit.gateway.http.limits import LIMITS
+from servekit.gateway.http.protocol import Http
+from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.worker_connection import Replica
+from servekit.gateway.server import keep_out_of_collections
+from servekit.protocol.access import AccessRules
+from servekit.protocol.messages import (
     PROTOCOL,
     Delta,
     Hello,

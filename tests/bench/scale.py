@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from servekit.display import settled
+from servekit.cli.startup_display import settled
 from servekit.errors import ServekitError
-from servekit.gateway.balancer import Balancer
-from servekit.wire.messages import (
+from servekit.gateway.routing.load_balancer import Balancer
+from servekit.protocol.messages import (
     ModelInfo,
     ModelStatus,
     ReplicaStatus,

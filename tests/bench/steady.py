@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
 from tests.bench.cpu import heap_bytes
 from tests.bench.figures import conditions
 from tests.bench.table import Figure, markdown

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from servekit.engines.base import Emit, Job
-from servekit.engines.echo import EchoEngine
-from servekit.wire.messages import WorkerSpec
+from servekit.engines.api.base import Emit, Job
+from servekit.engines.echo.engine import EchoEngine
+from servekit.protocol.messages import WorkerSpec
 
 NAME = "stepwise"
 #: Turns of the loop after which a step has been written: it is gathered, sent, written.

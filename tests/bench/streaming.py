@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
 from tests.bench import stepwise
 from tests.bench.contest import Outcome, Plan, bare, contest, remarks
 from tests.bench.load import MARK, Order, Result

@@ -25,8 +25,8 @@ from typing import Any
 
 import httpx
 
-from servekit.supervisor.control import ask as control_ask
-from servekit.wire.residency import Reside, Want
+from servekit.protocol.residency import Reside, Want
+from servekit.supervisor.admin.control_socket import ask as control_ask
 from tests.bench.table import Figure, markdown
 from tests.integration.instance import Instance
 

@@ -26,15 +26,15 @@ from typing import Any
 
 import msgspec
 
-from servekit.engines.base import StepOutput
-from servekit.engines.codec import TokenizerCodec
-from servekit.engines.pieces import Pieces
+from servekit.engines.api.base import StepOutput
+from servekit.engines.text.token_bytes import Pieces
+from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm.engine import VllmEngine
-from servekit.engines.vllm.stated import Stated
-from servekit.wire.connection import adopt
-from servekit.wire.messages import PROTOCOL, Generate, Hello, ModelInfo, SamplingParams
-from servekit.worker.line import Inherited
+from servekit.engines.vllm.generation_defaults import Stated
+from servekit.protocol.messages import PROTOCOL, Generate, Hello, ModelInfo, SamplingParams
+from servekit.protocol.transport.connection import adopt
 from servekit.worker.runner import Runner
+from servekit.worker.transport import Inherited
 from servekit.worker.worker import Worker
 from tests.unit.engines.harness import byte_level_tokenizer, make_spec
 

@@ -21,11 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from servekit.engines.base import StepOutput
-from servekit.engines.echo import EchoEngine
-from servekit.wire.messages import PROTOCOL, Generate, Hello, SamplingParams
-from servekit.worker.line import Inherited
+from servekit.engines.api.base import StepOutput
+from servekit.engines.echo.engine import EchoEngine
+from servekit.protocol.messages import PROTOCOL, Generate, Hello, SamplingParams
 from servekit.worker.runner import Runner
+from servekit.worker.transport import Inherited
 from servekit.worker.worker import Worker
 from tests.bench.path import Kept, frame
 from tests.unit.worker.serving import spec

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 
 from servekit.config.load import load
-from servekit.engines.source import resolve
+from servekit.engines.model_files.source import resolve
 from tests.clients.environments import Environment, NotInstalled
 from tests.clients.table import Check, table
 from tests.integration.instance import Instance

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from servekit.supervisor import procfs
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
+from servekit.system import procfs
 
 #: Of the run after its warm-up.
 PARTS = 20

@@ -21,8 +21,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from servekit.supervisor.gpus import gpu_memory_by_pid
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
+from servekit.system.gpus import gpu_memory_by_pid
 from tests.gpu.checks import MIB, PROMPT, Row
 from tests.integration.instance import Instance
 
@@ -252,7 +252,7 @@ def _rate(instance: Instance, models: Sequence[str], clients: int, tokens: int) 
 
 def folder_of(model: str) -> Path:
     """Where the model's configuration is, whatever the file's `path` says."""
-    from servekit.engines.source import resolve
+    from servekit.engines.model_files.source import resolve
 
     return Path(resolve(model, None, lambda progress: None))
 

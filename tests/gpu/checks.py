@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
+from servekit.system.gpus import find_gpus, gpu_memory_by_pid
 from tests.integration.instance import Instance, poll, write_config
 
 MIB = 2**20

@@ -30,8 +30,8 @@ from typing import Any
 import httpx
 
 from servekit.errors import ServekitError
-from servekit.supervisor import procfs
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
+from servekit.system import procfs
 from tests.gpu.checks import MIB, PROMPT
 from tests.gpu.nvml import Gpus, Table, gpus, show_tails
 from tests.integration.instance import Instance, poll, write_config

@@ -24,13 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from servekit.chaos.baseline_answers import Known, learn, prompt
 from servekit.chaos.client import Question
-from servekit.chaos.known import Known, learn, prompt
 from servekit.chaos.load import Load, Silences
 from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
-from servekit.wire.lifeline import CHAOS
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
+from servekit.system.parent_death import CHAOS
 from tests.gpu.reciting import TEXTS, prompts, write_reciter
 from tests.integration.instance import Instance, echo
 from tests.soak.kills import DEATHS

@@ -26,8 +26,8 @@ from typing import Any
 
 import httpx
 
-from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid
-from servekit.supervisor.procfs import everyone
+from servekit.system.gpus import find_gpus, gpu_memory_by_pid
+from servekit.system.procfs import everyone
 from tests.gpu.adapters import write_middle
 from tests.gpu.checks import MIB, PROMPT, Row, gpu_count
 from tests.gpu.reciting import TEXTS, prompts, write_reciter

@@ -30,10 +30,10 @@ from typing import Any
 
 import httpx
 
-from servekit.engines.llama.fit import read_parts
-from servekit.engines.source import resolve_file
-from servekit.supervisor.gpus import find_gpus, gpu_memory_by_pid
-from servekit.supervisor.procfs import everyone
+from servekit.engines.llamacpp.memory_fit import read_parts
+from servekit.engines.model_files.source import resolve_file
+from servekit.system.gpus import find_gpus, gpu_memory_by_pid
+from servekit.system.procfs import everyone
 from tests.gpu.checks import MIB, Row, gpu_count
 from tests.gpu.engines import PROMPTS, entry, held_by_group, recited, serving
 from tests.gpu.reciting import write_gguf, write_reciter
@@ -237,7 +237,7 @@ def plain(args: argparse.Namespace) -> dict[str, int]:
     """Bytes by GPU."""
     import torch
 
-    from servekit.engines.llamacpp import LlamaCppEngine
+    from servekit.engines.llamacpp.engine import LlamaCppEngine
 
     assert torch.cuda.is_available()
     os.environ["CUDA_VISIBLE_DEVICES"] = args.plain

@@ -29,12 +29,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from servekit.engines.base import Job
-from servekit.engines.choosing import Sampling
-from servekit.engines.continuous import ContinuousRunner
-from servekit.engines.rows import Row
-from servekit.engines.transformers import TransformersEngine
-from servekit.wire.messages import SamplingParams
+from servekit.engines.api.base import Job
+from servekit.engines.text.sampling_params import Sampling
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.engine import TransformersEngine
+from servekit.engines.transformers.request_row import Row
+from servekit.protocol.messages import SamplingParams
 from tests.unit.engines.harness import make_spec
 
 PROMPTS = [

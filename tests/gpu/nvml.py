@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servekit.supervisor.procfs import everyone
+from servekit.system.procfs import everyone
 from tests.integration.made_up_gpus import MadeUpGpus
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 
 from servekit.config import keys
-from servekit.gateway.pages import machine
-from servekit.gateway.pages.language import Say
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets import machine_tables
 from tests.gpu.nvml import Gpus, Table, show_tails
 from tests.integration.instance import Instance, poll
 
@@ -86,7 +86,7 @@ class Watched:
         """
         if not HAS_UI:
             status = self.instance.status()
-            html = machine.gpus(status.gpus, status.models, Say("en"))
+            html = machine_tables.gpus(status.gpus, status.models, Say("en"))
             return {"sk-gpus": self.save(f"{name}.html", f"<meta charset=utf-8>{html}")}
         with httpx.Client(base_url=f"{self.url}/ui", headers=AUTH, timeout=60) as client:
             page = client.get("/config").json()

@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from servekit.supervisor import procfs
-from servekit.supervisor.gpus import gpu_memory_by_pid
-from servekit.wire.messages import TokenLogprob
+from servekit.protocol.messages import TokenLogprob
+from servekit.system import procfs
+from servekit.system.gpus import gpu_memory_by_pid
 from tests.gpu.checks import MIB, Row, ask
 from tests.integration.instance import Instance, poll
 from tests.unit.engines.harness import Harness, make_spec

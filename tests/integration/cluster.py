@@ -28,13 +28,7 @@ from typing import Any
 
 import httpx
 
-from servekit.supervisor.certificates import Certificates
-from servekit.supervisor.child import Exit
-from servekit.supervisor.remote import Hands, RemoteChild
-from servekit.wire.authority import LIFE_S
-from servekit.wire.connection import LOST_S, Connection, adopt
-from servekit.wire.credentials import Renew
-from servekit.wire.messages import (
+from servekit.protocol.messages import (
     FromGateway,
     FromWorker,
     Load,
@@ -48,7 +42,13 @@ from servekit.wire.messages import (
     Topology,
     WorkerSpec,
 )
-from servekit.wire.tls import Authority, Credentials
+from servekit.protocol.transport.certificate_authority import LIFE_S
+from servekit.protocol.transport.connection import LOST_S, Connection, adopt
+from servekit.protocol.transport.credentials import Renew
+from servekit.protocol.transport.tls import Authority, Credentials
+from servekit.ray.certificates import Certificates
+from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.process.child_process import Exit
 from tests.integration.network import Cable
 
 DEADLINE_S = 60.0

@@ -22,12 +22,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from servekit.display import settled
+from servekit.cli.startup_display import settled
 from servekit.errors import ServekitError
-from servekit.supervisor import procfs
-from servekit.supervisor.control import ask
-from servekit.supervisor.run_dir import read_record
-from servekit.wire.messages import GatewayStatus, GetStatus, ModelStatus, ReplicaStatus, Status
+from servekit.protocol.messages import (
+    GatewayStatus,
+    GetStatus,
+    ModelStatus,
+    ReplicaStatus,
+    Status,
+)
+from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.process.run_dir import read_record
+from servekit.system import procfs
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.supervisor import procfs
+from servekit.system import procfs
 from tests.integration import ray_growing
 from tests.integration.ray_nodes import Nodes
 

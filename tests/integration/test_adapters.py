@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from servekit.config import keys
-from servekit.wire.adapters import AdapterStatus
+from servekit.protocol.adapters import AdapterStatus
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_access import bearer, run
 

@@ -15,7 +15,7 @@ from servekit.chaos import run
 from servekit.chaos.finding import Finding, Scene
 from servekit.chaos.target import Target
 from servekit.errors import StartError
-from servekit.wire.lifeline import CHAOS
+from servekit.system.parent_death import CHAOS
 from tests.integration.instance import PROGRAM, Instance, echo
 
 #: What fits between two of its own deaths.

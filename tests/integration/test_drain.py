@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.supervisor.child import GOODBYE_S
+from servekit.supervisor.process.child_process import GOODBYE_S
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli, complete
 

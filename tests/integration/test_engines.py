@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.config import installed
+from servekit.config.engines import installed
 from tests import markov
 from tests.integration.instance import PROGRAM, Instance, write_config
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.engines.index import Settings
+from servekit.engines.model_files.package_index import Settings
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = sorted(

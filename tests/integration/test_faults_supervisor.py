@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.supervisor.leftovers import read_children
+from servekit.system.orphan_cleanup import read_children
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli, complete, traffic
 

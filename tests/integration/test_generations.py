@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.supervisor import procfs
+from servekit.system import procfs
 from tests.integration.instance import Instance, echo, poll
 
 #: Its grandchildren empty their environments and begin sessions of their own.
@@ -40,7 +40,11 @@ def escaped(folder: Path) -> list[int]:
 def guards(instance: Instance) -> list[int]:
     """In a session of its own, a child of the supervisor."""
     found = procfs.descendants(instance.pid)
-    return [p.pid for p in found if "servekit.supervisor.guard" in procfs.command(p.pid, 10_000)]
+    return [
+        p.pid
+        for p in found
+        if "servekit.supervisor.process.orphan_guard" in procfs.command(p.pid, 10_000)
+    ]
 
 
 def kill(*pids: int) -> None:

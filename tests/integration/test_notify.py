@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.supervisor import procfs
+from servekit.system import procfs
 from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
 
 #: For systemd's sake a long one would do; the feeding is four times as often.

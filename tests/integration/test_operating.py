@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.events import FILE, Wanted, newest
+from servekit.event_store import FILE, Wanted, newest
 from tests.integration.instance import PROGRAM, Instance, echo, poll
 from tests.integration.test_terminal import Terminal
 

@@ -22,11 +22,11 @@ import pytest
 
 from servekit import __version__
 from servekit.errors import ConfigError, ServekitError
-from servekit.supervisor import procfs
-from servekit.supervisor.control import ask
-from servekit.wire.adapters import AdapterSpec, AddAdapter
-from servekit.wire.messages import GetWhy, Reload, ReplicaStatus, Why
-from servekit.wire.residency import Reside
+from servekit.protocol.adapters import AdapterSpec, AddAdapter
+from servekit.protocol.messages import GetWhy, Reload, ReplicaStatus, Why
+from servekit.protocol.residency import Reside
+from servekit.supervisor.admin.control_socket import ask
+from servekit.system import procfs
 from tests.integration import ray_growing
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_cluster import raylet_of, running

@@ -28,10 +28,10 @@ import pytest
 
 from servekit.config import keys
 from servekit.errors import ServekitError
-from servekit.supervisor import procfs
-from servekit.supervisor.control import ask
-from servekit.supervisor.leftovers import read_children
-from servekit.wire.messages import GatewayStatus, GetWhy, Why
+from servekit.protocol.messages import GatewayStatus, GetWhy, Why
+from servekit.supervisor.admin.control_socket import ask
+from servekit.system import procfs
+from servekit.system.orphan_cleanup import read_children
 from tests.integration.certificates import make
 from tests.integration.instance import Instance, echo, poll, write_config
 from tests.integration.ray_cluster import raylet_of, running

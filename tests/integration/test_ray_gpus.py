@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.gateway.pages import machine
-from servekit.gateway.pages.language import Say
-from servekit.supervisor import procfs
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets import machine_tables
+from servekit.system import procfs
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.ray_nodes import PATIENCE_S, ROOT, Nodes
@@ -141,7 +141,7 @@ def test_gpu_0_of_two_nodes_are_two_gpus(instance: Instance) -> None:
     }
     assert {(gpu.total_bytes, gpu.utilisation) for gpu in gpus} == {(100 * GIB, 0.42)}
     status = instance.status()
-    html = machine.gpus(status.gpus, status.models, Say("en"))
+    html = machine_tables.gpus(status.gpus, status.models, Say("en"))
     shown = command(instance, "top", "--once")
     table = command(instance, "ps")
     for name, size in (("told/0", 3), ("ended/0", 5)):
@@ -235,7 +235,7 @@ def test_memory_that_strays_later_is_told(instance: Instance, cluster: Cluster) 
     (speaker,) = (
         one.pid
         for one in procfs.everyone()
-        if one.parent == instance.process.pid and "servekit.cluster" in procfs.command(one.pid)
+        if one.parent == instance.process.pid and "servekit.ray.process" in procfs.command(one.pid)
     )
     os.kill(speaker, signal.SIGKILL)
     cluster.gpus[node].hold({})

@@ -16,7 +16,7 @@ import ollama
 import openai
 import pytest
 
-from servekit.supervisor import procfs
+from servekit.system import procfs
 from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
 from tests.integration.test_faults_supervisor import cli
 from tests.unit.engines.conftest import SMOLLM2

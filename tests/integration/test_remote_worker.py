@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from servekit.wire.messages import Ready, Stop
-from servekit.wire.tls import Authority
+from servekit.protocol.messages import Ready, Stop
+from servekit.protocol.transport.tls import Authority
 from tests.integration.cluster import DEADLINE_S, Cluster, until
 
 PROMPT = "abcdefghij"

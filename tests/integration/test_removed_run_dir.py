@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from servekit.supervisor.run_dir import read_record
+from servekit.supervisor.process.run_dir import read_record
 from tests.integration.instance import PROGRAM, Instance, echo
 
 ASKED = {"model": "a", "messages": [{"role": "user", "content": "one two"}]}

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.wire.residency import Residence
+from servekit.protocol.residency import Residence
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 
 #: Two of these do not fit together.

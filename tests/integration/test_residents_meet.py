@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from servekit.supervisor import procfs
-from servekit.supervisor.breaker import BreakerLimits
-from servekit.supervisor.gate import PATIENCE_S
+from servekit.supervisor.lifecycle.breaker import BreakerLimits
+from servekit.supervisor.scheduling.gpu_admission import PATIENCE_S
+from servekit.system import procfs
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_adapters import OPEN, folder, load, unload

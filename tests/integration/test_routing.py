@@ -18,8 +18,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from servekit.supervisor.control import ask
-from servekit.wire.messages import Accepted, Reload
+from servekit.protocol.messages import Accepted, Reload
+from servekit.supervisor.admin.control_socket import ask
 from tests.integration.instance import Instance, echo, poll, write_config
 
 CACHE = 100_000

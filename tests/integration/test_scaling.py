@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.events import Wanted, newest
-from servekit.supervisor.control import ask
-from servekit.wire.messages import Accepted, Reload
+from servekit.event_store import Wanted, newest
+from servekit.protocol.messages import Accepted, Reload
+from servekit.supervisor.admin.control_socket import ask
 from tests.integration.instance import Instance, echo, write_config
 
 TEXT = "up and down again "

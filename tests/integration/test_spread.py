@@ -19,7 +19,7 @@ import pytest
 from servekit.chaos import run as chaos
 from servekit.chaos.finding import Finding, Scene
 from servekit.chaos.target import Target
-from servekit.supervisor import procfs
+from servekit.system import procfs
 from tests.integration.instance import Instance, poll
 from tests.integration.test_faults_supervisor import cli
 from tests.unit.engines.harness import write_tiny_llama
@@ -61,7 +61,7 @@ def ranks(worker: int) -> list[int]:
     return [
         process.pid
         for process in procfs.descendants(worker)
-        if "servekit.engines.spread.rank" in procfs.command(process.pid, 4096)
+        if "servekit.engines.transformers.tensor_parallel.rank" in procfs.command(process.pid, 4096)
     ]
 
 

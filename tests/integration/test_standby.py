@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from servekit.supervisor import procfs
-from servekit.wire.lifeline import CHILD_MARK
-from servekit.wire.messages import ReplicaStatus
+from servekit.protocol.messages import ReplicaStatus
+from servekit.system import procfs
+from servekit.system.parent_death import CHILD_MARK
 from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli, complete, rewrite, traffic
 

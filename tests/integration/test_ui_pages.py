@@ -20,8 +20,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from servekit.config import keys
-from servekit.gateway.pages.language import PAGES
-from servekit.gateway.pages.tail import LINES
+from servekit.gateway.ui.pages.language import PAGES
+from servekit.gateway.ui.widgets.log_tail import LINES
 from tests.integration.instance import Instance, echo, poll
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running

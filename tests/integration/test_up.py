@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from servekit.supervisor import procfs
-from servekit.supervisor.leftovers import MARK
+from servekit.system import procfs
+from servekit.system.orphan_cleanup import MARK
 from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
 
 FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
@@ -433,8 +433,8 @@ def test_the_supervisor_stays_small_and_loads_nothing_heavy(tmp_path: Path) -> N
 def test_what_up_imports_has_nothing_heavy_in_it() -> None:
     code = (
         "import sys\n"
-        "import servekit.supervisor.supervisor, servekit.config.load, servekit.display\n"
-        "import servekit.cli, servekit.supervisor.guard\n"
+        "import servekit.supervisor.supervisor, servekit.config.load, servekit.cli.startup_display\n"
+        "import servekit.cli, servekit.supervisor.process.orphan_guard\n"
         f"print(*sorted({set(FORBIDDEN)!r} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

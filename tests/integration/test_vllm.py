@@ -16,9 +16,9 @@ import httpx
 import psutil
 import pytest
 
-from servekit.config.engines import KINDS
-from servekit.config.installed import is_there
-from servekit.engines.source import resolve
+from servekit.config.engines.installed import is_there
+from servekit.config.engines.options import KINDS
+from servekit.engines.model_files.source import resolve
 from tests.integration.instance import Instance
 from tests.unit.engines.conftest import SMOLLM2
 

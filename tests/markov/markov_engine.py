@@ -12,9 +12,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.engines.base import Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.api.base import Emit, Engine, Job, Load, Report, StepOutput
 from servekit.errors import LoadError, RequestError
-from servekit.wire.messages import Capability, ChatMessage, ModelInfo, Progress, WorkerSpec
+from servekit.protocol.messages import (
+    Capability,
+    ChatMessage,
+    ModelInfo,
+    Progress,
+    WorkerSpec,
+)
 
 END = 256
 SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize")

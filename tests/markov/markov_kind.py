@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servekit.config.engines import EngineKind
-from servekit.config.section import Section
+from servekit.config.base_model import Section
+from servekit.config.engines.options import EngineKind
 
 
 class MarkovOptions(Section):

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from servekit.chaos.baseline_answers import Tally, learn, percentile, prompt
 from servekit.chaos.client import Question
-from servekit.chaos.known import Tally, learn, percentile, prompt
 from servekit.chaos.load import Load
 from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
 from servekit.config.load import load
-from servekit.wire.lifeline import CHAOS
+from servekit.system.parent_death import CHAOS
 from tests.integration.instance import Instance, echo
 from tests.soak.kills import DEATHS, Kill, Killer
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from servekit.chaos.deaths import engine_processes, takes_fail_step
 from servekit.chaos.load import Load, Silences
+from servekit.chaos.process_experiments import engine_processes, takes_fail_step
 from servekit.chaos.target import Target, whole
-from servekit.wire.lifeline import FAIL_STEP
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
+from servekit.system.parent_death import FAIL_STEP
 
 _LOOK_EVERY_S = 0.05
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.engines import ENGINE_OPTIONS
+from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +94,8 @@ MAY_IMPORT = {
 #: All that is reached of the engines by the worker; each engine itself by its registry name.
 ENGINES_FRONT = {
     "servekit.engines",
-    "servekit.engines.base",
-    "servekit.engines.phases",
+    "servekit.engines.api.base",
+    "servekit.engines.api.load_phases",
     "servekit.engines.text",
 }
 ONLY_IN_ENGINES = {"torch", "transformers", "peft", "vllm", "llama_cpp", "xllamacpp", "accelerate"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from servekit.wire.messages import ToGateway
+from servekit.protocol.messages import ToGateway
 from tests.bench.cluster import Cluster, Outcome, Shape
 from tests.bench.scale import topology
 

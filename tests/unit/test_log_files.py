@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from servekit.cli.logs import told
 from servekit.log_files import LONGEST_BYTES, Tail, files, is_of, last, process_of
-from servekit.supervisor.output import RotatingFile
-from servekit.terminal.logs import told
+from servekit.supervisor.process.log_capture import RotatingFile
 
 
 def test_names_of_files_are_those_of_processes(tmp_path: Path) -> None:

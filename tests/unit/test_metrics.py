@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from servekit import metrics
-from servekit.gateway.metrics_page import Page
+from servekit.gateway.api.admin.metrics import Page
 from servekit.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

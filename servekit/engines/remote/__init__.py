@@ -1,4 +1,4 @@
-"""A remote endpoint that speaks OpenAI's API, as `servekit.engines.openai` asks it.
+"""A remote endpoint that speaks OpenAI's API, as `servekit.engines.remote.engine` asks it.
 
 bodies    what it is asked, from a request as it came
 pace      how often it is asked

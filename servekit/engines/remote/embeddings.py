@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from servekit.engines.remote.chunks import Usage
-from servekit.engines.remote.chunks import count as counted
-from servekit.engines.remote.refusals import lie, told_in_answer
+from servekit.engines.remote.errors import lie, told_in_answer
+from servekit.engines.remote.schemas import Usage
+from servekit.engines.remote.schemas import count as counted
 
 
 class Embedded(msgspec.Struct):

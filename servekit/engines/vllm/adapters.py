@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from servekit.engines.adapters import files, limits
-from servekit.engines.adapters.files import PARAM, AdapterFiles
-from servekit.engines.vllm.core import Core
+from servekit.engines.transformers.lora import adapter_files, config_checks
+from servekit.engines.transformers.lora.adapter_files import PARAM, AdapterFiles
+from servekit.engines.vllm.core_client import Core
 from servekit.errors import LoadError, RequestError
-from servekit.wire.adapters import AdapterInfo, AdapterSpec
-from servekit.wire.messages import WorkerSpec
+from servekit.protocol.adapters import AdapterInfo, AdapterSpec
+from servekit.protocol.messages import WorkerSpec
 
 #: Token ids, and the scores of what follows them, one tuple for each token: a probe's answer.
 Scores = list[tuple[float, ...]]
@@ -65,14 +65,14 @@ class Adapters:
                 f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
             )
         try:
-            found = files.read(spec)
+            found = adapter_files.read(spec)
         except LoadError as error:
             if not error.permanent:
                 raise
             raise RequestError(str(error), param=PARAM) from error
         judge(found, self._max_rank)
         if not spec.any_base:
-            limits.require_base(found.config, self._names, self._spec.model)
+            config_checks.require_base(found.config, self._names, self._spec.model)
         return self._take(spec, found)
 
     def _take(self, spec: AdapterSpec, found: AdapterFiles) -> AdapterInfo:
@@ -95,7 +95,7 @@ class Adapters:
             raise
         self._held[spec.name] = request
         parameters = sum(math.prod(shape) for shape in found.shapes.values())
-        rank = limits.rank_of(found.config)
+        rank = config_checks.rank_of(found.config)
         return AdapterInfo(
             spec.name, "LORA", "mixed", WHY, rank, parameters, 2 * parameters, figures
         )
@@ -130,7 +130,7 @@ def judge(found: AdapterFiles, max_rank: int) -> None:
             "serves it.",
             param=PARAM,
         )
-    limits.check(found, max_rank)
+    config_checks.check(found, max_rank)
 
 
 def effect(with_it: Scores, without: Scores) -> float:

@@ -19,28 +19,34 @@ from typing import Any
 
 from msgspec import structs
 
-from servekit.engines import kv_cache, pooling, weights
-from servekit.engines.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
-from servekit.engines.choosing import resolve
-from servekit.engines.codec import TokenizerCodec
-from servekit.engines.dialect import find_dialect, tool_capabilities
-from servekit.engines.grammar import Constraint
-from servekit.engines.guard import Limits, check
-from servekit.engines.phases import phase
-from servekit.engines.pieces import Pieces
-from servekit.engines.source import resolve as resolve_source
-from servekit.engines.vllm import activity, arguments, library, requests, stated
+from servekit.engines.api.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.api.job_validation import Limits, check
+from servekit.engines.api.load_phases import phase
+from servekit.engines.model_files.source import resolve as resolve_source
+from servekit.engines.text.sampling_params import resolve
+from servekit.engines.text.structured_output import Constraint
+from servekit.engines.text.token_bytes import Pieces
+from servekit.engines.text.tokenizer import TokenizerCodec
+from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.transformers import pooling, weights
+from servekit.engines.transformers.batching import kv_cache
+from servekit.engines.vllm import (
+    engine_args,
+    generation_defaults,
+    library,
+    liveness,
+    requests,
+)
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.causes import first_line
-from servekit.engines.vllm.core import Core
-from servekit.engines.vllm.held import GONE, Embedding, Held
-from servekit.engines.vllm.probing import Probes
-from servekit.engines.vllm.slumber import Broken, Slumber
-from servekit.engines.vllm.texts import Texts, why
+from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.embedding_batches import Texts, why
+from servekit.engines.vllm.probes import Probes
+from servekit.engines.vllm.request_table import GONE, Embedding, Held
+from servekit.engines.vllm.sleep import Broken, Slumber
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, WorkerLost
-from servekit.wire.adapters import AdapterInfo, AdapterSpec
-from servekit.wire.dialects import markers
-from servekit.wire.messages import (
+from servekit.protocol.adapters import AdapterInfo, AdapterSpec
+from servekit.protocol.messages import (
     Capability,
     Dialect,
     Grammar,
@@ -48,6 +54,7 @@ from servekit.wire.messages import (
     PromptToken,
     WorkerSpec,
 )
+from servekit.protocol.tool_formats import markers
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +73,7 @@ class VllmEngine(Engine):
     _core: Core
     _probes: Probes
     _slumber: Slumber
-    _stated: stated.Stated
+    _stated: generation_defaults.Stated
     _texts: Texts | None = None
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -90,10 +97,10 @@ class VllmEngine(Engine):
             tokenizer = weights.load_tokenizer(folder, self.spec)
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self._pieces = Pieces(tokenizer)
-        self._parameters = stated.parameters(folder)
+        self._parameters = generation_defaults.parameters(folder)
         self._embeds = pooling.is_embedder(folder)
-        with phase("core"), activity.reported(report):
-            asked = arguments.arguments(self.spec, folder, self._memory(), embeds=self._embeds)
+        with phase("core"), liveness.reported(report):
+            asked = engine_args.arguments(self.spec, folder, self._memory(), embeds=self._embeds)
             self._core = Core(asked, self.spec.model)
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
@@ -101,7 +108,7 @@ class VllmEngine(Engine):
         model = self._core.config.model_config
         self.vocab_size = int(model.get_vocab_size())
         self._limits = Limits(self.vocab_size, int(model.max_model_len))
-        self._stated = stated.read(folder, tokenizer, self.vocab_size)
+        self._stated = generation_defaults.read(folder, tokenizer, self.vocab_size)
         self._defaults = self._stated.sampling | {
             name: value for name, value in self.spec.sampling.items() if value is not None
         }
@@ -126,7 +133,7 @@ class VllmEngine(Engine):
         if on_cpu:
             free = kv_cache.available_host_bytes()
             return free, free
-        return arguments.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        return engine_args.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def _embedding(self) -> ModelInfo:
         from vllm.pooling_params import PoolingParams
@@ -139,7 +146,7 @@ class VllmEngine(Engine):
         return structs.replace(info, embedding_size=size, chat=False)
 
     def _generating(self, folder: Path, tokenizer: Any) -> ModelInfo:
-        self._grammars = stated.grammars(tokenizer, self.vocab_size, self._stated.eos)
+        self._grammars = generation_defaults.grammars(tokenizer, self.vocab_size, self._stated.eos)
         dialect = self._dialect()
         serves = list(SERVES)
         if self._grammars is not None:

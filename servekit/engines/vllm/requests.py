@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from servekit.engines.base import Job, StepOutput
-from servekit.engines.choosing import LEAST, Sampling
-from servekit.engines.grammar import Constraint, serialized
+from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.text.sampling_params import LEAST, Sampling
+from servekit.engines.text.structured_output import Constraint, serialized
 from servekit.errors import RequestError
-from servekit.wire.messages import PromptToken, TokenLogprob
+from servekit.protocol.messages import PromptToken, TokenLogprob
 
 #: Under which a request's `extra_args` hold its grammar, the tokens that it goes on after, for its
 #: noise how many they are, and for its bad words the last of them.

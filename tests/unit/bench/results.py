@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from servekit.bench.order import Ended, Record, Report
+from servekit.bench.aggregator import Machine, Tally
+from servekit.bench.client.client_protocol import Ended, Record, Report
 from servekit.bench.percentiles import bucket_of
 from servekit.bench.result import VERSION, Result
-from servekit.bench.tally import Machine, Tally
 
 ASKED: dict[str, object] = {
     "model": "<m>",

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from servekit.bench.order import Target
+from servekit.bench.client.client_protocol import Target
 
 #: A pause between two pieces, so that they come in two reads.
 _PIECE_S = 0.005

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from servekit.bench import probe
+from servekit.bench.client.client_protocol import Asking, Target
 from servekit.bench.lengths import Lengths
-from servekit.bench.order import Asking, Target
 from servekit.errors import ConfigError, ServekitError, StartError
 
 Answer = tuple[int, object]

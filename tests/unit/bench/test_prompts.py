@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from servekit.bench.client.client_protocol import Asking
 from servekit.bench.lengths import parse
-from servekit.bench.order import Asking
 from servekit.bench.prompts import Prompts, read_dataset
 from servekit.errors import ConfigError
 

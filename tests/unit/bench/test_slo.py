@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.bench.order import Record
+from servekit.bench.client.client_protocol import Record
 from servekit.bench.slo import is_good, parse
 from servekit.bench.timing import Timing, tokens_in_time, tokens_of
 from servekit.errors import ConfigError

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from servekit.chaos.baseline_answers import Known
 from servekit.chaos.client import Client, Question
-from servekit.chaos.known import Known
 from servekit.chaos.load import Load, Silences
 
 QUESTION = Question("m", "say abc", 3)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from servekit.chaos.baseline_answers import Tally
 from servekit.chaos.finding import Judge, slowness
-from servekit.chaos.known import Tally
 from servekit.chaos.report import cells, markdown, seconds
 from servekit.chaos.run import EXPERIMENTS, LAST, Wish
 from servekit.chaos.target import _same, lacking, whole
 from servekit.errors import ConfigError
-from servekit.wire.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status, WorkerState
+from servekit.protocol.messages import (
+    GatewayStatus,
+    ModelStatus,
+    ReplicaStatus,
+    Status,
+    WorkerState,
+)
 
 
 def status(state: WorkerState = "ready") -> Status:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.engines import KINDS
+from servekit.config.engines.options import KINDS
 from servekit.config.load import load
 from tests.unit.config.test_load import complaints, write
 

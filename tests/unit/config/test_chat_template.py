@@ -9,7 +9,7 @@ import pytest
 from servekit.config.load import load
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
-from servekit.supervisor.reload import same_worker
+from servekit.supervisor.deployments.config_diff import same_worker
 
 GOOD = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 BAD = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"

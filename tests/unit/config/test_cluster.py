@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from servekit.config.installed import Machine
+from servekit.config.engines.installed import Machine
 from servekit.config.load import load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError

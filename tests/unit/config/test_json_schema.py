@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from servekit.config.engines import ENGINE_OPTIONS
+from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.json_schema import json_schema
 from servekit.config.load import load
 from servekit.config.schema import Config

@@ -111,7 +111,7 @@ def test_the_version_is_in_the_changelog() -> None:
 
 
 def test_the_commands_are_those_of_the_command_line() -> None:
-    from servekit.cli import app
+    from servekit.cli.main import app
 
     text = pages.find_page("command-line").path.read_text()
     shown = set(re.findall(r"^\| `servekit (\w[\w-]*)", text, re.MULTILINE))
@@ -125,7 +125,7 @@ def test_the_commands_are_those_of_the_command_line() -> None:
 
 async def test_the_endpoints_are_those_of_the_gateway() -> None:
     from servekit.gateway.app import Application
-    from servekit.gateway.router import Router
+    from servekit.gateway.routing.router import Router
 
     text = pages.find_page("http").path.read_text()
     shown = set(re.findall(r"^\| `(?:GET|POST) (/[\w/.{}]*)`", text, re.MULTILINE))

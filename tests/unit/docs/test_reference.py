@@ -16,9 +16,9 @@ import pytest
 from servekit.config.json_schema import json_schema
 from servekit.docs import api, pages, reference
 from servekit.errors import ConfigError
-from servekit.events import KINDS
+from servekit.event_store import KINDS
 from servekit.metrics import METRICS
-from servekit.wire.messages import Status
+from servekit.protocol.messages import Status
 
 PACKAGE = Path(__file__).parents[3] / "servekit"
 GENERATED = [
@@ -80,7 +80,7 @@ def commands(group: Any, name: str = "servekit") -> dict[str, Any]:
 def test_each_command_and_option_is_there() -> None:
     import typer
 
-    from servekit.cli import app
+    from servekit.cli.main import app
 
     shown = re.split(r"^## ", text("commands"), flags=re.MULTILINE)[1:]
     sections = {part.partition("\n")[0]: part for part in shown}

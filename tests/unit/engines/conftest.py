@@ -46,7 +46,7 @@ def tiny(tiny_model: Path) -> Iterator[Harness]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, fetched and converted on a fresh machine."""
-    from servekit.engines.source import resolve
+    from servekit.engines.model_files.source import resolve
 
     return resolve(SMOLLM2, None, lambda progress: None)
 
@@ -74,7 +74,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bindings() -> list[str]:
     """The packages with llama.cpp that are installed here; at least the one that tests need."""
-    from servekit.engines.llama.bindings import MODULES
+    from servekit.engines.llamacpp.bindings import MODULES
 
     return [name for name, module in MODULES.items() if find_spec(module)] or ["xllamacpp"]
 
@@ -124,7 +124,7 @@ def gguf_engine(binding: str, gguf_file: Path) -> Iterator[Harness]:
 
 
 def llamacpp(path: Path | str, options: dict[str, Any] | None = None, **fields: Any) -> Harness:
-    from servekit.engines.llamacpp import LlamaCppEngine
+    from servekit.engines.llamacpp.engine import LlamaCppEngine
 
     options = {"threads": 1, "cache_type": "f32", "flash_attention": "off"} | (options or {})
     return Harness(make_spec(path, engine="llamacpp", options=options, **fields), LlamaCppEngine)

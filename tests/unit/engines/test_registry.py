@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.engines import ENGINES, create
-from servekit.engines.echo import EchoEngine
+from servekit.engines.echo.engine import EchoEngine
 from servekit.errors import LoadError
-from servekit.wire.messages import WorkerSpec
+from servekit.protocol.messages import WorkerSpec
 from tests import markov
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from servekit.engines.base import StepOutput
-from servekit.engines.echo import EchoEngine
-from servekit.gateway.router import Router
-from servekit.wire.connection import listen
-from servekit.wire.messages import (
+from servekit.engines.api.base import StepOutput
+from servekit.engines.echo.engine import EchoEngine
+from servekit.gateway.routing.router import Router
+from servekit.protocol.messages import (
     ModelStatus,
     Quarantined,
     ReplicaStatus,
@@ -22,6 +21,7 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerState,
 )
+from servekit.protocol.transport.connection import listen
 from servekit.worker.runner import Runner
 
 DEADLINE_S = 60.0

@@ -6,9 +6,8 @@ import asyncio
 from pathlib import Path
 
 from servekit.errors import RequestError
-from servekit.gateway.call import Call
-from servekit.wire.connection import Connection, listen
-from servekit.wire.messages import (
+from servekit.gateway.routing.request import Call
+from servekit.protocol.messages import (
     PROOF_TOKENS,
     PROTOCOL,
     Alone,
@@ -25,6 +24,7 @@ from servekit.wire.messages import (
     Tokens,
     WorkerState,
 )
+from servekit.protocol.transport.connection import Connection, listen
 
 
 class WarpLoop(asyncio.SelectorEventLoop):
@@ -63,7 +63,7 @@ def expected(request: Generate | Call) -> str:
 class ScriptedWorker:
     """Takes requests like any worker, and checks them; what comes back is the test's choice.
 
-    Suspects are started alone, as `servekit.worker.ward` does it.
+    Suspects are started alone, as `servekit.worker.isolation_queue` does it.
     """
 
     def __init__(self, path: Path, slots: int, *, resumes: bool = True) -> None:

@@ -7,9 +7,9 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from servekit.gateway.exchange import Handler
-from servekit.gateway.gateway import serving
-from servekit.gateway.limits import LIMITS, Limits
+from servekit.gateway.http.fast_response import Handler
+from servekit.gateway.http.limits import LIMITS, Limits
+from servekit.gateway.server import serving
 
 
 @contextlib.asynccontextmanager

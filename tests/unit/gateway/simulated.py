@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, quantiles
 
-from servekit.gateway.balancer import Account, Balancer
-from servekit.gateway.call import Call
-from servekit.gateway.prefixes import read
-from servekit.wire.messages import ChatMessage, ModelInfo, ModelStatus, SamplingParams
+from servekit.gateway.routing.load_balancer import Account, Balancer
+from servekit.gateway.routing.prefix_index import read
+from servekit.gateway.routing.request import Call
+from servekit.protocol.messages import ChatMessage, ModelInfo, ModelStatus, SamplingParams
 
 #: Like a model of 8e9 parameters on one GPU, ten times slower, so that little traffic is much.
 STEP_S = 0.02

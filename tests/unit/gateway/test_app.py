@@ -15,8 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.gateway.app import Application
-from servekit.gateway.gateway import serving
-from servekit.wire.messages import Topology
+from servekit.gateway.server import serving
+from servekit.protocol.messages import Topology
 from tests.unit.gateway.conftest import Service, until
 
 TALK = [{"role": "user", "content": "hello"}]

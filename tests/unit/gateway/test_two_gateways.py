@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from servekit.engines.base import Engine, Job, Load, Report, StepOutput
-from servekit.engines.echo_run import EchoCodec
+from servekit.engines.api.base import Engine, Job, Load, Report, StepOutput
+from servekit.engines.echo.run import EchoCodec
 from servekit.errors import RequestError
-from servekit.gateway.router import Router
-from servekit.wire.connection import Connection, listen
-from servekit.wire.messages import (
+from servekit.gateway.routing.router import Router
+from servekit.protocol.messages import (
     PROOF_TOKENS,
     ModelInfo,
     ModelStatus,
@@ -31,6 +30,7 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerState,
 )
+from servekit.protocol.transport.connection import Connection, listen
 from servekit.worker.runner import Runner
 from tests.unit.gateway.scripted import CountedCall, WarpLoop, expected
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.fleet import Fleet
-from servekit.supervisor.reload import Slots
-from servekit.supervisor.starts import Occasion
-from servekit.wire.messages import ModelInfo
+from servekit.protocol.messages import ModelInfo
+from servekit.supervisor.deployments.config_diff import Slots
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.lifecycle.startup_timing import Occasion
 
 GIB = 2**30
 

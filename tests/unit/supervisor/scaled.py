@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from servekit.supervisor.scaling import Facts, Limits, Past, decide
+from servekit.supervisor.autoscaling.policy import Facts, Limits, Past, decide
 
 LOOK_S = 0.2
 REPORT_S = 1.0

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from servekit.protocol.messages import Quarantined
 from servekit.supervisor.quarantine import Quarantine, aged, alike
-from servekit.wire.messages import Quarantined
 
 
 def entry(mark: str, for_s: float, generation: str = "") -> Quarantined:

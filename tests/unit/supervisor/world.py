@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from servekit.supervisor.facts import Facts
-from servekit.supervisor.residency import Decision, decide
-from servekit.wire.residency import LoadMode, Residency
+from servekit.protocol.residency import LoadMode, Residency
+from servekit.supervisor.model_swap.policy import Decision, decide
+from servekit.supervisor.model_swap.types import Facts
 
 STEP_S = 0.1
 PLACE = "gpu"

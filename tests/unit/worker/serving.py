@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from servekit.engines import create
-from servekit.engines.base import Engine
-from servekit.wire.connection import Connection, dial, listen
-from servekit.wire.messages import (
+from servekit.engines.api.base import Engine
+from servekit.protocol.messages import (
     PROTOCOL,
     Cancel,
     Delta,
@@ -26,6 +25,7 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
+from servekit.protocol.transport.connection import Connection, dial, listen
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S
 

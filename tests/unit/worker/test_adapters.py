@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from servekit.errors import EngineFailed, LoadError
-from servekit.wire.adapters import (
+from servekit.protocol.adapters import (
     AdapterLoaded,
     AdapterRefused,
     AdapterSpec,
@@ -21,7 +21,7 @@ from servekit.wire.adapters import (
     LoadAdapter,
     UnloadAdapter,
 )
-from servekit.wire.messages import SamplingParams
+from servekit.protocol.messages import SamplingParams
 from servekit.worker.adapters import Adapters, Answer
 from servekit.worker.runner import ADAPTED
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from servekit.gateway.parsing import choose, parser, tool_grammar
-from servekit.wire.messages import ChatMessage, Dialect, Grammar, SamplingParams
+from servekit.gateway.tool_parsing import choose, parser, tool_grammar
+from servekit.protocol.messages import ChatMessage, Dialect, Grammar, SamplingParams
 from tests.unit.engines.speaking import write_model
-from tests.unit.gateway.parsing.reading import feed, joined
+from tests.unit.gateway.tool_parsing.reading import feed, joined
 from tests.unit.worker.serving import serving, spec
 
 USER = [ChatMessage("user", "Pick.")]

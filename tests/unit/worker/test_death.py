@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from servekit.engines.base import StepOutput
+from servekit.engines.api.base import StepOutput
 from servekit.errors import EngineFailed, WorkerLost
-from servekit.wire.connection import Connection, dial
-from servekit.wire.messages import (
+from servekit.protocol.messages import (
     PROTOCOL,
     Failed,
     Hello,
     SamplingParams,
     WorkerToGateway,
 )
+from servekit.protocol.transport.connection import Connection, dial
 from tests.unit.gateway.conftest import until
 from tests.unit.worker.serving import serving, spec
 from tests.unit.worker.test_steps import SAID, text

@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import structlog
 
-from servekit.wire import port as module
-from servekit.wire.adapters import (
+from servekit.protocol.adapters import (
     AdapterInfo,
     AdapterLoaded,
     AdapterSpec,
     AdapterUnloaded,
     Remember,
 )
-from servekit.wire.connection import Connection, dial
-from servekit.wire.credentials import Role
-from servekit.wire.messages import (
+from servekit.protocol.messages import (
     PROTOCOL,
     Drain,
     FromWorker,
@@ -38,12 +35,15 @@ from servekit.wire.messages import (
     ToWorker,
     WorkerSpec,
 )
-from servekit.wire.port import Post
-from servekit.wire.remote import Attach, Attached, Superseded
-from servekit.wire.starts import Phase, Phased
-from servekit.wire.tls import Authority
+from servekit.protocol.startup_messages import Phase, Phased
+from servekit.protocol.transport import remote_server as module
+from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.credentials import Role
+from servekit.protocol.transport.remote_server import Post
+from servekit.protocol.transport.resumable_channel import Attach, Attached, Superseded
+from servekit.protocol.transport.tls import Authority
 from servekit.worker.remote import Remote
-from servekit.worker.summary import Summary
+from servekit.worker.state_summary import Summary
 from tests.unit.gateway.conftest import until
 
 DEADLINE_S = 30.0

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.echo import EchoEngine
+from servekit.engines.echo.engine import EchoEngine
 from servekit.errors import ModelChanged, WorkerLost
-from servekit.wire.connection import Connection, dial, listen
-from servekit.wire.messages import (
+from servekit.protocol.messages import (
     PROTOCOL,
     Continuation,
     Generate,
@@ -23,6 +22,7 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
+from servekit.protocol.transport.connection import Connection, dial, listen
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until
 from tests.unit.worker.serving import deltas_of, serving

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.engines.base import StepOutput
-from servekit.engines.echo_run import EchoDecoder
-from servekit.wire.messages import Delta, Failed, Hello, SamplingParams, WorkerToGateway
+from servekit.engines.api.base import StepOutput
+from servekit.engines.echo.run import EchoDecoder
+from servekit.protocol.messages import (
+    Delta,
+    Failed,
+    Hello,
+    SamplingParams,
+    WorkerToGateway,
+)
 from tests.unit.gateway.conftest import until
 from tests.unit.worker.serving import deltas_of, serving, spec
 

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from servekit.engines import phases
-from servekit.engines.base import Engine, Job, Load, Report, StepOutput
-from servekit.engines.echo_run import EchoCodec
-from servekit.engines.text import TextEngine, TextJob
+from servekit.engines.api import load_phases
+from servekit.engines.api.base import Engine, Job, Load, Report, StepOutput
+from servekit.engines.api.text_engine import TextEngine, TextJob
+from servekit.engines.echo.run import EchoCodec
 from servekit.errors import EngineFailed, LoadError
-from servekit.wire.connection import Connection, adopt, dial
-from servekit.wire.messages import (
+from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
     Drain,
@@ -45,10 +44,11 @@ from servekit.wire.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
-from servekit.wire.messages import Load as LoadModel
-from servekit.wire.residency import Asleep, Awake, Sleep, Wake
+from servekit.protocol.messages import Load as LoadModel
+from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
+from servekit.protocol.transport.connection import Connection, adopt, dial
 from servekit.worker import worker as module
-from servekit.worker.line import Inherited
+from servekit.worker.transport import Inherited
 from servekit.worker.worker import EXIT_BOOT_FAILED, EXIT_ENGINE_DIED, TOKENS_OF_USE, Worker
 from tests.unit.gateway.conftest import DEADLINE_S, until
 from tests.unit.worker.serving import spec
@@ -250,7 +250,7 @@ async def start(
     yield start
     for scene in scenes:
         await scene.end()
-    phases.heard_by(None)
+    load_phases.heard_by(None)
     for number, handler in handlers.items():
         asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(number, handler)

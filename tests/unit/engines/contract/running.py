@@ -9,9 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from servekit.engines import create
-from servekit.engines.base import EmbedJob, Job, StepOutput
+from servekit.engines.api.base import EmbedJob, Job, StepOutput
 from servekit.errors import RequestError
-from servekit.wire.messages import ModelInfo, Progress, SamplingParams, TokenLogprob, WorkerSpec
+from servekit.protocol.messages import (
+    ModelInfo,
+    Progress,
+    SamplingParams,
+    TokenLogprob,
+    WorkerSpec,
+)
 
 DEADLINE_S = 60.0
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from servekit.config.engines import KINDS
-from servekit.wire.adapters import AdapterSpec
-from servekit.wire.messages import WorkerSpec
+from servekit.config.engines.options import KINDS
+from servekit.protocol.adapters import AdapterSpec
+from servekit.protocol.messages import WorkerSpec
 from tests import markov
 
 #: Few, so that sixty-four jobs have to wait.
@@ -112,7 +112,7 @@ def _transformers(batching: str) -> Callable[[Path], WorkerSpec]:
 
 
 def _lora(model: Path, folder: Path) -> AdapterSpec:
-    from tests.unit.engines.adapters.making import configs, write
+    from tests.unit.engines.transformers.lora.making import configs, write
 
     return AdapterSpec("tuned", str(write(model, folder, configs()["rslora"])))
 

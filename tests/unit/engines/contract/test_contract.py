@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from servekit.engines.base import Job
+from servekit.engines.api.base import Job
 from servekit.errors import RequestError, Unsupported
-from servekit.wire.messages import Capability, Grammar, SamplingParams
+from servekit.protocol.messages import Capability, Grammar, SamplingParams
 from tests.unit.engines.contract.running import Running, poll
 from tests.unit.engines.contract.subjects import Subject
 
@@ -464,7 +464,7 @@ def test_an_adapter_that_is_none_is_refused(
     engine: Running, subject: Subject, tmp_path: Path, reference: list[int]
 ) -> None:
     needs(engine, "adapters")
-    from servekit.wire.adapters import AdapterSpec
+    from servekit.protocol.adapters import AdapterSpec
 
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(RequestError):

@@ -10,10 +10,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 
 from servekit.engines import create
-from servekit.engines.base import Job, StepOutput
-from servekit.engines.text import TextEngine, TextJob, TextOutput
+from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.errors import Unsupported
-from servekit.wire.messages import ChatMessage, Generate, ModelInfo, Progress, SamplingParams
+from servekit.protocol.messages import (
+    ChatMessage,
+    Generate,
+    ModelInfo,
+    Progress,
+    SamplingParams,
+)
 from tests.unit.engines.contract.subjects import spec
 from tests.unit.engines.remote.liar import Liar, lying, said, silent, status
 

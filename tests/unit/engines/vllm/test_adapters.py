@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.adapters.files import AdapterFiles
+from servekit.engines.transformers.lora.adapter_files import AdapterFiles
 from servekit.engines.vllm.adapters import effect, judge
 from servekit.errors import RequestError
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servekit.engines.base import StepOutput
+from servekit.engines.api.base import StepOutput
 from servekit.engines.vllm.engine import VllmEngine
-from servekit.engines.vllm.held import Embedding
-from servekit.engines.vllm.slumber import Broken, Slumber
-from servekit.engines.vllm.stated import Stated
+from servekit.engines.vllm.generation_defaults import Stated
+from servekit.engines.vllm.request_table import Embedding
+from servekit.engines.vllm.sleep import Broken, Slumber
 from servekit.errors import LoadError, WorkerLost
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.vllm.recording import RecordingCore

@@ -22,16 +22,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servekit.config.engines import KINDS
-from servekit.config.installed import is_there
-from servekit.engines.base import EmbedJob
+from servekit.config.engines.installed import is_there
+from servekit.config.engines.options import KINDS
+from servekit.engines.api.base import EmbedJob
 from servekit.engines.vllm.engine import VllmEngine
-from servekit.engines.vllm.probing import Probes
+from servekit.engines.vllm.probes import Probes
 from servekit.errors import LoadError, RequestError
-from servekit.wire.adapters import AdapterSpec
-from servekit.wire.messages import Grammar, WorkerSpec
-from tests.unit.engines import test_pooling as pooling
+from servekit.protocol.adapters import AdapterSpec
+from servekit.protocol.messages import Grammar, WorkerSpec
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, reference, write_tiny_llama
+from tests.unit.engines.transformers import test_pooling as pooling
 
 GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 ADAPTERS = ("lora", "rslora", "boft")
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from tests.unit.engines.adapters import making
+    from tests.unit.engines.transformers.lora import making
 
     there = tmp_path_factory.mktemp("adapters")
     configs = making.configs()

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servekit.engines.base import Job
-from servekit.engines.choosing import resolve
+from servekit.engines.api.base import Job
+from servekit.engines.text.sampling_params import resolve
 from servekit.engines.vllm import requests
 from servekit.errors import RequestError
-from servekit.wire.messages import SamplingParams
+from servekit.protocol.messages import SamplingParams
 
 EOS = frozenset({2, 3})
 

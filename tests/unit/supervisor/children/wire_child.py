@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from servekit.wire.connection import Connection, adopt
-from servekit.wire.messages import BootFailed, Drain, Ping, Pong, Stop, ToWorker
+from servekit.protocol.messages import BootFailed, Drain, Ping, Pong, Stop, ToWorker
+from servekit.protocol.transport.connection import Connection, adopt
 
 
 def parse() -> argparse.Namespace:

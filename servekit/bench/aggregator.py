@@ -1,0 +1,197 @@
+"""What the clients of one load report, gathered as it comes and made into a result's Run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from servekit.bench.client.client_protocol import Ended, Record, Report
+from servekit.bench.client_saturation import Clients, limits
+from servekit.bench.percentiles import Histogram, Sample
+from servekit.bench.result import ClientFigures, Failure, Goodput, Run, Second, Spread
+from servekit.bench.slo import is_good
+from servekit.bench.timing import Timing, tokens_in_time, tokens_of
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the clients run."""
+
+    busy: float  # the share of its cores that was taken by anything
+    cores: int
+    has_server: bool  # which shares them
+
+
+class Tally:
+    """One writer: whoever reads the clients' lines. `began` is the agreed time of the start."""
+
+    def __init__(self, began: float, slo: Mapping[str, float], end: float | None = None) -> None:
+        self.began = began
+        self.ttft, self.tpot, self.e2e = Sample(), Sample(), Sample()
+        self.gaps = Histogram()
+        self.good = self.completed = self.unfinished = 0
+        self.sent = self.in_flight = self.chunks = 0
+        self.failures: Counter[str] = Counter()
+        self._slo = slo
+        self._end = end  # of the time to ask, where that is known beforehand
+        self._messages: dict[str, str] = {}
+        self._prompts, self._outputs = Sample(), Sample()
+        self._in_time = self._good_in_time = 0
+        self._tokens_in_time = self._prompts_in_time = 0.0
+        self._counted: Counter[str] = Counter()
+        self._seconds: dict[int, list[float]] = {}
+        self._ends: list[Ended] = []
+        self._live: dict[int, tuple[int, int, int]] = {}
+
+    @property
+    def failed(self) -> int:
+        return self.failures.total()
+
+    # ---- as it comes
+
+    def report(self, client: int, report: Report) -> None:
+        self._live[client] = report.sent, report.in_flight, report.chunks
+        self.sent, self.in_flight, self.chunks = map(sum, zip(*self._live.values(), strict=True))
+        self.gaps.merge(report.gaps)
+        for record in report.records:
+            self._record(record)
+
+    def ended(self, ended: Ended) -> None:
+        self._ends.append(ended)
+
+    def _record(self, record: Record) -> None:
+        in_time = self._end is None or record.ended <= self._end
+        if record.fate == "unfinished":
+            self.unfinished += 1
+            self._count_tokens(record)
+            return
+        second = self._seconds.setdefault(int(record.ended - self.began), [0, 0, 0.0])
+        if record.fate != "ok":
+            second[1] += 1
+            self._fail(record)
+            self._count_tokens(record)
+            return
+        self.completed += 1
+        self._in_time += in_time
+        second[0] += 1
+        second[2] += tokens_of(record)
+        is_kept = self._measure(record)
+        self.good += is_kept
+        self._good_in_time += is_kept and in_time
+        self._count_tokens(record)
+
+    def _measure(self, record: Record) -> bool:
+        """Take up its times and counts; whether it kept the SLO."""
+        timing = Timing.of(record)
+        self.e2e.add(timing.e2e_s)
+        if timing.ttft_s is not None:
+            self.ttft.add(timing.ttft_s)
+        if timing.tpot_s is not None:
+            self.tpot.add(timing.tpot_s)
+        if record.prompt_tokens is not None:
+            self._prompts.add(record.prompt_tokens)
+        if tokens := tokens_of(record):
+            self._outputs.add(tokens)
+        by = "chunks" if record.output_tokens is None else "usage"
+        if tokens:
+            self._counted[by] += 1
+        return is_good(record, timing, self._slo)
+
+    def _count_tokens(self, record: Record) -> None:
+        end = record.ended if self._end is None else self._end
+        self._tokens_in_time += tokens_in_time(record, end)
+        if record.fate == "ok" and record.ended <= end:
+            self._prompts_in_time += record.prompt_tokens or 0
+
+    def _fail(self, record: Record) -> None:
+        kind = f"http {record.status}" if record.fate == "http" else record.fate
+        self.failures[kind] += 1
+        self._messages.setdefault(kind, record.message)
+
+    # ---- at the end
+
+    def run(
+        self,
+        *,
+        concurrency: int | None,
+        rate: float | None,
+        interrupted: bool,
+        machine: Machine,
+    ) -> Run:
+        duration_s = self.duration_s()
+        ended = self.completed + self.failed
+        return Run(
+            concurrency=concurrency,
+            rate=rate,
+            duration_s=duration_s,
+            interrupted=interrupted,
+            completed=self.completed,
+            failed=self.failed,
+            unfinished=self.unfinished,
+            requests_per_s=self._in_time / duration_s,
+            output_tokens_per_s=self._tokens_in_time / duration_s,
+            prompt_tokens_per_s=self._prompts_in_time / duration_s if self._prompts else None,
+            tokens_by=self.tokens_by(),
+            prompt_tokens=spread(self._prompts),
+            output_tokens=spread(self._outputs),
+            ttft_s=spread(self.ttft),
+            itl_s=spread(self.gaps),
+            tpot_s=spread(self.tpot),
+            e2e_s=spread(self.e2e),
+            goodput=self._goodput(duration_s, ended),
+            errors=[
+                Failure(kind, count, self._messages[kind])
+                for kind, count in self.failures.most_common()
+            ],
+            client=self._client(machine, is_open=rate is not None),
+            timeline=self._timeline(),
+        )
+
+    def duration_s(self) -> float:
+        ends = [ended.ended_at for ended in self._ends]
+        last = max(ends) if ends else self._end or self.began
+        return max(1e-9, last - self.began)
+
+    def tokens_by(self) -> str:
+        if len(self._counted) > 1:
+            return "both"
+        return next(iter(self._counted), "none")
+
+    def _goodput(self, duration_s: float, ended: int) -> Goodput | None:
+        if not self._slo:
+            return None
+        share = self.good / ended if ended else 0.0
+        return Goodput(dict(self._slo), self._good_in_time / duration_s, share)
+
+    def _client(self, machine: Machine, *, is_open: bool) -> ClientFigures:
+        lags, late = Histogram(), Histogram()
+        for ended in self._ends:
+            lags.merge(ended.lags)
+            late.merge(ended.late)
+        lag_p99_s = lags.at(99) if lags else 0.0
+        late_p99_s = (late.at(99) if late else 0.0) if is_open else None
+        cpu_cores = tuple(ended.cpu_cores for ended in self._ends)
+        found = Clients(
+            cpu_cores,
+            lag_p99_s,
+            late_p99_s,
+            machine.busy,
+            machine.cores,
+            machine.has_server,
+        )
+        resent = sum(ended.resent for ended in self._ends)
+        told = list(limits(found))
+        return ClientFigures(len(cpu_cores), list(cpu_cores), lag_p99_s, late_p99_s, resent, told)
+
+    def _timeline(self) -> list[Second]:
+        last = max(self._seconds, default=-1)
+        found = (self._seconds.get(second, [0, 0, 0.0]) for second in range(last + 1))
+        return [Second(int(done), int(failed), tokens) for done, failed, tokens in found]
+
+
+def spread(values: Sample | Histogram) -> Spread | None:
+    if not len(values):
+        return None
+    at = [values.at(percent) for percent in range(101)]
+    return Spread(len(values), values.mean, at[50], at[90], at[99], values.greatest, at)

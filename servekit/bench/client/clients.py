@@ -1,0 +1,113 @@
+"""The client processes of one load: started, told, heard and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from servekit.bench.aggregator import Tally
+from servekit.bench.client.client_protocol import (
+    Ended,
+    FromClient,
+    Go,
+    Order,
+    Ready,
+    Report,
+)
+from servekit.bench.process import LONGEST_LINE_BYTES
+from servekit.errors import ServekitError
+
+#: From the word to begin until it is so: time for it to reach all.
+_LEAD_S = 0.02
+#: Of what a client said before it died.
+_LAST_WORDS = 500
+
+_decode = msgspec.json.Decoder(FromClient).decode
+
+
+class Clients:
+    """Use as an async context: at its end no process is left."""
+
+    def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._program = program  # starts `servekit.bench.process.main`
+        self._environ = environ
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def __aenter__(self) -> Clients:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await process.wait()
+
+    async def start(self, orders: Sequence[Order]) -> None:
+        """Start one process each, and wait until all are warm. Raises ServekitError."""
+        for order in orders:
+            process = await asyncio.create_subprocess_exec(
+                *self._program,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=dict(self._environ),
+                limit=LONGEST_LINE_BYTES,
+            )
+            self._processes.append(process)
+            await _tell(process, order)
+        for process in self._processes:
+            if not isinstance(await _hear(process), Ready):
+                raise ServekitError("a client process spoke out of turn")
+
+    def go(self) -> float:
+        """Have all begin at the same time, which is returned."""
+        at = time.monotonic() + _LEAD_S
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(Go(at)) + b"\n")
+        return at
+
+    async def read_into(self, tally: Tally) -> None:
+        """Hear all until they have ended. Raises ServekitError if one dies."""
+        await asyncio.gather(
+            *(self._read(index, process, tally) for index, process in enumerate(self._processes))
+        )
+
+    async def _read(self, index: int, process: asyncio.subprocess.Process, tally: Tally) -> None:
+        while True:
+            message = await _hear(process)
+            if isinstance(message, Report):
+                tally.report(index, message)
+            elif isinstance(message, Ended):
+                tally.ended(message)
+                return
+
+    def stop(self) -> None:
+        """Have all stop now; they report what they have, and end."""
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+async def _tell(process: asyncio.subprocess.Process, order: Order) -> None:
+    """On stdin, where no process listing shows it: an order may hold a key."""
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # its last words tell why
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        await process.stdin.drain()
+
+
+async def _hear(process: asyncio.subprocess.Process) -> FromClient:
+    assert process.stdout is not None and process.stderr is not None
+    line = await process.stdout.readline()
+    if line.endswith(b"\n"):
+        message: FromClient = _decode(line)
+        return message
+    words = (await process.stderr.read()).decode(errors="replace").strip()
+    code = await process.wait()
+    raise ServekitError(f"a client process ended with code {code}: {words[-_LAST_WORDS:]}")

@@ -1,0 +1,241 @@
+"""What the command line asks for, checked before anything is asked of a server."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from servekit.bench import lengths, slo
+from servekit.bench.client.client_protocol import Api, Asking, Order, Target
+from servekit.bench.lengths import Lengths
+from servekit.bench.prompts import read_dataset
+from servekit.errors import ConfigError
+
+#: How long it takes where neither requests nor a duration are said.
+DEFAULT_S = 30.0
+#: One client process is enough for so much; the bottleneck's rule says where it was not.
+_USERS_EACH = 256
+_RATE_EACH = 2000.0
+_KEYS = ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*")
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Exactly one of the two."""
+
+    users: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.users} at once" if self.users is not None else f"{self.rate:g} arrivals/s"
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """All that one command measures. `asking` lacks what only the server can tell."""
+
+    target: Target
+    asking: Asking
+    loads: tuple[Load, ...]
+    requests: int | None
+    duration_s: float | None
+    warmup: int
+    seed: int
+    timeout_s: float
+    processes: int | None
+    slo: dict[str, float]
+
+    def processes_of(self, load: Load) -> int:
+        """By need, and no more than there are cores, users or requests."""
+        most = min(load.users or self.requests or 1_000_000, self.requests or 1_000_000)
+        if self.processes is not None:
+            return min(self.processes, most)
+        need = (load.users or 0) / _USERS_EACH if load.users else (load.rate or 0.0) / _RATE_EACH
+        return max(1, min(math.ceil(need), len(os.sched_getaffinity(0)), most))
+
+    def orders(self, load: Load, asking: Asking) -> Iterator[Order]:
+        """The parts of the client processes; a closed loop's users and requests are dealt out."""
+        clients = self.processes_of(load)
+        for index in range(clients):
+            yield Order(
+                target=self.target,
+                asking=asking,
+                index=index,
+                clients=clients,
+                seed=self.seed,
+                users=None if load.users is None else share(load.users, clients, index),
+                rate=None if load.rate is None else load.rate / clients,
+                requests=None if self.requests is None else share(self.requests, clients, index),
+                duration_s=self.duration_s,
+                warmup=share(self.warmup, clients, index),
+                timeout_s=self.timeout_s,
+            )
+
+
+def share(whole: int, parts: int, index: int) -> int:
+    """The part with this index, of parts that differ by one at most."""
+    return whole // parts + (index < whole % parts)
+
+
+# ---------------------------------------------------------------- what was written
+
+
+def target(
+    url: str, key: str | None, *, ca: Path | None, insecure: bool, environ: Mapping[str, str]
+) -> Target:
+    """`http://HOST:PORT`, with /v1 or another base behind it. Raises ConfigError."""
+    written = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(written)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is no URL of a server: write http://HOST:PORT, or https://…")
+    if not (written.isascii() and written.isprintable()) or " " in written:
+        raise ConfigError(f"{url!r} is no URL: it has characters that no URL can have")
+    if parts.username or parts.password:
+        raise ConfigError("the URL has a password in it; a key comes from the environment")
+    if ca is not None and not ca.is_file():
+        raise ConfigError(f"--ca {ca}: there is no such file")
+    base = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+    is_tls = parts.scheme == "https"
+    return Target(
+        parts.hostname,
+        port or (443 if is_tls else 80),
+        base if base.endswith("/v1") else f"{base}/v1",
+        tls=is_tls,
+        ca=None if ca is None else str(ca),
+        insecure=insecure,
+        key=_key(key, environ),
+    )
+
+
+def _key(name: str | None, environ: Mapping[str, str]) -> str | None:
+    """The value of the variable; what was given is not repeated, for it may be a key."""
+    if name is None:
+        return next((environ[known] for known in _KEYS if environ.get(known)), None)
+    if not environ.get(name):
+        raise ConfigError(
+            "--api-key is the name of an environment variable, and there is none of that name: "
+            "a key on a command line can be read by everybody on this machine"
+        )
+    if not (environ[name].isascii() and environ[name].isprintable()):
+        raise ConfigError(f"the key in {name} has characters that no key can have")
+    return environ[name]
+
+
+def loads(concurrency: str | None, rate: str | None) -> tuple[Load, ...]:
+    """Levels, with commas between. Raises ConfigError."""
+    if concurrency is not None and rate is not None:
+        raise ConfigError("say --concurrency (so many at once) or --rate (arrivals), not both")
+    if rate is not None:
+        return tuple(Load(rate=_positive("--rate", part)) for part in rate.split(","))
+    return tuple(
+        Load(users=_count("--concurrency", part)) for part in (concurrency or "8").split(",")
+    )
+
+
+def _positive(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e6:
+        raise ConfigError(f"{option} {text.strip()!r}: write a number above 0, as in 10 or 0.5")
+    return value
+
+
+def _count(option: str, text: str) -> int:
+    if not text.strip().isdecimal() or not 0 < int(text) <= 100_000:
+        raise ConfigError(f"{option} {text.strip()!r}: write whole numbers from 1, as in 1,8,64")
+    return int(text)
+
+
+def duration(text: str | None) -> float | None:
+    """`30`, `30s`, `5m` or `1h`. Raises ConfigError."""
+    if text is None:
+        return None
+    found = _DURATION.fullmatch(text)
+    factor = {"s": 1, "m": 60, "min": 60, "h": 3600}
+    seconds = float(found[1]) * factor[found[2] or "s"] if found else 0.0
+    if not 0 < seconds <= 7 * 86400:
+        raise ConfigError(f"--duration {text!r}: write a time above 0, as in 30s, 5m or 1h")
+    return seconds
+
+
+def asking(
+    *,
+    api: str,
+    model: str,
+    stream: bool,
+    prompt_tokens: str | None,
+    output_tokens: str,
+    turns: str,
+    shared_prefix_tokens: int,
+    prefixes: int,
+    ignore_eos: bool,
+    extra: str | None,
+    dataset: Path | None,
+) -> Asking:
+    """What requests are to be like. Raises ConfigError."""
+    kind = _api(api)
+    found = Asking(
+        api=kind,
+        model=model,
+        stream=stream and kind != "embeddings",
+        prompt_tokens=lengths.parse(prompt_tokens or "256", "--prompt-tokens"),
+        output_tokens=lengths.parse(output_tokens, "--output-tokens"),
+        turns=lengths.parse(turns, "--turns"),
+        shared_prefix_tokens=shared_prefix_tokens,
+        prefixes=prefixes,
+        ignore_eos=ignore_eos,
+        extra=_extra(extra),
+        dataset=None if dataset is None else str(dataset.absolute()),
+    )
+    _check_turns(found)
+    if dataset is not None:
+        if prompt_tokens is not None or shared_prefix_tokens:
+            raise ConfigError(
+                "--dataset has the prompts: --prompt-tokens and --shared-prefix-tokens are for "
+                "those that are made up"
+            )
+        read_dataset(dataset, kind)
+    return found
+
+
+def _api(text: str) -> Api:
+    try:
+        api: Api = msgspec.convert(text, Api)
+        return api
+    except msgspec.ValidationError:
+        raise ConfigError(f"--api {text!r}: write chat, completions or embeddings") from None
+
+
+def _check_turns(asking: Asking) -> None:
+    if asking.turns == Lengths("fixed", 1):
+        return
+    if asking.api == "embeddings":
+        raise ConfigError("--turns: embeddings have no conversations")
+    if asking.dataset is not None:
+        raise ConfigError("--turns: each line of --dataset is one request; leave one of them out")
+
+
+def _extra(text: str | None) -> dict[str, object]:
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--extra is no JSON object, as in '{{\"temperature\": 0.7}}': {error}"
+        ) from None
+
+
+def limits(text: str | None) -> dict[str, float]:
+    return {} if text is None else slo.parse(text)

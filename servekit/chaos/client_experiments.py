@@ -1,0 +1,204 @@
+"""Experiments on clients: slow ones, too many, and such as vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import time
+from dataclasses import replace
+
+from servekit.chaos.baseline_answers import Tally, percentile, prompt
+from servekit.chaos.client import Answer, Client, Exchange, Question
+from servekit.chaos.finding import Finding, Judge, Scene
+from servekit.chaos.load import Load
+
+_SLOW_CLIENTS = 4
+#: A busy machine's own jitter, on top of what is compared.
+_JITTER_S = 0.5
+#: Clients at once; beyond it, it is the machine that is tested.
+_MOST = 1000
+#: Tokens of answers that are not to end while they are looked at.
+_LONG = 2000
+_CLOSED = (ConnectionError, OSError)
+
+
+async def slow_client(scene: Scene) -> Finding:
+    """Clients that read a byte a second: only their own requests wait."""
+    judge = Judge("slow client", f"{_SLOW_CLIENTS} clients that read a byte a second")
+    async with scene.load() as before:
+        await asyncio.sleep(scene.seconds)
+    long = await _long_question(scene)
+    slow = [
+        asyncio.create_task(_dawdle(scene.target.client.connect_slowly(long)))
+        for _ in range(_SLOW_CLIENTS)
+    ]
+    try:
+        async with scene.load() as load:
+            await asyncio.sleep(scene.seconds)
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+    alone_s, beside_s = (percentile(loaded.tally.took_s, 0.99) for loaded in (before, load))
+    judge.clean(load.tally)
+    judge.soon("p99 of the others", beside_s, 2 * alone_s + _JITTER_S)
+    judge.notes.append(f"p99 of the others {alone_s:.2f} s before, {beside_s:.2f} s beside them")
+    return judge.finding(load.tally)
+
+
+async def _dawdle(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with sock, contextlib.suppress(*_CLOSED):
+        while True:
+            await asyncio.sleep(1)
+            if not await loop.sock_recv(sock, 1):
+                return
+
+
+async def flood(scene: Scene) -> Finding:
+    """Ten times the clients that there is room for: 200 or 429, and others get their turn."""
+    model = await scene.target.model()
+    slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
+    count = _within_limits(10 * (slots + model.max_queue))
+    judge = Judge(
+        "flood", f"{count} clients at once for {slots} slots and {model.max_queue} places"
+    )
+    known = scene.known[0]
+    light = scene.target.client.with_key("light")
+    alone = await light.ask(known.question, stream=True)
+    heavy, until = _Flood(scene.target.client.with_key("heavy")), time.monotonic() + scene.seconds
+    crowd = [asyncio.create_task(heavy.run(known.question, until)) for _ in range(count)]
+    tally = Tally()
+    await asyncio.sleep(min(1.0, scene.seconds / 4))
+    while not tally.sent or time.monotonic() < until:  # so many clients may take all the time
+        answer = await light.ask(known.question, stream=True)
+        tally.add(known, answer)
+        await asyncio.sleep(0.2 if answer.failure else 0.0)
+    await asyncio.gather(*crowd)
+    limit_s = 3 * alone.took_s + 2 * _JITTER_S
+    judge.promise(not heavy.others, f"neither 200 nor 429: {', '.join(sorted(heavy.others)[:3])}")
+    judge.promise(heavy.answered > 0, "no request of the crowd was answered")
+    judge.promise(not heavy.unsaid, f"{heavy.unsaid} × 429 without Retry-After")
+    judge.clean(tally)
+    judge.soon("p99 of the light client", percentile(tally.took_s, 0.99), limit_s)
+    judge.notes.append(f"of the crowd {heavy.answered} × 200, {heavy.refused} × 429")
+    judge.notes.append(f"light client: {alone.took_s:.2f} s alone")
+    return judge.finding(tally)
+
+
+class _Flood:
+    """Clients that ask again and again, refused or not."""
+
+    def __init__(self, client: Client) -> None:
+        self.answered = self.refused = self.unsaid = 0
+        self.others: set[str] = set()
+        self._client = client
+
+    async def run(self, question: Question, until: float) -> None:
+        while time.monotonic() < until:
+            answer = await self._client.ask(question, stream=False)
+            self._count(answer)
+            if answer.status != 200:
+                await asyncio.sleep(0.5)  # they come back sooner than they are told to
+
+    def _count(self, answer: Answer) -> None:
+        if answer.status == 429:
+            self.refused += 1
+            self.unsaid += answer.retry_after_s is None or answer.retry_after_s <= 0
+        elif answer.failure:
+            self.others.add(answer.failure)
+        else:
+            self.answered += 1
+
+
+async def vanishing(scene: Scene) -> Finding:
+    """Clients that fill every slot and vanish mid-stream: the next ones have the slots at once.
+
+    Several gateways share the slots, and the kernel shares the clients among the gateways as it
+    likes: so they are as many as the slots of one.
+    """
+    status, model = await scene.target.status(), await scene.target.model()
+    slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
+    count = _within_limits(slots // len(status.gateways))
+    judge = Judge("vanishing", f"{count} clients on {slots} slots vanish mid-stream")
+    long = await _long_question(scene)
+    exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
+    filled = await _started(exchanges, within_s=10.0)
+    judge.promise(filled == count, f"only {filled} streams began")
+    for exchange in exchanges:
+        exchange.abort()
+    at = time.monotonic()
+    load = Load(scene.target.client, scene.known, streams=count)
+    async with load:
+        began = await _first_chunks(load, count)
+        free_s = None if began is None else began - at
+    judge.clean(load.tally)
+    judge.soon(
+        f"all {count} slots taken by the next", free_s, 1.0 + 4 * _first_s(scene) + _JITTER_S
+    )
+    gone = await _engine_idle(scene)
+    judge.promise(gone, "requests of clients that are gone still run")
+    judge.notes.append(f"{filled} streams ran; the next {count} did after {free_s or 0:.2f} s")
+    return judge.finding(load.tally)
+
+
+async def _first_chunks(load: Load, count: int) -> float | None:
+    """When each of the first `count` streams had a chunk; None if that takes too long."""
+    deadline = time.monotonic() + 10
+    started: set[Exchange] = set()
+    while time.monotonic() < deadline:
+        started |= {exchange for exchange in load.active if exchange.answer.chunks}
+        if len(started) >= count:
+            return time.monotonic()
+        await asyncio.sleep(0.005)
+    return None
+
+
+async def _started(exchanges: list[Exchange], within_s: float) -> int:
+    """How many streams have begun; waits for all of them, or until the time is up."""
+    deadline, started = time.monotonic() + within_s, 0
+    while time.monotonic() < deadline and started < len(exchanges):
+        await asyncio.sleep(0.01)
+        started = sum(exchange.answer.chunks > 0 for exchange in exchanges)
+    return started
+
+
+async def _engine_idle(scene: Scene) -> bool:
+    idle_s = await scene.target.until(
+        lambda status: (
+            not any(
+                replica.running or replica.waiting
+                for model in status.models
+                if model.name == scene.target.name
+                for replica in model.replicas
+            )
+        ),
+        within_s=10.0,
+    )
+    return idle_s is not None
+
+
+def _first_s(scene: Scene) -> float:
+    """Time to the first chunk, undisturbed."""
+    firsts = [(k.answer.first_s or k.answer.ended_s) - k.answer.began_s for k in scene.known]
+    return percentile(firsts, 0.5)
+
+
+async def _long_question(scene: Scene) -> Question:
+    """One whose answer does not end by itself while it is looked at, if the context allows."""
+    model = await scene.target.model()
+    context = model.info.max_context if model.info else _LONG
+    short = scene.known[0].question
+    room = max(short.max_tokens, context - 2 * len(short.text))
+    return replace(short, text=prompt(10_001), max_tokens=min(_LONG, room))
+
+
+def _within_limits(count: int) -> int:
+    """As many connections as this process, and a gateway beside it, may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(count, _MOST, files - 100))
+
+
+EXPERIMENTS = {"slow-client": slow_client, "flood": flood, "vanishing": vanishing}

@@ -1,0 +1,135 @@
+"""Experiments on the machine: memory pressure, and the supervisor's own death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from servekit.chaos.finding import Finding, Judge, Scene
+from servekit.protocol.messages import Status
+from servekit.system import procfs
+
+#: "Nothing of it, grandchildren included, is alive 2 s later."
+GONE_WITHIN_S = 2.0
+#: Of the memory that is free; the rest is the service's.
+_MOST_OF_FREE = 0.8
+#: Allocates and touches, says so, and ends when its standard input does.
+_HOG = """
+import resource, sys
+size = int(sys.argv[1])
+limit = size + 256 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+block = bytearray(size)
+block[::4096] = b"x" * len(range(0, size, 4096))
+print("touched", flush=True)
+sys.stdin.read()
+"""
+
+
+async def memory_pressure(scene: Scene) -> Finding:
+    """A process beside it takes much of the memory, under a cap: the service answers."""
+    if not scene.memory_bytes:
+        return Judge("memory pressure", "").skip("only with --memory")
+    size_bytes = min(scene.memory_bytes, int(_free_bytes() * _MOST_OF_FREE))
+    judge = Judge("memory pressure", f"{size_bytes / 2**20:.0f} MB taken and touched beside it")
+    before = await scene.target.status()
+    async with scene.load() as load:
+        await load.until_busy()
+        hog = await _hog(size_bytes)
+        try:
+            judge.promise(await _touched(hog), "the memory could not be had")
+            await asyncio.sleep(scene.seconds)
+        finally:
+            await _end(hog)
+    judge.clean(load.tally)
+    judge.promise(_pids(before) == _pids(await scene.target.status()), "a process was lost")
+    return judge.finding(load.tally)
+
+
+async def _hog(size_bytes: int) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _HOG, str(size_bytes), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+async def _touched(hog: asyncio.subprocess.Process) -> bool:
+    assert hog.stdout is not None
+    return await asyncio.wait_for(hog.stdout.readline(), 60.0) == b"touched\n"
+
+
+async def _end(hog: asyncio.subprocess.Process) -> None:
+    assert hog.stdin is not None
+    hog.stdin.close()
+    await hog.wait()
+
+
+def _free_bytes() -> int:
+    """What may be taken: the kernel's estimate, and what a cgroup leaves."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, int(limit) - used)
+
+
+def _pids(status: Status) -> set[int]:
+    replicas = {replica.pid for model in status.models for replica in model.replicas}
+    return replicas | {gateway.pid for gateway in status.gateways}
+
+
+async def supervisor_killed(scene: Scene) -> Finding:
+    """SIGKILL the supervisor under load: two seconds later nothing of it lives. Comes last."""
+    judge = Judge("supervisor killed", "SIGKILL to the supervisor; the instance is over")
+    load = scene.load()
+    load.excused = lambda answer: True  # there is nobody left to answer
+    async with load:
+        await load.until_busy()
+        mine = scene.target.everything()
+        os.kill(scene.target.pid, signal.SIGKILL)
+        load.stop()
+        gone_s = await _until_gone(mine, scene)
+    judge.soon(f"all {len(mine)} processes gone", gone_s, GONE_WITHIN_S)
+    held = _memory_on_gpus({process.pid for process in mine})
+    judge.promise(not held, f"GPU memory is held by {held}")
+    left = sorted(path.name for path in scene.target.run_dir.glob("*.sock"))
+    judge.notes.append(f"{len(mine)} processes gone after {gone_s or float('nan'):.2f} s")
+    if left:
+        judge.notes.append(f"the next start removes {', '.join(left)}")
+    return judge.finding()
+
+
+async def _until_gone(mine: list[procfs.Process], scene: Scene) -> float | None:
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < 2 * GONE_WITHIN_S:
+        known = any(procfs.is_alive(process.pid, process.started) for process in mine)
+        if not known and not scene.target.everything():
+            return passed
+        await asyncio.sleep(0.02)
+    return None
+
+
+def _memory_on_gpus(pids: set[int]) -> list[int]:
+    """Those of the processes that hold GPU memory, as far as NVML can be asked."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library or no driver: pynvml has a class for each way
+        return []
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        running = (pynvml.nvmlDeviceGetComputeRunningProcesses(handle) for handle in handles)
+        return sorted({process.pid for one in running for process in one} & pids)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+EXPERIMENTS = {"memory": memory_pressure, "supervisor-killed": supervisor_killed}

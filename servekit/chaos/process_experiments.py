@@ -1,0 +1,261 @@
+"""Experiments on processes: workers and gateways that are killed, stopped, or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from servekit.chaos.client import Answer, Question
+from servekit.chaos.finding import Finding, Judge, Scene
+from servekit.chaos.load import Silences
+from servekit.chaos.report import seconds
+from servekit.protocol.messages import GatewayStatus, ReplicaStatus, Status
+from servekit.system import procfs
+from servekit.system.parent_death import CHAOS, FAIL_STEP
+
+#: From a death until the instance is whole, loading the model apart.
+WHOLE_WITHIN_S = 30.0
+#: "EOF is acted on in under 10 ms": what is allowed on top, for a machine that is busy.
+NOTICE_WITHIN_S = 0.1
+#: From the end of `stall_timeout_s` until the worker is dumped, killed and known to be gone.
+STALL_GRACE_S = 5.0
+#: A gateway that was killed is back within this time.
+GATEWAY_BACK_S = 1.0
+#: What the command lines of engines' own processes hold: vLLM's engine core, which names itself so
+#: or not, and the ranks of the transformers engine.
+_ENGINES = (
+    "EngineCore",
+    "multiprocessing.spawn",
+    "servekit.engines.transformers.tensor_parallel.rank",
+)
+#: What a hung worker's log holds once its stacks were dumped (faulthandler).
+_DUMPED = "most recent call first"
+
+
+async def worker_killed(scene: Scene) -> Finding:
+    """SIGKILL a worker under load: streams go on, whole answers come, nobody sees a thing."""
+    judge = Judge("worker killed", "SIGKILL to the busiest worker")
+    return await _die(scene, judge, lambda pid: os.kill(pid, signal.SIGKILL))
+
+
+async def step_raises(scene: Scene) -> Finding:
+    """Have an engine's step raise under load: its worker dies of it, and nobody sees a thing."""
+    judge = Judge("step raises", "an exception in the next step of the busiest worker's engine")
+    for replica in await scene.target.ready_replicas():
+        if not takes_fail_step(replica.pid):
+            return judge.skip(f"it was not started with {CHAOS}=1 in its environment")
+    return await _die(scene, judge, lambda pid: os.kill(pid, FAIL_STEP))
+
+
+async def engine_process_killed(scene: Scene) -> Finding:
+    """SIGKILL a process below a worker in which its engine runs: vLLM's engine core, or a rank."""
+    judge = Judge("engine process killed", "SIGKILL to a process of the busiest worker's engine")
+    for replica in await scene.target.ready_replicas():
+        if not engine_processes(replica.pid):
+            return judge.skip("its engine has no process but the worker's (vLLM and ranks have)")
+    return await _die(scene, judge, lambda pid: os.kill(engine_processes(pid)[0], signal.SIGKILL))
+
+
+async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Finding:
+    """End the busiest worker by its pid, under load."""
+    async with scene.load() as load:
+        await load.until_busy()
+        victim = await _busiest(scene)
+        silences, at = Silences(load.active), time.time()
+        end(victim.pid)
+        whole_s = await scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid)
+        await asyncio.sleep(scene.seconds)
+    notice_s = scene.target.noticed(victim.name, at)
+    judge.clean(load.tally)
+    judge.soon("noticed", notice_s, NOTICE_WITHIN_S)
+    judge.soon("whole again", whole_s, WHOLE_WITHIN_S)
+    judge.notes.append(f"longest silence of a stream {seconds(max(silences.silent_s, default=0))}")
+    judge.notes.append(f"told as: {await _reason(scene, victim.name)}")
+    return judge.finding(load.tally, notice_s, whole_s)
+
+
+def takes_fail_step(pid: int) -> bool:
+    """Whether a worker was started for experiments that make steps raise."""
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"{CHAOS}=1".encode() in environment
+
+
+def engine_processes(pid: int) -> list[int]:
+    """The processes below a worker in which its engine runs, the one that leads them first."""
+    below = [process.pid for process in procfs.descendants(pid)]
+    return [one for one in below if any(mark in procfs.command(one, 4096) for mark in _ENGINES)]
+
+
+async def worker_stopped(scene: Scene) -> Finding:
+    """SIGSTOP a worker under load: it is silent to Ping, so it is killed and replaced."""
+    judge = Judge("worker stopped", "SIGSTOP to the busiest worker")
+    stall_s = scene.target.option("stall_timeout_s")
+    if stall_s is None:
+        return judge.skip("the model has no stall_timeout_s")
+    async with scene.load() as load:
+        await load.until_busy()
+        victim = await _busiest(scene)
+        os.kill(victim.pid, signal.SIGSTOP)
+        try:
+            notice_s, whole_s = await _replaced(scene, victim, stall_s)
+        finally:
+            _continue(victim.pid)
+        await asyncio.sleep(scene.seconds)
+    judge.clean(load.tally)
+    judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
+    judge.soon("whole again", whole_s, stall_s + WHOLE_WITHIN_S)
+    return judge.finding(load.tally, notice_s, whole_s)
+
+
+async def engine_stalled(scene: Scene) -> Finding:
+    """Hang an engine under load: its stacks are dumped, it is killed, its requests go on.
+
+    Only the echo engine can be told to hang, by a mark in a prompt; the request that holds the mark
+    hangs whoever runs it, and must end with an error, alone.
+    """
+    mark, stall_s = (scene.target.option(name) for name in ("hang_on", "stall_timeout_s"))
+    judge = Judge("engine stalled", "a request that hangs the engine")
+    if not mark:
+        return judge.skip("the engine cannot be told to hang (echo with hang_on can)")
+    if stall_s is None:
+        return judge.skip("the model has no stall_timeout_s")
+    async with scene.load() as load:
+        await load.until_busy()
+        at, before = time.monotonic(), await scene.target.status()
+        written = _written(scene)
+        hanging = asyncio.create_task(_hang(scene, mark))
+        notice_s = await scene.target.until(
+            lambda status: _lost_any(before, status), stall_s + STALL_GRACE_S + 1
+        )
+        answer = await hanging
+        whole_s = await scene.target.until_whole(WHOLE_WITHIN_S)
+        whole_s = None if whole_s is None else time.monotonic() - at
+        await asyncio.sleep(scene.seconds)
+    judge.clean(load.tally)
+    judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
+    judge.promise(whole_s is not None, f"not whole within {WHOLE_WITHIN_S:g} s of its end")
+    judge.promise(_dumped(scene, written), "no stack dump in the logs")
+    judge.promise(answer.status >= 400 or bool(answer.error), "the request that hangs succeeded?")
+    judge.notes.append(f"the hanging request: {answer.failure} after {answer.took_s:.1f} s")
+    return judge.finding(load.tally, notice_s, whole_s)
+
+
+async def _hang(scene: Scene, mark: str) -> Answer:
+    # Another text each time: the last one may be in quarantine.
+    question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
+    return await scene.target.client.ask(question, stream=False)
+
+
+async def gateway_killed(scene: Scene) -> Finding:
+    """SIGKILL a gateway under load: another answers at once, its own connections alone break."""
+    status = await scene.target.status()
+    judge = Judge("gateway killed", f"SIGKILL to the busiest of {len(status.gateways)} gateways")
+    async with scene.load() as load:
+        await load.until_busy()
+        victim, broken = _kill_busiest_gateway(scene, await scene.target.status())
+        load.excused = lambda answer: answer.port in broken
+        at = time.monotonic()
+        next_, whole_s = await asyncio.gather(
+            scene.target.client.ask(scene.known[0].question, stream=True),
+            scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid),
+        )
+        await asyncio.sleep(scene.seconds)
+    first_s = None if next_.first_s is None else next_.first_s - at
+    judge.clean(load.tally)
+    judge.promise(not next_.failure, f"the next request failed: {next_.failure}")
+    judge.soon("first chunk of the next request", first_s, GATEWAY_BACK_S)
+    judge.soon("the gateway is back", whole_s, GATEWAY_BACK_S)
+    judge.notes.append(
+        f"{load.excuses} of its own {len(broken)} connections broke; the next request had its "
+        f"first chunk after {seconds(first_s)}"
+    )
+    return judge.finding(load.tally, None, whole_s)
+
+
+def _kill_busiest_gateway(scene: Scene, status: Status) -> tuple[GatewayStatus, set[int]]:
+    """Kill the one with the most clients; it, and the ports of its clients.
+
+    It is stopped first, so that its clients are these and no more.
+    """
+    victim = max(status.gateways, key=lambda g: len(scene.target.ports_held_by(g.pid)))
+    os.kill(victim.pid, signal.SIGSTOP)
+    ports = scene.target.ports_held_by(victim.pid)
+    os.kill(victim.pid, signal.SIGKILL)
+    return victim, ports
+
+
+# ---------------------------------------------------------------- what they share
+
+
+async def _busiest(scene: Scene) -> ReplicaStatus:
+    return max(await scene.target.ready_replicas(), key=lambda replica: replica.running)
+
+
+async def _reason(scene: Scene, name: str) -> str:
+    """What the last life of a worker has ended of, as `servekit ps` shows it."""
+    replicas = (await scene.target.model()).replicas
+    return next((replica.reason for replica in replicas if replica.name == name), "")
+
+
+async def _replaced(
+    scene: Scene, victim: ReplicaStatus, stall_s: float
+) -> tuple[float | None, float | None]:
+    """Seconds until the supervisor has given it up, and until all is whole again."""
+    notice_s = await scene.target.until(
+        lambda status: _given_up(status, victim), stall_s + STALL_GRACE_S + 1
+    )
+    if notice_s is None:
+        return None, None
+    rest_s = await scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid)
+    return notice_s, None if rest_s is None else notice_s + rest_s
+
+
+def _given_up(status: Status, victim: ReplicaStatus) -> bool:
+    return not any(
+        replica.pid == victim.pid and replica.state == "ready"
+        for model in status.models
+        for replica in model.replicas
+    )
+
+
+def _lost_any(before: Status, now: Status) -> bool:
+    ready = [
+        {r.pid for m in status.models for r in m.replicas if r.state == "ready"}
+        for status in (before, now)
+    ]
+    return bool(ready[0] - ready[1])
+
+
+def _continue(pid: int) -> None:
+    """Whatever came of it, leave no process stopped."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _written(scene: Scene) -> dict[Path, int]:
+    """How long the workers' logs are, in characters."""
+    logs = (scene.target.run_dir / "logs").glob("*~*.log")
+    return {path: len(path.read_text(errors="replace")) for path in logs}
+
+
+def _dumped(scene: Scene, before: dict[Path, int]) -> bool:
+    """Whether a worker has written its stacks since."""
+    return any(
+        _DUMPED in path.read_text(errors="replace")[before.get(path, 0) :]
+        for path in _written(scene)
+    )
+
+
+EXPERIMENTS = {
+    "worker-killed": worker_killed,
+    "step-raises": step_raises,
+    "engine-process-killed": engine_process_killed,
+    "worker-stopped": worker_stopped,
+    "engine-stalled": engine_stalled,
+    "gateway-killed": gateway_killed,
+}

@@ -1,0 +1,111 @@
+"""`servekit adapter add`, `rm` and `ls`: adapters of a running instance.
+
+`servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
+"""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.errors import ServekitError
+
+if TYPE_CHECKING:
+    from servekit.protocol.messages import FromSupervisor, ToSupervisor
+
+A = TypeVar("A", bound="FromSupervisor")
+
+#: All workers verify it, after the changes that came before; what hangs is ended there.
+_CHANGE_S = 3600.0
+_ANSWER_S = 10.0
+
+Name = Annotated[str, typer.Argument(help="The name that requests use.")]
+Served = Annotated[
+    str, typer.Argument(help="The name that requests use.", autocompletion=instance_lookup.adapters)
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Its base; not needed where one model is served.",
+        autocompletion=instance_lookup.models,
+    ),
+]
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+]
+
+
+def add(
+    name: Name,
+    path: Annotated[str, typer.Argument(help="A folder with adapter_config.json, or a hub id.")],
+    model: Model = "",
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Instead of the one that has this name now.")
+    ] = False,
+    any_base: Annotated[
+        bool, typer.Option("--any-base", help="Although it names another base.")
+    ] = False,
+    run_dir: RunDirectory = None,
+) -> None:
+    """Load an adapter on all workers of a model, or on none."""
+    from servekit.protocol.adapters import AdapterSpec, AddAdapter
+    from servekit.protocol.messages import Accepted
+
+    folder = Path(path).expanduser()
+    is_local = path.startswith((".", "~", "/")) or folder.exists()
+    spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision, any_base)
+    try:
+        done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
+    except ServekitError as error:  # in the words of the API
+        said = error.message.replace("set 'load_inplace' to True", "say --in-place")
+        raise type(error)(said) from None
+    sys.stdout.write(f"{done.message}\n")
+
+
+def rm(name: Served, run_dir: RunDirectory = None) -> None:
+    """Unload an adapter, once the requests for it are done."""
+    from servekit.protocol.adapters import RemoveAdapter
+    from servekit.protocol.messages import Accepted
+
+    done = _ask(run_dir, RemoveAdapter(name), Accepted, _CHANGE_S)
+    sys.stdout.write(f"{done.message}\n")
+
+
+def ls(
+    model: Model = "",
+    run_dir: RunDirectory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the adapters: how each is run and why, or why it is not."""
+    from servekit.protocol.adapters import Adapters, GetAdapters
+
+    answer = _ask(run_dir, GetAdapters(model), Adapters, _ANSWER_S)
+    if as_json:
+        import json
+
+        from servekit.protocol.types import as_builtins
+
+        sys.stdout.write(f"{json.dumps(as_builtins(answer.adapters), indent=2)}\n")
+        return
+    from servekit.cli.tables import adapter_table, show
+
+    show(adapter_table(answer.adapters))
+
+
+def _ask(run_dir: Path | None, question: "ToSupervisor", kind: type[A], timeout_s: float) -> A:
+    import asyncio
+
+    from servekit.supervisor.admin.control_socket import ask
+
+    path = instance_lookup.instance(run_dir) / "control.sock"
+    answer = asyncio.run(ask(path, question, timeout_s))
+    if not isinstance(answer, kind):
+        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+    return answer

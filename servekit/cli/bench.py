@@ -1,0 +1,213 @@
+"""`servekit bench`: put load on an OpenAI-compatible server and measure what it does.
+
+`servekit.cli` registers it. What it prints is its whole answer, so it writes it itself.
+"""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli.instance_lookup import ApiKey, Authority, Insecure
+from servekit.errors import ConfigError, StartError
+
+if TYPE_CHECKING:
+    from servekit.bench.options import Wish
+    from servekit.bench.result import Result
+
+
+def bench(
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="By default the running instance of this machine."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Not needed where there is only one.")
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option("--concurrency", "-c", help="Closed loop: so many at once; 1,8,64 by turns."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            "--rate",
+            "-r",
+            help="Open loop: Poisson arrivals per second, of conversations where --turns says so; "
+            "1,5,10 by turns.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", "-n", min=1, help="Of each load.")
+    ] = None,
+    duration: Annotated[
+        str | None, typer.Option("--duration", "-d", help="Of each load: 30s, 5m. Default 30s.")
+    ] = None,
+    api: Annotated[str, typer.Option(help="chat, completions or embeddings.")] = "chat",
+    stream: Annotated[bool, typer.Option("--stream/--no-stream")] = True,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(help="256, 128..512, normal:256,64 or lognormal:256,64. Default 256."),
+    ] = None,
+    output_tokens: Annotated[str, typer.Option(help="At most so many; likewise.")] = "128",
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Have answers be exactly so long.")
+    ] = False,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}, perhaps max_tokens.'),
+    ] = None,
+    turns: Annotated[str, typer.Option(help="Of a conversation: 4, 2..6 …")] = "1",
+    shared_prefix_tokens: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Before the prompt, shared by conversations.")
+    ] = 0,
+    prefixes: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them.")] = 1,
+    slo: Annotated[
+        str | None,
+        typer.Option(help="Goodput: ttft=0.5,itl=0.05,e2e=10 in seconds; also tpot and gap."),
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before each load.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Of one request, in seconds.")] = 600.0,
+    extra: Annotated[
+        str | None, typer.Option(metavar="JSON", help="More fields of each request.")
+    ] = None,
+    api_key: ApiKey = None,
+    ca: Authority = None,
+    insecure: Insecure = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Of the load; by default as it takes.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="For programs; - is stdout.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture: FILE.png or FILE.html.")
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of --json and do nothing else.")
+    ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+    ] = None,
+) -> None:
+    """Put load on an OpenAI-compatible server: rates, latencies, goodput and errors."""
+    from servekit.bench import options as wishes
+
+    if schema:
+        _print_schema()
+        return
+    _check_outputs(json_file, plot)
+    where = url or _running(run_dir)
+    wish = wishes.Wish(
+        target=wishes.target(where, api_key, ca=ca, insecure=insecure, environ=os.environ),
+        asking=wishes.asking(
+            api=api,
+            model=model or "",
+            stream=stream,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            turns=turns,
+            shared_prefix_tokens=shared_prefix_tokens,
+            prefixes=prefixes,
+            ignore_eos=ignore_eos,
+            extra=extra,
+            dataset=dataset,
+        ),
+        loads=wishes.loads(concurrency, rate),
+        requests=requests,
+        duration_s=wishes.duration(duration) or (None if requests else wishes.DEFAULT_S),
+        warmup=warmup,
+        seed=seed,
+        timeout_s=timeout,
+        processes=processes,
+        slo=wishes.limits(slo),
+    )
+    raise typer.Exit(_tell(_measure(wish), json_file, plot))
+
+
+def _print_schema() -> None:
+    import json
+
+    from servekit.bench.result import schema
+
+    sys.stdout.write(f"{json.dumps(schema(), indent=2)}\n")
+
+
+def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """Told before the measurement, not after it."""
+    from servekit.bench.plot import check
+
+    for option, path in (("--json", json_file), ("--plot", plot)):
+        if path is None or str(path) == "-":
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {folder}")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{option} {path}: it cannot be written")
+    if plot is not None:
+        check(plot)
+
+
+def _running(run_dir: Path | None) -> str:
+    """Where the instance of this machine answers."""
+    import asyncio
+
+    from servekit.protocol.messages import GetStatus, Status
+    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.process.instances import find
+
+    try:
+        folder = find(run_dir, os.environ)
+        status = asyncio.run(ask(folder / "control.sock", GetStatus(), 10.0))
+    except StartError as error:
+        raise StartError(f"{error.message}, a URL as argument measures another server") from None
+    if not isinstance(status, Status):
+        raise StartError(f"the instance of {folder} does not say where it serves")
+    return _dialable(status.url)
+
+
+def _dialable(url: str) -> str:
+    """An address that means every interface is asked at loopback."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _measure(wish: "Wish") -> "Result":
+    from servekit.bench.live_display import watch
+    from servekit.bench.run import run
+    from servekit.system import python_command
+
+    return run(wish, python_command.module("servekit.bench"), os.environ, watch)
+
+
+def _tell(result: "Result", json_file: Path | None, plot: Path | None) -> int:
+    """Print and write it; the exit code: 1 where nothing at all was answered."""
+    import msgspec
+
+    text = msgspec.json.format(msgspec.json.encode(result)).decode()
+    if str(json_file) == "-":
+        sys.stdout.write(f"{text}\n")
+    else:
+        from servekit.bench.report import tables
+        from servekit.cli.tables import show
+
+        show(*tables(result))
+        if json_file is not None:
+            _write(json_file, f"{text}\n")
+    if plot is not None:
+        from servekit.bench.plot import draw
+
+        draw(result, plot)
+    return 0 if any(run.completed for run in result.runs) else 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StartError(f"--json {path}: {error.strerror}") from None

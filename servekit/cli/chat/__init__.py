@@ -1,0 +1,4 @@
+"""`servekit chat`: the command, and the client that reads a streamed answer.
+
+Only `cli` may import from here.
+"""

@@ -1,0 +1,249 @@
+"""`servekit chat`: talk to a model of the running instance, or of any OpenAI-compatible server.
+
+What the model writes is shown with its control characters made visible: it cannot move the cursor.
+"""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import ApiKey, Authority, Insecure, RunDirectory
+from servekit.errors import ConfigError, ServekitError, StartError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from servekit.cli.chat.stream import Asked, Piece
+
+_HELP = """\
+/system TEXT  say who the model is, and begin anew; alone, it shows what was said
+/clear        begin anew
+/help         this
+Ctrl-C stops an answer, Ctrl-D leaves; a line that ends in \\ goes on in the next one."""
+_DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_MOST_HISTORY = 1000
+#: To connect; an answer may take as long as it takes.
+_CONNECT_S = 10.0
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Its name, an alias or an adapter.", autocompletion=instance_lookup.models
+        ),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Another server, with its /v1; any OpenAI-compatible."),
+    ] = None,
+    run_dir: RunDirectory = None,
+    system: Annotated[str, typer.Option(help="Who the model is.")] = "",
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same one gives the same answers.")] = None,
+    api_key: ApiKey = None,
+    ca: Authority = None,
+    insecure: Insecure = False,
+) -> None:
+    """Talk to a model. Where the input is no terminal: one question, one answer."""
+    from servekit.cli.chat.stream import Asked
+
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    asked = Asked(model, {key: value for key, value in given.items() if value is not None})
+    with _client(url or _running(run_dir), _key(api_key), ca, insecure=insecure) as client:
+        talk = Talk(client, asked, system)
+        if sys.stdin.isatty():
+            _converse(talk, model)
+        else:
+            talk.say(_question(sys.stdin.read()))
+
+
+def _running(run_dir: Path | None) -> str:
+    try:
+        status = instance_lookup.status(instance_lookup.folder(run_dir))
+    except StartError as error:
+        raise StartError(f"{error.message}, --url talks to another server") from None
+    # An address that means every interface is asked at loopback.
+    url = status.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    return f"{url}/v1"
+
+
+def _key(name: str | None) -> str:
+    """The API key. It is given by name: a command line is for everybody to see."""
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"the environment variable {name} is not set; --api-key names one")
+    names = (name,) if name is not None else ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
+    return next((os.environ[one] for one in names if os.environ.get(one)), "")
+
+
+def _client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "httpx.Client":
+    import ssl
+
+    import httpx
+
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url}: it begins with http:// or https://")
+    verify: bool | ssl.SSLContext = not insecure
+    if ca is not None:
+        try:
+            verify = ssl.create_default_context(cafile=ca)
+        except OSError as error:
+            raise ConfigError(f"--ca {ca}: {error.strerror or error}") from None
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx.Timeout(None, connect=_CONNECT_S)
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
+
+
+def _question(text: str) -> str:
+    if not text.strip():
+        raise ConfigError("nothing was asked: the input is empty")
+    return text
+
+
+class Talk:
+    """One conversation."""
+
+    def __init__(self, client: "httpx.Client", asked: "Asked", system: str) -> None:
+        self._client = client
+        self._asked = asked
+        self.system = system
+        self._turns: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        self._turns.clear()
+
+    def say(self, text: str) -> None:
+        """Say something and show the answer, which Ctrl-C ends. Raises ServekitError."""
+        from servekit.cli.chat.stream import answer
+
+        said = {"role": "user", "content": text}
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        pieces = answer(self._client, self._asked, [*first, *self._turns, said])
+        heard: list[str] = []
+        try:
+            _show(pieces, heard)
+        except KeyboardInterrupt:
+            pieces.close()  # type: ignore[attr-defined]  # a generator, which hangs up
+            sys.stdout.write(f"{_styled(_DIM)} …{_styled(_PLAIN)}\n")
+        if heard:  # what was stopped was said, too; what was refused never was
+            self._turns += [said, {"role": "assistant", "content": "".join(heard)}]
+
+
+def _show(pieces: "Iterator[Piece]", heard: list[str]) -> None:
+    """Write an answer as it comes; what is no thought is kept in `heard`."""
+    from servekit.sanitize import visible
+
+    thinking = False
+    try:
+        for piece in pieces:
+            if piece.thought != thinking:
+                thinking = piece.thought
+                sys.stdout.write(_styled(_DIM) if thinking else f"{_styled(_PLAIN)}\n")
+            if not piece.thought:
+                heard.append(piece.text)
+            sys.stdout.write(visible(piece.text))
+            sys.stdout.flush()
+    finally:
+        if thinking:
+            sys.stdout.write(_styled(_PLAIN))
+    sys.stdout.write("\n")
+
+
+def _styled(escape: str) -> str:
+    return escape if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ""
+
+
+# ---- the loop
+
+
+def _converse(talk: Talk, model: str) -> None:
+    from servekit.sanitize import line
+
+    sys.stdout.write(f"{line(model)}: /help tells what there is, Ctrl-D leaves\n")
+    with _history():
+        while (text := _read()) is not None:
+            try:
+                if not _command(talk, text.strip()) and text.strip():
+                    talk.say(text)
+            except ServekitError as error:  # the next one may be answered
+                sys.stderr.write(f"{line(error.message)}\n")
+            except KeyboardInterrupt:  # between two pieces, or before the first
+                sys.stdout.write("\n")
+
+
+def _read() -> str | None:
+    """What somebody types; "" for a line that was given up, None at the end."""
+    # \x01 and \x02 tell readline what takes no room.
+    bold, off = _styled(_BOLD), _styled(_PLAIN)
+    prompt = f"\x01{bold}\x02>>> \x01{off}\x02" if bold else ">>> "
+    lines: list[str] = []
+    try:
+        while True:
+            lines.append(input(prompt if not lines else "... "))
+            if not lines[-1].endswith("\\"):
+                return "\n".join(lines)
+            lines[-1] = lines[-1][:-1]
+    except EOFError:
+        sys.stdout.write("\n")
+        return None
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return ""
+
+
+def _command(talk: Talk, text: str) -> bool:
+    """Do what a line with a slash asks for; False if it is for the model."""
+    word, _, rest = text.partition(" ")
+    match word:
+        case "/help":
+            sys.stdout.write(f"{_HELP}\n")
+        case "/clear":
+            talk.clear()
+            sys.stdout.write("begun anew\n")
+        case "/system" if rest.strip():
+            talk.system = rest.strip()
+            talk.clear()
+            sys.stdout.write("begun anew\n")
+        case "/system":
+            sys.stdout.write(f"{talk.system or 'nothing was said'}\n")
+        case _ if word.startswith("/") and word[1:].isalpha():
+            sys.stdout.write(f"there is no {word}; /help tells what there is\n")
+        case _:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Lines typed before, with the arrow keys; kept in a file of this user alone."""
+    try:
+        import readline
+    except ImportError:  # a Python without it
+        yield
+        return
+    file = _history_file(os.environ)
+    readline.set_auto_history(True)
+    readline.set_history_length(_MOST_HISTORY)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            readline.write_history_file(file)
+
+
+def _history_file(environ: Any) -> Path:
+    base = environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "servekit" / "chat_history"

@@ -1,0 +1,52 @@
+"""The commands for when something is wrong: `servekit trace-cuda` and `servekit doctor`.
+
+`servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
+"""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def trace_cuda(
+    command: Annotated[list[str] | None, typer.Argument(help="After --: the program.")] = None,
+    module: Annotated[
+        str | None, typer.Option("--import", metavar="MODULE", help="Only import this.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 where there are findings.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs, on stdout.")] = False,
+) -> None:
+    """Run a Python program and tell what initialised CUDA in it, with the import that led there."""
+    from servekit.diagnostics.cuda_trace import command as tracing
+    from servekit.system import procfs
+
+    def descendants(pid: int) -> list[int]:
+        return [process.pid for process in procfs.descendants(pid)]
+
+    told, code = tracing.run(command or (), module, descendants, as_json=as_json, check=check)
+    # The program's own stdout stays its own; with --json it has gone to stderr.
+    (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
+    raise typer.Exit(code)
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Check what this file needs, too.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Tell whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
+    from servekit.diagnostics.runner import examine, told
+
+    findings = examine(config, run_dir)
+    sys.stdout.write(f"{told(findings, as_json=as_json)}\n")
+    raise typer.Exit(any(finding.level == "error" for finding in findings))

@@ -1,0 +1,208 @@
+"""`servekit events`: what has happened in an instance, and what happens next."""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import RunDirectory
+from servekit.errors import ServekitError, StartError, meant
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from servekit.event_store import Event, Wanted
+
+_LOOK_EVERY_S = 0.25
+#: At most so many of them at once; a follower gets the rest with its next look.
+_MOST = 10_000
+#: Exits of earlier lives that `why` tells of.
+_MOST_EARLIER = 5
+_COLOURS = {
+    "exit": "red",
+    "crash": "red",
+    "stalled": "red",
+    "stray": "red",
+    "gap": "red",
+    "breaker": "yellow",
+    "scale": "cyan",
+    "quarantine": "yellow",
+    "ready": "green",
+    "up": "green",
+}
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on; Ctrl-C ends.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs: one object on each line.")
+    ] = False,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "--worker",
+            "-m",
+            metavar="NAME",
+            help="Of one model, or one process.",
+            autocompletion=instance_lookup.workers,
+        ),
+    ] = "",
+    since: Annotated[str, typer.Option(metavar="SPAN", help="Not older: 90s, 10m, 2h, 1d.")] = "",
+    most: Annotated[int, typer.Option("-n", min=0, help="The last so many.")] = 50,
+    run_dir: RunDirectory = None,
+) -> None:
+    """Tell what has happened: starts, exits and why, reloads, loads, breakers, adapters."""
+    from servekit.event_store import FILE, Wanted
+
+    folder = instance_lookup.folder(run_dir)
+    begin = time.time() - instance_lookup.span_s(since) if since else 0.0
+    if not follow and not (folder / FILE).exists():
+        instance_lookup.status(folder)  # raises where none runs
+        raise StartError(f"no events in {folder}: the log says why they cannot be kept")
+    wanted = Wanted(_named(folder, name, follow=follow), begin)
+    for event in _events(folder, wanted, most, follow=follow):
+        _write(event, as_json=as_json)
+
+
+def _named(folder: Path, name: str, *, follow: bool) -> str:
+    """The name that events have, which an alias stands for.
+
+    Raises StartError where nothing has or had it; a follower may wait for what is yet to come,
+    unless an instance runs that knows nothing of that name.
+    """
+    from servekit.event_store import names
+
+    before = names(folder) if name else []
+    if not name or name in before:
+        return name
+    try:
+        status = instance_lookup.status(folder)
+    except ServekitError:
+        if follow:
+            return name
+        known = {}
+    else:
+        now = [*(model.name for model in status.models), *instance_lookup.processes(status)]
+        known = {one: one for one in now}
+        known |= {alias: model.name for model in status.models for alias in model.aliases}
+    if name in known:
+        return known[name]
+    there = list(dict.fromkeys((*known, *before)))
+    told = f"there are: {', '.join(there) or 'none yet'}{meant(name, there)}"
+    raise StartError(f"nothing here is or was called {name!r}; {told}")
+
+
+def _events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iterator[Event]":
+    from dataclasses import replace
+
+    from servekit.event_store import Wanted, newest
+
+    last = 0
+    if follow and not most:
+        last = max((event.id for event in newest(folder, Wanted(), 1)), default=0)
+    for event in newest(folder, wanted, min(most, _MOST)) if most else []:
+        last = event.id
+        yield event
+    while follow:
+        time.sleep(_LOOK_EVERY_S)
+        newer = newest(folder, replace(wanted, after=last), _MOST)
+        latest = newest(folder, Wanted(), 1)
+        if not newer and latest and latest[0].id < last:
+            last = 0  # the file was put aside, and another one begun
+        for event in newer:
+            last = event.id
+            yield event
+
+
+def _write(event: "Event", *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(f"{json.dumps(as_object(event))}\n")
+    else:
+        from rich.console import Console
+
+        # soft_wrap: a line is a line, also for grep
+        console = Console(markup=False, emoji=False, highlight=False)
+        console.print(told(event), soft_wrap=True)
+    sys.stdout.flush()
+
+
+def as_object(event: "Event") -> dict[str, object]:
+    """As `--json` has it; keys are only ever added."""
+    return {
+        "id": event.id,
+        "at": event.at,
+        "kind": event.kind,
+        "model": event.model,
+        "worker": event.worker,
+        "what": event.what,
+        "detail": event.detail,
+    }
+
+
+def told(event: "Event", *, day: bool = True) -> "Text":
+    """One line for people."""
+    from rich.text import Text
+
+    from servekit.sanitize import line
+
+    form = "%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S"
+    text = Text(time.strftime(form, time.localtime(event.at)), style="dim")
+    text.append(f"  {line(event.kind, 20):<10}", style=_COLOURS.get(event.kind, "bold"))
+    if name := event.worker or event.model:
+        text.append(f"  {line(name, 100)}", style="bold")
+    if shown := ", ".join(filter(None, (line(event.what), figures(event)))):
+        text.append(f"  {shown}", style="")
+    return text
+
+
+def figures(event: "Event") -> str:
+    """What there is to say of an event in numbers."""
+    detail = event.detail
+    parts = [f"pid {detail['pid']}"] if event.kind in ("started", "up") and "pid" in detail else []
+    parts += [f"after {detail['after_s']} s"] if "after_s" in detail else []
+    if event.kind == "exit":
+        parts += [f"lived {detail.get('lived_s')} s", f"{detail.get('served')} served"]
+        again = detail.get("again_in_s")
+        parts.append("not started again" if again is None else f"again in {again} s")
+    from servekit.sanitize import line
+
+    return line(", ".join(parts), 200)
+
+
+def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool) -> None:
+    """For `why` where no instance runs any more: the exits of `name`, and how the instance ended.
+
+    Raises `nobody` where no event tells of that name.
+    """
+    from servekit.event_store import Wanted, newest
+
+    exits = newest(folder, Wanted(name, kinds=("exit",)), _MOST_EARLIER)
+    if not exits:
+        raise nobody
+    ends = newest(folder, Wanted(kinds=("down", "crash")), 1)
+    if not as_json:
+        sys.stdout.write(f"No servekit runs in {folder}; its events tell:\n")
+    for event in sorted((*exits, *ends), key=lambda event: event.id):
+        _write(event, as_json=as_json)
+
+
+def earlier(folder: Path, name: str, model: str) -> "list[Text]":
+    """For `why`: the last exits of a model, or one process, in the lives of supervisors before."""
+    from rich.text import Text
+
+    from servekit.event_store import Wanted, newest
+
+    began = newest(folder, Wanted(kinds=("up",)), 1)
+    about = name if name.startswith(f"{model}/") else model
+    exits = newest(folder, Wanted(about, kinds=("exit",)), _MOST_EARLIER * 4) if began else []
+    before = [event for event in exits if event.at < began[0].at][-_MOST_EARLIER:]
+    return (
+        [Text("\nbefore this start of servekit:"), *(told(one) for one in before)] if before else []
+    )

@@ -1,0 +1,224 @@
+"""`servekit init`: a first configuration file, after a look at the machine and a few questions."""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from servekit.errors import ConfigError, ServekitError
+
+if TYPE_CHECKING:
+    from servekit.cli.init.config_template import Wish
+    from servekit.system.gpus import Gpu
+
+T = TypeVar("T")
+
+_EVERYONE = "0.0.0.0"
+_LOCAL = "127.0.0.1"
+
+
+def init(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+    ] = Path("servekit.yaml"),
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A folder, a .gguf file, a hub id (org/name), or demo."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="That requests use; by default the path's.")] = (
+        None
+    ),
+    gpus: Annotated[str | None, typer.Option(help="all, none, or by index: 0,1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535)] = None,
+    keys: Annotated[
+        bool | None,
+        typer.Option("--keys/--no-keys", help="Make an API key, and listen for other machines."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    from_huixiangdou: Annotated[
+        Path | None,
+        typer.Option("--from-huixiangdou", metavar="CONFIG_INI", help="Carry over what this says."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
+) -> None:
+    """Write a first configuration file; asks what it is not told, where somebody is there to ask.
+
+    With --from-huixiangdou it is made from HuixiangDou's config.ini.
+    """
+    if output.exists() and not force:  # before anybody is asked anything
+        raise ConfigError(f"{output} is there already; --force writes over it, -o FILE elsewhere")
+    if from_huixiangdou is not None:
+        _carry_over(from_huixiangdou, output, force=force)
+        return
+    asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
+    found = _found()
+    if asks:
+        sys.stdout.write(f"This machine: {_machine(found)}.\n")
+    path, own_name = _model(model, name, output, asks=asks)
+    wish, key = _wish(path, own_name, _gpus(gpus, found, asks=asks), port, keys, asks=asks)
+    _write(output, wish, found, force=force)
+    if key:
+        _tell_key(key)
+
+
+def _carry_over(path: Path, output: Path, *, force: bool) -> None:
+    from servekit.cli.init import config_template as first
+    from servekit.cli.init import huixiangdou
+
+    carried = huixiangdou.convert(path)
+    first.write(output, carried.text, force=force)
+    sys.stdout.write(_done(output))
+    for line in carried.left_out:
+        sys.stderr.write(f"not carried over: {line}\n")
+
+
+def _done(output: Path) -> str:
+    file = shlex.quote(str(output))
+    steps = f"check it: servekit check {file}\nserve it: servekit up --config {file}\n"
+    return f"wrote {output}\n{steps}"
+
+
+# ---- what is asked
+
+
+def _ask(question: str, default: str, read: Callable[[str], T]) -> T:
+    """Ask until the answer is one."""
+    while True:
+        try:
+            return read(str(typer.prompt(question, default=default)).strip())
+        except ConfigError as error:
+            sys.stdout.write(f"{error.message}\n")
+        except typer.Abort:
+            raise ConfigError("nothing was written") from None
+
+
+def _model(model: str | None, name: str | None, output: Path, *, asks: bool) -> tuple[str, str]:
+    from servekit.cli.init.config_template import name_of
+
+    def read(text: str) -> str:
+        return _path(text, output)
+
+    if model is None and asks:
+        question = "Model (a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B, or demo)"
+        path = _ask(question, "demo", read)
+    else:
+        path = read(model or "demo")
+    return path, name or name_of(path)
+
+
+def _path(text: str, output: Path) -> str:
+    """The path as the file has it: a local one is absolute, wherever the file stands."""
+    from servekit.cli.init.config_template import DEMO
+    from servekit.config import paths
+
+    if text == "demo":
+        return DEMO
+    if text.startswith("pypi:"):
+        return text
+    try:
+        return paths.check(text, Path.cwd()).text
+    except ValueError as error:
+        raise ConfigError(f"{error}; or say demo") from None
+
+
+def _gpus(said: str | None, found: "tuple[Gpu, ...]", *, asks: bool) -> tuple[int, ...] | None:
+    def read(text: str) -> tuple[int, ...] | None:
+        return _indexes(text, found)
+
+    if said is None and asks and found:
+        return _ask("GPUs (all, none, or by index: 0,1)", "all", read)
+    return read(said or "all")
+
+
+def _indexes(text: str, found: "tuple[Gpu, ...]") -> tuple[int, ...] | None:
+    if text in ("all", "none"):
+        return None if text == "all" else ()
+    there = {str(gpu.index): gpu.index for gpu in found}
+    wanted = [part.strip() for part in text.split(",")]
+    if not all(part in there for part in wanted):
+        have = f"there are: {', '.join(there)}" if there else "there is none here"
+        raise ConfigError(f"{text!r} names no GPUs: say all, none, or indexes; {have}")
+    return tuple(dict.fromkeys(there[part] for part in wanted))
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise ConfigError(f"{text!r} is no port: a number up to 65535; 0 is a free one")
+    return int(text)
+
+
+def _yes(text: str) -> bool:
+    if text.lower() not in ("y", "yes", "n", "no"):
+        raise ConfigError("say y or n")
+    return text.lower() in ("y", "yes")
+
+
+def _wish(
+    path: str,
+    name: str,
+    gpus: tuple[int, ...] | None,
+    port: int | None,
+    keys: bool | None,
+    *,
+    asks: bool,
+) -> "tuple[Wish, str]":
+    """What the file is to say, and the API key in clear, if one was made."""
+    from servekit.cli.init.config_template import DEMO, Wish
+    from servekit.config import keys as making
+
+    if port is None:
+        port = _ask("Port", "8000", _port) if asks else 8000
+    if keys is None:
+        question = "Serve other machines, too, with an API key (y, n)"
+        keys = _ask(question, "n", _yes) if asks else False
+    key, stored = making.new("default") if keys else ("", "")
+    engine = "" if path == DEMO else "auto"
+    host = _EVERYONE if keys else _LOCAL
+    return Wish(path, name, engine, gpus, host, port, ("default", stored) if keys else None), key
+
+
+# ---- what is found, and written
+
+
+def _found() -> "tuple[Gpu, ...]":
+    from servekit.system.gpus import find_gpus
+
+    return find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _machine(gpus: "tuple[Gpu, ...]") -> str:
+    from servekit.cli.tables import size
+    from servekit.config.engines import installed
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cards = "; ".join(f"{gpu}, {size(gpu.total_bytes)}" for gpu in gpus) or "no NVIDIA GPU"
+    engines = [name for name, what in installed.engines() if not what.startswith("not installed")]
+    own = ", ".join(name for name in engines if name not in ("echo", "openai"))
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores, {size(memory)} of memory, {cards}; engines: {own}"
+
+
+def _write(output: Path, wish: "Wish", gpus: "tuple[Gpu, ...]", *, force: bool) -> None:
+    """Raises ConfigError where what was written could not be served here."""
+    from dataclasses import replace
+
+    from servekit.cli.init.config_template import compose, write
+    from servekit.supervisor.deployments.plan import Source
+
+    write(output, compose(replace(wish, machine=_machine(gpus))), force=force)
+    try:
+        Source(output.absolute(), {}, False).plan(gpus)
+    except ServekitError as error:
+        raise ConfigError(f"wrote {output}, but it cannot be served so: {error.message}") from None
+    sys.stdout.write(_done(output))
+
+
+def _tell_key(key: str) -> None:
+    sys.stdout.write(f"{key}\n")
+    sys.stdout.flush()
+    sys.stderr.write("That is the API key. Keep it: nothing can show it again.\n")

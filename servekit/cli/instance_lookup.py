@@ -1,0 +1,120 @@
+"""Which instance a command is about, and what its names are while somebody types."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from servekit.errors import ConfigError, ServekitError
+
+if TYPE_CHECKING:
+    from servekit.protocol.messages import Status
+
+#: Somebody waits with a finger on the Tab key.
+_COMPLETE_S = 1.0
+_ANSWER_S = 10.0
+_SPAN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h|d)?")
+_UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir", envvar="SERVEKIT_RUN_DIR", help="Sockets, logs and lock of one instance."
+    ),
+]
+
+#: Of commands that ask a server over HTTP.
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="NAME",
+        help="The environment variable with the key; by default SERVEKIT_API_KEY, then "
+        "OPENAI_API_KEY.",
+    ),
+]
+Authority = Annotated[Path | None, typer.Option(help="PEM file of an authority to trust.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Take any certificate of the server.")]
+
+
+def folder(run_dir: Path | None) -> Path:
+    """The run directory that is meant, whether an instance runs there or not any more.
+
+    Raises StartError where there is none, or several instances run and none is the default.
+    """
+    from servekit.supervisor.process.instances import find_last
+
+    return find_last(run_dir, os.environ)
+
+
+def instance(run_dir: Path | None) -> Path:
+    """The run directory of the running instance that is meant. Raises StartError, as `folder`."""
+    from servekit.supervisor.process.instances import find
+
+    return find(run_dir, os.environ)
+
+
+def status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
+    """How the instance stands. Raises ServekitError where none answers."""
+    import asyncio
+
+    return asyncio.run(status_soon(run_dir, timeout_s))
+
+
+async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
+    """The same, on an event loop."""
+    from servekit.protocol.messages import GetStatus, Status
+    from servekit.supervisor.admin.control_socket import ask
+
+    answer = await ask(run_dir / "control.sock", GetStatus(), timeout_s)
+    if not isinstance(answer, Status):
+        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+    return answer
+
+
+def span_s(text: str) -> float:
+    """ "90", "90s", "10m", "2h", "1d" in seconds. Raises ConfigError."""
+    found = _SPAN.fullmatch(text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d")
+    return float(found[1]) * _UNITS_S[found[2] or "s"]
+
+
+# ---- completion: names of the running instance; typer filters them, and nothing may go wrong
+
+
+def models(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of models, aliases included."""
+    return _names(ctx, incomplete, lambda found: _of_models(found))
+
+
+def workers(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of models and of all processes."""
+    return _names(ctx, incomplete, lambda found: [*_of_models(found), *processes(found)])
+
+
+def adapters(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _names(ctx, incomplete, lambda found: [a.name for m in found.models for a in m.adapters])
+
+
+def processes(found: Status) -> list[str]:
+    """Workers, standbys and gateways."""
+    of_models = [one.name for model in found.models for one in (*model.replicas, *model.standbys)]
+    return [*of_models, *(gateway.name for gateway in found.gateways)]
+
+
+def _of_models(found: Status) -> list[str]:
+    return [name for model in found.models for name in (model.name, *model.aliases)]
+
+
+def _names(ctx: typer.Context, incomplete: str, read: Any) -> list[str]:
+    try:
+        run_dir = folder(ctx.params.get("run_dir"))
+        found: list[str] = read(status(run_dir, _COMPLETE_S))
+    except (ServekitError, OSError):  # no instance, no names
+        return []
+    return [name for name in found if name.startswith(incomplete)]

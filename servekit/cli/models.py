@@ -1,0 +1,103 @@
+"""`servekit load`, `unload`, `sleep` and `wake`: what operators do to the models of an instance."""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.errors import ServekitError
+
+if TYPE_CHECKING:
+    from servekit.protocol.messages import ModelStatus
+    from servekit.protocol.residency import Want
+
+_LOOK_EVERY_S = 0.2
+#: Others may have to finish what they run before, and a large model takes minutes.
+_PATIENCE_S = 3600.0
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Its name, or an alias.", autocompletion=instance_lookup.models
+    ),
+]
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir", envvar="SERVEKIT_RUN_DIR", help="Sockets, logs and lock of one instance."
+    ),
+]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when it is begun.")]
+
+
+def load(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
+    """Load a model, or wake it; others on demand make room for it."""
+    _reside(model, "load", run_dir, wait=not no_wait)
+
+
+def unload(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
+    """Unload a model, once what it runs is done. On demand it comes again with the next request."""
+    _reside(model, "unload", run_dir, wait=not no_wait)
+
+
+def sleep(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
+    """Put a model to sleep, once what it runs is done; a request wakes it."""
+    _reside(model, "sleep", run_dir, wait=not no_wait)
+
+
+def wake(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
+    """Wake a model."""
+    _reside(model, "wake", run_dir, wait=not no_wait)
+
+
+def _reside(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
+    import asyncio
+
+    path = instance_lookup.instance(run_dir) / "control.sock"
+    began = time.monotonic()
+    said = asyncio.run(_ask(path, model, want, wait=wait))
+    took = wait and " is already " not in said
+    typer.echo(f"{said} after {time.monotonic() - began:.1f} s" if took else said)
+
+
+async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
+    """What the supervisor answers in the end; how it stands until then goes to stderr."""
+    import asyncio
+
+    from servekit.protocol.messages import Accepted
+    from servekit.protocol.residency import Reside
+    from servekit.supervisor.admin.control_socket import ask
+
+    asking = asyncio.create_task(ask(path, Reside(model, want, wait), _PATIENCE_S))
+    told = ""
+    while not (await asyncio.wait((asking,), timeout=_LOOK_EVERY_S))[0]:
+        if (news := _progress(await _look(path, model))) not in ("", told):
+            told = news
+            typer.echo(f"{model}: {news}", err=True)
+    answer = await asking
+    if not isinstance(answer, Accepted):
+        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+    return answer.message
+
+
+async def _look(path: Path, model: str) -> "ModelStatus | None":
+    from servekit.protocol.messages import GetStatus, Status
+    from servekit.supervisor.admin.control_socket import ask
+
+    status = await ask(path, GetStatus())
+    models = status.models if isinstance(status, Status) else ()
+    return next((one for one in models if model in (one.name, *one.aliases)), None)
+
+
+def _progress(found: "ModelStatus | None") -> str:
+    """Its tier, with the progress of a load, or what it waits for."""
+    from servekit.cli.tables import progress_text
+
+    if found is None or found.residence is None:
+        return ""
+    steps = [progress_text(one.progress) for one in found.replicas if one.progress is not None]
+    more = steps[0] if steps else found.residence.reason
+    return f"{found.residence.tier}, {more}" if more else found.residence.tier

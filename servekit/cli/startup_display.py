@@ -1,0 +1,274 @@
+"""What `servekit up` shows: on a terminal a live picture of the start with the log above it, then
+one banner and plain log lines; elsewhere plain lines from the beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from servekit.cli.tables import note, progress_text, state
+from servekit.config.engines.options import KINDS
+from servekit.protocol.messages import ModelStatus, Progress, ReplicaStatus, Status
+from servekit.sanitize import plain
+
+log: Any = structlog.get_logger("servekit")
+
+#: The picture is drawn at most this often.
+_DRAW_EVERY_S = 0.1
+#: Off a terminal, one line of progress per replica at most this often.
+_TELL_EVERY_S = 5.0
+_LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
+#: Fields of a child's log line that are ours to say, or mean something to the logger itself.
+_OURS = frozenset(
+    {"event", "level", "logger", "timestamp", "process", "child", "self"}
+    | {"args", "exc_info", "stack_info", "stacklevel", "extra"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the banner says that an instance itself does not know."""
+
+    ui: bool  # whether there is one
+    stop: str  # the command that stops this instance
+
+
+@contextlib.contextmanager
+def watch(words: Words, *, quiet: bool, as_json: bool = False) -> Iterator[Display]:
+    """A display for as long as an instance lives. JSON has lines of the log alone."""
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    picture = _Picture(console) if console.is_terminal and not (quiet or as_json) else None
+    display = Display(console, picture, words, quiet=quiet, as_json=as_json)
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+class Display:
+    """The supervisor's observer."""
+
+    def __init__(
+        self,
+        console: Console,
+        picture: _Picture | None,
+        words: Words,
+        *,
+        quiet: bool,
+        as_json: bool = False,
+    ) -> None:
+        self._words = words
+        self._as_json = as_json
+        self._console = console
+        self._picture = picture
+        self._announced = quiet
+        self._told: dict[str, tuple[Progress, float]] = {}  # by replica: what was told, and when
+        self._finishing: int | None = None
+
+    def changed(self, status: Status) -> None:
+        if status.draining:
+            self._draining(status)
+        elif not self._announced:
+            self._starting(status)
+
+    def line(self, name: str, text: str) -> None:
+        """Log what a child wrote: its log lines as ours with its name, anything else as it is."""
+        level, event, fields = read_line(text)
+        getattr(log, level)(event, child=name, **fields)
+
+    def close(self) -> None:
+        if self._picture is not None:
+            self._picture.close()
+            self._picture = None
+
+    def _starting(self, status: Status) -> None:
+        if settled(status):
+            self.close()
+            self._announced = True
+            if self._as_json:
+                log.info("up", url=status.url, models=[one.name for one in status.models])
+                return
+            boxed = self._console.is_terminal
+            self._console.print(banner(status, self._words, boxed=boxed), soft_wrap=not boxed)
+        elif self._picture is not None:
+            self._picture.draw(status)
+        else:
+            self._tell_progress(status)
+
+    def _tell_progress(self, status: Status) -> None:
+        for replica in _replicas(status):
+            now = time.monotonic()
+            last, at = self._told.get(replica.name, (Progress(""), 0.0))
+            new = replica.progress
+            if new is None or new == last:
+                continue
+            if new.phase != last.phase or now - at >= _TELL_EVERY_S:
+                self._told[replica.name] = (new, now)
+                log.info(progress_text(new), child=replica.name)
+
+    def _draining(self, status: Status) -> None:
+        self.close()
+        in_flight = sum(gateway.in_flight for gateway in status.gateways)
+        if in_flight != self._finishing and in_flight:
+            requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
+            log.info(f"finishing {requests}, press Ctrl-C again to stop now")
+        self._finishing = in_flight
+
+
+class _Picture:
+    """The live picture of a start. Drawn by the event loop: no thread of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+        self._newest: Status | None = None
+        self._due: asyncio.TimerHandle | None = None
+        _log_to_stderr()  # Live has put itself in the place of sys.stderr
+
+    def draw(self, status: Status) -> None:
+        self._newest = status
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(_DRAW_EVERY_S, self._draw)
+
+    def _draw(self) -> None:
+        self._due = None
+        if self._newest is not None:
+            self._live.update(picture(self._newest), refresh=True)
+
+    def close(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._live.stop()
+        _log_to_stderr()
+
+
+def _log_to_stderr() -> None:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
+def settled(status: Status) -> bool:
+    """Whether the start is over: gateways serve, and every replica serves or has given up.
+
+    A gateway on another node may have found its port taken: the others serve without it. A model
+    whose remote endpoint is down may be waiting for it for days.
+    """
+    return all(g.state == "ready" or (g.node and g.reason) for g in status.gateways) and all(
+        replica.state in ("ready", "asleep", "failed") or _waits(model, replica)
+        for model in status.models
+        for replica in model.replicas
+    )
+
+
+def _waits(model: ModelStatus, replica: ReplicaStatus) -> bool:
+    """Its endpoint did not answer, and is asked again: also while that is being done."""
+    return bool(replica.reason) and KINDS[model.engine].is_remote
+
+
+def picture(status: Status) -> RenderableType:
+    """One line for each process that is coming up."""
+    grid = Table.grid(padding=(0, 2))
+    for model in status.models:
+        for replica in model.replicas:
+            grid.add_row(
+                Text(replica.name, style="bold"),
+                state(replica.state),
+                Text(replica.device, style="dim"),
+                _bar(replica),
+                Text(note(model, replica)),
+            )
+    for gateway in status.gateways:
+        grid.add_row(Text(gateway.name, style="bold"), state(gateway.state), "", "", "")
+    return Group(Text(), grid)
+
+
+def _bar(replica: ReplicaStatus) -> RenderableType:
+    progress = replica.progress
+    if progress is None or not progress.total:
+        return ""
+    return ProgressBar(total=progress.total, completed=progress.done, width=24)
+
+
+def banner(status: Status, words: Words, *, boxed: bool) -> RenderableType:
+    """Where everything is, and how to stop it."""
+    lines = Text()
+    for label, value in _addresses(status.url, ui=words.ui):
+        lines.append(f"{label:<8}", style="bold")
+        lines.append(f"{value}\n", style="cyan")
+    for model in status.models:
+        lines.append(f"{'model':<8}", style="bold")
+        lines.append_text(_served(model))
+    lines.append(f"{'stop':<8}", style="bold")
+    lines.append(f"Ctrl-C, or: {words.stop}")
+    title = f"servekit {status.version}"
+    if boxed:
+        return Panel(lines, title=title, border_style="green", expand=False, padding=(0, 1))
+    return Group(Text(f"{title} is up"), lines)
+
+
+def _addresses(url: str, *, ui: bool) -> Iterator[tuple[str, str]]:
+    yield "API", f"{url}/v1"
+    if ui:
+        yield "UI", f"{url}/ui"
+    yield "docs", f"{url}/docs"
+
+
+def _served(model: ModelStatus) -> Text:
+    ready = [replica for replica in model.replicas if replica.state == "ready"]
+    line = Text(model.name)
+    if ready:
+        devices = ", ".join(sorted({replica.device for replica in ready}))
+        times = f"{len(ready)} × " if len(ready) > 1 else ""
+        line.append(f"  {times}{devices}\n", style="dim")
+    elif model.residence is not None and model.residence.tier == "stopped":
+        how = {"on_demand": "loaded on demand"}.get(model.residence.load, "not loaded")
+        line.append(f"  {how}\n", style="dim")
+    for replica in model.replicas:
+        if replica.state == "failed":
+            line.append(f"{'' if ready else '  '}failed: {replica.reason}\n", style="red")
+        elif replica.state != "ready" and _waits(model, replica):
+            line.append(f"{'' if ready else '  '}tried again: {replica.reason}\n", style="red")
+    if not line.plain.endswith("\n"):
+        states = ", ".join(sorted({replica.state for replica in model.replicas}))
+        line.append(f"  {states}\n", style="dim")
+    for adapter in model.adapters:
+        line.append(f"{'':<8}{adapter.name}")
+        if adapter.state == "failed":
+            line.append(f"  failed: {adapter.reason}\n", style="red")
+        else:
+            line.append(f"  adapter of {model.name}\n", style="dim")
+    return line
+
+
+def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
+    """Level, event and fields of a child's line; a line that is not ours is its own event."""
+    if text.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(text)
+            level = fields.get("level", "info")
+            event = str(fields.get("event", text))
+            rest = {key: value for key, value in fields.items() if key not in _OURS}
+            return level if level in _LEVELS else "info", plain(event), rest
+    return "info", plain(text), {}
+
+
+def _replicas(status: Status) -> Iterator[ReplicaStatus]:
+    for model in status.models:
+        yield from model.replicas

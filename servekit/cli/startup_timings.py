@@ -1,0 +1,162 @@
+"""What `servekit ps --timings` shows: how each process came up, phase by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from servekit.protocol.messages import Status
+from servekit.protocol.startup_messages import Cause, Phase, Start, Starts
+from servekit.sanitize import line
+
+#: Phases that share less than this have not run beside each other.
+_BESIDE_S = 0.02
+#: Less than this is not worth a line.
+_LINE_S = 0.005
+_SINCE: dict[Cause, str] = {
+    "up": "from `servekit up`",
+    "reload": "from the reload",
+    "request": "from the request for it",
+    "operator": "from when it was asked for",
+    "scale": "from when the load asked for it",
+    "restart": "from the death before",
+    "standby": "from when it was wanted",
+}
+
+
+def timing_tables(status: Status) -> Sequence[RenderableType]:
+    """Of each process, the start of its life and, beside it, that of the life before."""
+    shown: list[RenderableType] = []
+    for known in status.starts:
+        if known.starts:
+            shown += [*([""] if shown else []), heading(known), _table(known)]
+    return shown
+
+
+def heading(known: Starts) -> Text:
+    """When and what for it was started, and how long that took."""
+    start = known.starts[-1]
+    at = time.strftime("%H:%M:%S", time.localtime(start.at))
+    text = Text(known.name, style="bold").append(f" at {at}, ", "not bold")
+    match start.state:
+        case "starting":
+            text.append(f"starting for {start.total_s:.2f} s {_SINCE[start.cause]}", "yellow")
+        case "died":
+            text.append(f"never came up: {how_far(start)}", "red")
+        case _ if start.first_token_s is None:
+            text.append(f"up after {start.total_s:.2f} s {_SINCE[start.cause]}", "not bold")
+        case _:
+            text.append(
+                f"first token after {start.first_token_s:.2f} s {_SINCE[start.cause]}, "
+                f"requests reach it after {start.total_s:.2f} s",
+                "not bold",
+            )
+    return text
+
+
+def how_far(start: Start) -> str:
+    """In what a start broke off: "died in weights, within load, after 0.31 s of it, …"."""
+    if not start.phases:
+        return f"died {start.total_s:.2f} s {_SINCE[start.cause]}"
+    broken = [one for one in start.phases if one.ended_s is None or one.failed]
+    last = max(broken or start.phases, key=lambda one: (one.began_s, bool(one.within)))
+    ended_s = start.total_s if last.ended_s is None else last.ended_s
+    place = f"{last.name}, within {last.within}," if last.within else last.name
+    spent_s = max(0.0, ended_s - last.began_s)
+    how = f"in {place} after {spent_s:.2f} s of it" if broken else f"after {place}"
+    return f"died {how}, {start.total_s:.2f} s {_SINCE[start.cause]}"
+
+
+def _table(known: Starts) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("PHASE", no_wrap=True, min_width=16)
+    for column in ("BEGAN", "SECONDS", "SHARE", "BEFORE"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("MEANWHILE")
+    start = known.starts[-1]
+    before = known.starts[-2] if len(known.starts) > 1 else None
+    for depth, phase in _tree(start.phases):
+        table.add_row(Text("  " * depth + phase.name), *_cells(phase, start, before))
+    if (rest_s := start.total_s - covered_s(start)) >= _LINE_S:
+        table.add_row("(between)", "", f"{rest_s:.2f}", _share(rest_s, start), "", "")
+    return table
+
+
+def _tree(phases: Sequence[Phase], above: tuple[Phase, ...] = ()) -> Iterator[tuple[int, Phase]]:
+    """Each phase after what it is within, and how deep it is."""
+    for phase in phases:
+        if (is_part(phase, above[-1]) if above else not phase.within) and phase not in above:
+            yield len(above), phase
+            yield from _tree(phases, (*above, phase))
+
+
+def is_part(phase: Phase, of: Phase) -> bool:
+    """By its name, and by its time: what is tried twice has two of that name."""
+    over = of.ended_s is not None and phase.began_s > of.ended_s
+    return phase.within == of.name and phase.began_s >= of.began_s and not over
+
+
+def _cells(phase: Phase, start: Start, before: Start | None) -> Iterator[Text]:
+    took_s = _end_s(phase, start) - phase.began_s
+    then = [] if before is None else [one for one in before.phases if one.name == phase.name]
+    then_s = sum(_end_s(one, before) - one.began_s for one in then if before is not None)
+    yield Text(f"{phase.began_s:.2f}")
+    yield Text(f"{took_s:.2f}", style="red" if phase.failed else "")
+    yield Text(_share(took_s, start))
+    yield Text(f"{then_s:.2f}" if then else "", style="dim")
+    beside = ", ".join(dict.fromkeys(one.name for one in _beside(phase, start)))
+    yield Text("; ".join(filter(None, (_note(phase, start), beside))))
+
+
+def _note(phase: Phase, start: Start) -> str:
+    why = line(phase.why)
+    if phase.failed:
+        return f"failed: {why}" if why else "failed"
+    if phase.why:
+        return why if why.startswith("not here") else f"not here: {why}"
+    if phase.ended_s is None:
+        return "goes on" if start.state == "starting" else "died in it"
+    return ""
+
+
+def _beside(phase: Phase, start: Start) -> Iterator[Phase]:
+    """Those that ran at the same time, but for what it is a part of and its own parts."""
+    kin = {phase.name, *_above(phase, start.phases)}
+    for other in start.phases:
+        if other.name in kin or phase.name in _above(other, start.phases):
+            continue
+        ends_s = min(_end_s(phase, start), _end_s(other, start))
+        if ends_s - max(phase.began_s, other.began_s) >= _BESIDE_S:
+            yield other
+
+
+def _above(phase: Phase, phases: Iterable[Phase]) -> set[str]:
+    """The names of all that it is within."""
+    within, found = {one.name: one.within for one in phases}, set[str]()
+    name = phase.within
+    while name and name not in found:
+        found.add(name)
+        name = within.get(name, "")
+    return found
+
+
+def covered_s(start: Start) -> float:
+    """How much of a start some phase tells of."""
+    covered_s = reached_s = 0.0
+    for phase in start.phases:
+        ended_s = min(_end_s(phase, start), start.total_s)
+        covered_s += max(0.0, ended_s - max(phase.began_s, reached_s))
+        reached_s = max(reached_s, ended_s)
+    return covered_s
+
+
+def _end_s(phase: Phase, start: Start) -> float:
+    return start.total_s if phase.ended_s is None else phase.ended_s
+
+
+def _share(time_s: float, start: Start) -> str:
+    return f"{100 * time_s / start.total_s:.0f} %" if start.total_s else ""

@@ -1,0 +1,327 @@
+"""What the command line shows of a plan and of a running instance."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from servekit.cli.responsive_table import Fitted
+from servekit.config.cluster import RayConfig
+from servekit.config.engines import installed
+from servekit.protocol.adapters import AdapterStatus
+from servekit.protocol.messages import (
+    GatewayStatus,
+    ModelStatus,
+    Progress,
+    ReplicaStatus,
+    Status,
+)
+from servekit.ray import node_requirements
+from servekit.sanitize import plain
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
+from servekit.system import procfs
+
+_COLOURS = {
+    "ready": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "stalled": "red",
+    "draining": "yellow",
+    "backoff": "red",
+    "failed": "red",
+    "stopped": "dim",
+    # of models
+    "resident": "green",
+    "asleep": "cyan",
+    "coming": "yellow",
+    "leaving": "yellow",
+    # of adapters
+    "serving": "green",
+    "unloading": "yellow",
+}
+#: Columns of a table that goes to a file or a pipe, where nothing should be cut off.
+_WIDE = 200
+
+
+def show(*renderables: RenderableType) -> None:
+    """Print on stdout, in colour on a terminal."""
+    # No markup: a path may hold [brackets], a model's name :colons:.
+    width = None if sys.stdout.isatty() else _WIDE
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def plan_tables(plan: Plan) -> Sequence[RenderableType]:
+    """What would run where, and what there is to run it on."""
+    used = {gpu for place in plan.places for gpu in place.gpus}
+    gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
+    shown: list[RenderableType] = [Fitted(_places(plan), "THREADS", "DTYPE", "DEVICE")]
+    if any(model.adapters for model in plan.config.models):
+        shown.append(Fitted(_named_adapters(plan)))
+    if plan.estimates:
+        shown.append(Fitted(_needs(plan), "CONTEXT", "KV / 1K TOKENS"))
+    shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
+    if plan.config.launcher == "ray":
+        address = (plan.config.ray or RayConfig()).address
+        shown.append(Text(f"GPUs: those of the Ray cluster at {address}, which `up` asks for them"))
+    else:
+        shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
+    return [*shown, *_engines()]
+
+
+def _named_adapters(plan: Plan) -> Table:
+    table = _table("ADAPTER", "MODEL", "PATH")
+    for model in plan.config.models:
+        for adapter in model.adapters:
+            table.add_row(Text(adapter.name), Text(model.name), Text(adapter.path))
+    return table
+
+
+def _engines() -> Iterator[Text]:
+    """What there is to run models with, and what packages bring in vain."""
+    yield Text("engines: " + "; ".join(f"{name} ({what})" for name, what in installed.engines()))
+    yield from (Text(sentence, style="yellow") for sentence in installed.refused())
+
+
+def _places(plan: Plan) -> Table:
+    models = {model.name: model for model in plan.config.models}
+    by_need = any(model.load != "on_start" for model in plan.config.models)
+    load = ("LOAD",) if by_need else ()
+    table = _table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
+    for place in plan.places:
+        model = models[place.model]
+        device = (
+            node_requirements.in_words(model) if plan.config.launcher == "ray" else place.device
+        )
+        threads = "" if place.threads is None or "GPU" in device else str(place.threads)
+        told = (model.load,) if by_need else ()
+        shown = (model.engine, device, threads, model.dtype, model.path)
+        table.add_row(place.name, *told, *shown)
+    return table
+
+
+def _needs(plan: Plan) -> Table:
+    """What each model is estimated to take, and what it claims, of each of its GPUs or the host."""
+    each = " PER GPU" if any(place.gpus or place.elsewhere for place in plan.places) else ""
+    table = _table("MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", f"LEAST{each}", f"CLAIM{each}")
+    table.add_column("NOTE")
+    models = {model.name: model for model in plan.config.models}
+    for name, found in plan.estimates.items():
+        place = next(place for place in plan.places if place.model == name)
+        here = host_claim_bytes(models[name], procfs.memory_bytes())
+        claim = min(place.claims, default=here)
+        table.add_row(
+            Text(name),
+            size(found.weights_bytes),
+            size(found.kv_1k_bytes),
+            str(found.context or "-"),
+            size(found.on_each_least_bytes),
+            size(claim),
+            Text(found.note(claim)),
+        )
+    return table
+
+
+def status_tables(status: Status) -> Sequence[RenderableType]:
+    """A running instance: its workers, its gateways, the supervisor itself."""
+    head = Text(
+        f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
+        f"{size(status.rss_bytes)} · up {duration(time.time() - status.started_at)}"
+        + (" · draining" if status.draining else "")
+    )
+    adapters = {model.name: model.adapters for model in status.models if model.adapters}
+    shown: list[RenderableType] = [head]
+    if any(model.residence is not None for model in status.models):
+        shown.append(Fitted(_residents(status), "UNUSED", "LOAD"))
+    if any(model.scale is not None for model in status.models):
+        shown.append(Fitted(_scales(status), "LAST SCALED"))
+    shown.append(Fitted(_workers(status), "PID", "DEVICE", "RSS"))
+    shown += [adapter_table(adapters)] if adapters else []
+    return [*shown, Fitted(_gateways(status), "PID", "RSS")]
+
+
+def _residents(status: Status) -> Table:
+    """The models that come and go."""
+    table = _table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
+    for model in status.models:
+        if (residence := model.residence) is None:
+            continue
+        leaves_s = residence.leaves_in_s
+        table.add_row(
+            Text(model.name),
+            state(residence.tier),
+            residence.load,
+            str(residence.waiting),
+            duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
+            "-" if leaves_s is None else duration(leaves_s),
+            Text(plain(residence.reason)),
+        )
+    return table
+
+
+def _scales(status: Status) -> Table:
+    """The models whose number of replicas follows their load."""
+    table = _table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
+    queued = {one.model: one.queued for one in status.traffic}
+    for model in status.models:
+        if (scale := model.scale) is not None:
+            ago = f"{duration(time.time() - scale.at)} ago" if scale.at else "-"
+            said = "; ".join(filter(None, (scale.reason, scale.waits)))
+            waits = str(queued.get(model.name, 0))
+            table.add_row(Text(model.name), span(model), waits, ago, Text(plain(said)))
+    return table
+
+
+def span(model: ModelStatus) -> str:
+    """ "2 (1–4)": the replicas that serve, and between which numbers it scales."""
+    scale = model.scale
+    serving = sum(replica.state == "ready" for replica in model.replicas)
+    return str(serving) if scale is None else f"{serving} ({scale.min}–{scale.max})"
+
+
+def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:
+    """The adapters of each model: how they are run and why, or why not."""
+    table = _table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
+    for model, statuses in adapters.items():
+        for one in statuses:
+            info = one.info
+            table.add_row(
+                Text(one.name),
+                state(one.state),
+                Text(model),
+                info.kind if info else "-",
+                info.mode if info else "-",
+                size(info.bytes) if info else "-",
+                duration(time.time() - one.since),
+                Text(adapter_note(one)),
+            )
+    return Fitted(table, "SINCE", "SIZE", "KIND")
+
+
+def adapter_note(adapter: AdapterStatus) -> str:
+    """Why it has failed, else why it is run as it is; `why` tells what was measured of it."""
+    if adapter.reason:
+        return plain(adapter.reason)
+    return plain(adapter.path if adapter.info is None else adapter.info.why).rstrip(".")
+
+
+def _workers(status: Status) -> Table:
+    table = _table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
+    table.add_column("NOTE")
+    for model in status.models:
+        for replica in (*model.replicas, *model.standbys):
+            table.add_row(
+                replica.name,
+                state(replica.state),
+                str(replica.pid or "-"),
+                replica.device,
+                size(replica.rss_bytes),
+                gpu_use(replica),
+                str(replica.restarts),
+                str(replica.running),
+                str(replica.waiting),
+                Text(note(model, replica)),
+            )
+    return table
+
+
+def _gateways(status: Status) -> Table:
+    table = _table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
+    told = any(gateway.reason for gateway in status.gateways)
+    if told:
+        table.add_column("NOTE")
+    for gateway in status.gateways:
+        table.add_row(
+            gateway.name,
+            state(gateway.state),
+            str(gateway.pid or "-"),
+            size(gateway.rss_bytes),
+            str(gateway.restarts),
+            str(gateway.in_flight),
+            str(gateway.requests),
+            *([Text(gateway_note(gateway))] if told else []),
+        )
+    return table
+
+
+def gateway_note(gateway: GatewayStatus) -> str:
+    """Why it does not serve, or of what it has ended last."""
+    said = plain(gateway.reason)
+    return f"last: {said}" if said and gateway.state == "ready" else said
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("WORKER", "STATE", "PID"))
+    return table
+
+
+def state(name: str) -> Text:
+    return Text(name, style=_COLOURS.get(name, ""))
+
+
+def note(model: ModelStatus, replica: ReplicaStatus) -> str:
+    """What there is to say of a replica: its progress, why it is down, else what it runs."""
+    return plain(_note(model, replica))
+
+
+def _note(model: ModelStatus, replica: ReplicaStatus) -> str:
+    if replica.stray or replica.excess:
+        return "; ".join(filter(None, (replica.stray, replica.excess)))
+    if replica.trouble:
+        return replica.trouble
+    if replica.progress is not None:
+        return progress_text(replica.progress)
+    if replica.state in ("failed", "backoff"):
+        return replica.reason
+    if replica.reason:
+        return f"last: {replica.reason}"
+    if replica in model.standbys:
+        return "forks the next worker" if replica.state == "ready" else ""
+    return f"{model.info.architecture} {model.info.dtype}" if model.info else ""
+
+
+def gpu_use(replica: ReplicaStatus) -> str:
+    """What it holds on GPUs, and of how much that it was promised."""
+    held = size(replica.gpu_bytes)
+    return f"{held} of {size(replica.claim_bytes)}" if replica.claim_bytes else held
+
+
+def progress_text(progress: Progress) -> str:
+    """ "fetch 12.0 of 94.0 MB", "load 30 of 272 tensors", "warm-up"."""
+    if not progress.total:
+        return progress.phase
+    if progress.unit == "bytes":
+        return f"{progress.phase} {size(progress.done)} of {size(progress.total)}"
+    return f"{progress.phase} {progress.done} of {progress.total} {progress.unit}".rstrip()
+
+
+def size(size_bytes: int) -> str:
+    """Bytes for people; "-" for none."""
+    if not size_bytes:
+        return "-"
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def duration(time_s: float) -> str:
+    minutes, seconds = divmod(int(time_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

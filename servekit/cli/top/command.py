@@ -1,0 +1,31 @@
+"""`servekit top`: a running instance, live in the terminal. q quits."""
+
+# No annotations as text: typer reads each several times, which takes most of the time of --help.
+from typing import Annotated
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import RunDirectory
+
+
+def top(
+    run_dir: RunDirectory = None,
+    every: Annotated[
+        float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print it once, as where the output is no terminal.")
+    ] = False,
+) -> None:
+    """Watch a running instance: GPUs, models, queues, tokens per second, restarts, events."""
+    import asyncio
+
+    from rich.console import Console
+
+    from servekit.cli.top import loop
+
+    folder = instance_lookup.folder(run_dir)
+    console = Console(markup=False, emoji=False, highlight=False)
+    live = console.is_terminal and not once
+    asyncio.run(loop.watch(folder, console, every) if live else loop.once(folder, console))

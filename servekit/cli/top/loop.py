@@ -1,0 +1,153 @@
+"""How `servekit top` looks at an instance, draws it, and hears that it is to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from servekit.cli import instance_lookup
+from servekit.cli.top.sampler import Sampler
+from servekit.cli.top.view import lines
+from servekit.errors import ServekitError, StartError
+from servekit.event_store import Event, Wanted, newest
+
+#: An answer that takes longer is none: the picture says so, and goes on asking.
+_ANSWER_S = 5.0
+_EVENTS = 40
+#: Between the two looks of `once`: gateways tell once a second.
+_BETWEEN_S = 2.1
+#: For who is no terminal.
+_WIDE = 200
+#: Columns and rows below which nothing is drawn.
+_LEAST = 20, 5
+
+
+async def once(folder: Path, console: Console) -> None:
+    """Two looks: a rate takes a while to be known."""
+    sampler = Sampler()
+    sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
+    await asyncio.sleep(_BETWEEN_S)
+    sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
+    view = sampler.view(await _events(folder))
+    assert view is not None  # it was fed
+    width = console.width if console.is_terminal else _WIDE
+    for text in lines(view, width, None):
+        console.print(text, soft_wrap=True)
+
+
+async def watch(folder: Path, console: Console, every_s: float) -> None:
+    """Draw it until somebody presses q. Raises StartError where none runs at first."""
+    sampler = Sampler()
+    sampler.feed(
+        await instance_lookup.status_soon(folder), time.monotonic()
+    )  # raises where none runs
+    with _keys() as pressed, _screen(console) as screen:
+        looking = asyncio.create_task(_look(folder, sampler, screen, every_s))
+        leaving = asyncio.create_task(pressed.wait())
+        await asyncio.wait((looking, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not looking.cancel():
+            looking.result()  # a bug of ours
+
+
+async def _look(folder: Path, sampler: Sampler, screen: _Screen, every_s: float) -> None:
+    while True:
+        began, lost = time.monotonic(), ""
+        try:
+            sampler.feed(await instance_lookup.status_soon(folder, _ANSWER_S), time.monotonic())
+        except StartError:
+            lost = f"no servekit runs in {folder}"
+        except (ServekitError, OSError) as error:
+            lost = str(getattr(error, "message", error))
+        screen.show(sampler, await _events(folder), lost)
+        await asyncio.sleep(max(0.1, every_s - (time.monotonic() - began)))
+
+
+async def _events(folder: Path) -> tuple[Event, ...]:
+    return tuple(await asyncio.to_thread(newest, folder, Wanted(), _EVENTS))
+
+
+class _Screen:
+    """Draws, and draws again when the window has another size."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.live = Live(
+            console=console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._last: tuple[Sampler, tuple[Event, ...], str] | None = None
+
+    def show(self, sampler: Sampler, events: tuple[Event, ...], lost: str) -> None:
+        self._last = sampler, events, lost
+        self.draw()
+
+    def draw(self) -> None:
+        if self._last is None:
+            return
+        sampler, events, lost = self._last
+        width, height = self._console.size
+        view = sampler.view(events, lost)
+        if view is not None and width >= _LEAST[0] and height >= _LEAST[1]:
+            # Without the last newline: it would scroll the first line away.
+            picture = Text("\n").join(lines(view, width, height))
+            picture.no_wrap = True
+            self.live.update(picture, refresh=True)
+
+
+@contextlib.contextmanager
+def _screen(console: Console) -> Iterator[_Screen]:
+    loop = asyncio.get_running_loop()
+    screen = _Screen(console)
+    loop.add_signal_handler(signal.SIGWINCH, screen.draw)
+    try:
+        with screen.live:
+            yield screen
+    finally:
+        loop.remove_signal_handler(signal.SIGWINCH)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[asyncio.Event]:
+    """Set when it is to end: q, Ctrl-C, Ctrl-D, SIGTERM, or a terminal that is closed."""
+    loop, leave = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    fd = sys.stdin.fileno()
+    if not os.isatty(fd):
+        yield leave
+        return
+    before = termios.tcgetattr(fd)
+    with contextlib.suppress(termios.error):
+        tty.setcbreak(fd)
+    loop.add_reader(fd, lambda: _pressed(fd, leave))
+    try:
+        yield leave
+    finally:
+        loop.remove_reader(fd)
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _pressed(fd: int, leave: asyncio.Event) -> None:
+    try:
+        keys = os.read(fd, 1024)
+    except OSError:
+        keys = b""
+    if not keys or {b"q", b"Q", b"\x03", b"\x04"} & {keys[i : i + 1] for i in range(len(keys))}:
+        leave.set()

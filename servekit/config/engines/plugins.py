@@ -1,0 +1,152 @@
+"""Engines that other packages bring, found by their entry points.
+
+    [project.entry-points."servekit.engines"]
+    acme = "acme_engine:AcmeEngine"          a subclass of servekit.engines.api.base.Engine
+
+    [project.entry-points."servekit.engine_kinds"]
+    acme = "acme_kind:KIND"                  a servekit.config.engines.options.EngineKind; optional
+
+What runs an engine is imported by its workers and nobody else: here only its name is read, from the
+package's metadata. The kind is imported by the supervisor and the command line, so its module must
+stay without torch; without one the engine's options are its own business, and so is its `path`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from pydantic import ConfigDict
+
+from servekit.config.base_model import Section
+from servekit.config.engines.options import KINDS, EngineKind
+
+ENGINES = "servekit.engines"
+ENGINE_KINDS = "servekit.engine_kinds"
+
+
+class AnyOptions(Section):
+    """Options of an engine that does not say which it has: it checks them itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+#: Of an engine that does not say: as little as can be promised for it.
+UNTOLD = EngineKind(AnyOptions, frozenset({"folder", "gguf", "nothing"}))
+_told: dict[str, EngineKind] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An engine that a package brings."""
+
+    name: str
+    target: str  # "module:class"
+    package: str
+    version: str
+    kind: str = ""  # "module:attribute"; "": it does not say what it is
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+
+@cache
+def find() -> tuple[Plugin, ...]:
+    """All that are installed, by name; one of ours may be among the names, and one twice."""
+    from importlib import metadata  # it takes a moment
+
+    kinds = {(e.name, _package(e)): e.value for e in metadata.entry_points(group=ENGINE_KINDS)}
+    found = {
+        Plugin(e.name, e.value, *_package(e), kinds.get((e.name, _package(e)), ""))
+        for e in metadata.entry_points(group=ENGINES)
+    }
+    return tuple(sorted(found, key=lambda plugin: (plugin.name, plugin.package)))
+
+
+def _package(entry: object) -> tuple[str, str]:
+    dist = getattr(entry, "dist", None)
+    return ("?", "?") if dist is None else (dist.name, dist.version)
+
+
+def look_again() -> None:
+    """Packages may have been installed, or removed, since."""
+    importlib.invalidate_caches()
+    find.cache_clear()
+    _described.cache_clear()
+
+
+def names() -> list[str]:
+    """What the file may call an engine: ours, and those that others bring."""
+    return list(dict.fromkeys([*KINDS, *(plugin.name for plugin in usable())]))
+
+
+def usable() -> Iterator[Plugin]:
+    """Those whose names are theirs alone."""
+    return (plugin for plugin in find() if not refusal(plugin.name))
+
+
+def refusal(name: str) -> str:
+    """Why no engine can be called so, though a package brings one; "" if one can, or none does."""
+    theirs = [plugin for plugin in find() if plugin.name == name]
+    if theirs and name in {*KINDS, "auto"}:
+        return (
+            f"{theirs[0]} brings an engine that is named {name!r} as servekit's own is: it is not "
+            "run; uninstall it, or give its entry point another name"
+        )
+    if len(theirs) > 1:
+        both = " and ".join(map(str, theirs))
+        return f"two packages bring an engine {name!r}, {both}: uninstall one of them"
+    return ""
+
+
+def plugin(name: str) -> Plugin | None:
+    """The one of that name; None if there is none, or the name cannot be used."""
+    return next((plugin for plugin in usable() if plugin.name == name), None)
+
+
+def kind_of(name: str) -> EngineKind:
+    """What an engine that others bring says of itself now.
+
+    Raises KeyError if there is none, ValueError with a sentence if its description is of no use.
+    """
+    found = plugin(name)
+    if found is None:
+        raise KeyError(name)
+    _told[name] = _described(found) if found.kind else UNTOLD
+    return _told[name]
+
+
+def last_told(name: str) -> EngineKind:
+    """As it was when it was last asked: what runs goes on, whatever becomes of its package."""
+    return _told[name] if name in _told else kind_of(name)
+
+
+def options_of(name: str) -> type[Section] | None:
+    """The options of an engine, ours or another's; None where none of that name can be used."""
+    try:
+        return (KINDS[name] if name in KINDS else kind_of(name)).options
+    except (KeyError, ValueError):
+        return None
+
+
+@cache
+def _described(plugin: Plugin) -> EngineKind:
+    module, _, attribute = plugin.kind.partition(":")
+    had_torch = "torch" in sys.modules
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # it is not our code
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{_blame(plugin)} cannot be imported: {what}") from error
+    if not isinstance(kind, EngineKind) or not issubclass(kind.options, Section):
+        raise ValueError(f"{_blame(plugin)} is no EngineKind whose options are a Section")
+    if "torch" in sys.modules and not had_torch:
+        raise ValueError(f"{_blame(plugin)} imports torch; only the engine itself may")
+    return kind
+
+
+def _blame(plugin: Plugin) -> str:
+    return f"{plugin.kind}, with which {plugin} describes its engine {plugin.name!r},"

@@ -1,0 +1,245 @@
+"""What is wrong with a configuration, in plain words and in its place.
+
+pydantic's errors say what its types are called; these say what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic_core import ErrorDetails
+
+from servekit.config.engines import plugins
+from servekit.config.engines.options import ENGINE_OPTIONS
+from servekit.config.scale import BRANCHES
+from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
+from servekit.config.yaml.nodes import Loc, Node, find, place
+from servekit.errors import ConfigError
+
+MAX_PROBLEMS = 20
+
+_SYNONYMS = {
+    "gpu": "cuda",
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "model": "path",
+    "id": "name",
+    "workers": "replicas",
+    "count": "replicas",
+    "max_model_len": "max_context",
+    "engine_args": "options",
+}
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "path_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping of key: value",
+    "model_type": "a mapping of key: value",
+    "model_attributes_type": "a mapping of key: value",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list of at least {min_length}",
+    "literal_error": "{expected}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. `loc` is where; `at_key` blames the key and not the value."""
+
+    loc: tuple[str | int, ...]
+    message: str
+    at_key: bool = False
+
+
+def config_error(path: Path, root: Node, problems: Iterable[Problem]) -> ConfigError:
+    """Return the error that lists `problems`, one a line, in the order of the file."""
+    lines = sorted({_line(path, root, problem) for problem in problems})
+    shown = [text for _, text in lines[:MAX_PROBLEMS]]
+    if len(lines) > MAX_PROBLEMS:
+        shown.append(f"{path}: and {len(lines) - MAX_PROBLEMS} more.")
+    return ConfigError("\n".join(shown))
+
+
+def _line(path: Path, root: Node, problem: Problem) -> tuple[tuple[int, int], str]:
+    found = find(root, problem.loc)
+    mark = found.key if problem.at_key or found.depth < len(problem.loc) else found.node.mark
+    where = f" {dotted(problem.loc)}:" if problem.loc else ""
+    return (mark.line, mark.column), f"{place(path, mark)}:{where} {problem.message}"
+
+
+def dotted(loc: Loc) -> str:
+    """`("models", 0, "name")` as `models[0].name`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{short(part)}" for part in loc)
+    return "".join(parts).removeprefix(".")
+
+
+# ---------------------------------------------------------------- from pydantic
+
+
+def explain(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ()) -> list[Problem]:
+    """Turn pydantic's errors into problems; the branches of a union become one."""
+    placed = [(_trim((*prefix, *error["loc"]), error, root), error) for error in errors]
+    placed = [(loc, error) for loc, error in placed if not _is_consequence(error)]
+    groups = groupby(placed, key=lambda item: item[0])
+    return [_problem(loc, [error for _, error in group], root) for loc, group in groups]
+
+
+def _trim(loc: tuple[str | int, ...], error: ErrorDetails, root: Node) -> tuple[str | int, ...]:
+    """Cut what pydantic appends for its own use: a union's branch, `[key]`."""
+    loc = tuple(part for part in loc if part not in BRANCHES)
+    depth = find(root, loc).depth
+    return loc[: depth + 1] if error["type"] == "missing" else loc[:depth]
+
+
+def _is_consequence(error: ErrorDetails) -> bool:
+    """A list whose items are wrong is also too short to pydantic."""
+    return error["type"] == "too_short" and bool(error["input"])
+
+
+def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node) -> Problem:
+    first = errors[0]
+    if first["type"] == "missing":
+        is_written = find(root, loc).depth == len(loc)
+        return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc)}")
+    if first["type"] == "extra_forbidden":
+        return Problem(loc, _unknown_key(loc, root), at_key=True)
+    node = find(root, loc).node
+    wanted = [_wanted(e) for e in errors if e["type"] in _EXPECTED]
+    if not wanted:
+        is_key = first["loc"][-1:] == ("[key]",)
+        return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
+    wanted = [text.replace("'", "") for text in dict.fromkeys(wanted)]
+    message = f"must be {' or '.join(wanted)}, but is {describe(node)}."
+    return Problem(loc, message + _hint(node, wanted, first))
+
+
+def _wanted(error: ErrorDetails) -> str:
+    limits = error.get("ctx", {})
+    return _EXPECTED[error["type"]].format(
+        **{k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in limits.items()}
+    )
+
+
+def _own_words(error: ErrorDetails) -> str:
+    """The sentence of a validator of ours, else pydantic's."""
+    return str(error.get("ctx", {}).get("error", error["msg"])).rstrip(".")
+
+
+def describe(node: Node) -> str:
+    """A value as a reader of the file would call it."""
+    match node.value:
+        case None:
+            return "empty"
+        case bool():
+            return f"the truth value {node.text}"
+        case int() | float():
+            return f"the number {short(node.text)}"
+        case str():
+            return f"the text '{short(node.value)}'"
+        case list():
+            return "a list" if node.value else "an empty list"
+    return "a mapping"
+
+
+def short(text: str) -> str:
+    """One line of `text` that is not too long for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
+    scalar = not isinstance(node.value, list | dict)
+    if wanted == ["text"] and scalar and not isinstance(node.value, str):
+        return f' Put it in quotes: "{short(node.text)}".'
+    if wanted == ["a list"] and scalar:
+        return f" Write [{short(node.text)}]."
+    if error["type"] == "literal_error" and isinstance(node.value, str):
+        choices = error.get("ctx", {}).get("expected", "").replace("'", "")
+        return _did_you_mean(node.value, choices.replace(" or ", ", ").split(", "))
+    is_quoted = isinstance(node.value, str) and node.value.replace(".", "", 1).isdigit()
+    return " Leave out the quotes." if is_quoted and "number" in wanted[0] else ""
+
+
+# ---------------------------------------------------------------- keys
+
+
+def _section(loc: Loc, root: Node) -> type[Section] | None:
+    """The schema of the mapping at `loc`; None where the schema names no keys there."""
+    match tuple(loc):
+        case ("models", int() as index, "options"):
+            engine = find(root, ("models", index, "engine"))
+            name = engine.node.value if engine.depth == 3 else "transformers"
+            return plugins.options_of(str(name))
+    section: type[Section] | None = Config
+    for part in loc:
+        if section is not None and isinstance(part, str):
+            field = section.model_fields.get(part)
+            section = None if field is None else _section_in(field.annotation)
+    return section
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The schema of the mappings that a field holds: by itself, in a list, or as one of several."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def _unknown_key(loc: tuple[str | int, ...], root: Node) -> str:
+    section, key = _section(loc[:-1], root), str(loc[-1])
+    valid = list(section.model_fields) if section else []
+    if elsewhere := _home_of(key, loc, root):
+        return f"unknown key here; {elsewhere}."
+    guess = _did_you_mean(key, valid)
+    return "unknown key." + (guess or (f" Valid here: {', '.join(valid)}." if valid else ""))
+
+
+def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:
+    """Where a key that is valid elsewhere belongs."""
+    model = loc[:2] if loc[0] == "models" and len(loc) > 2 else ("models", 0)
+    homes: list[tuple[str | int, ...]] = [model, (*model, "sampling"), (*model, "options")]
+    for home in [*homes, ("server",), ("gpus",), ()]:
+        section = _section(home, root)
+        if section and key in section.model_fields and home != loc[:-1]:
+            where = f"under {dotted(home)}" if home else "at the top of the file"
+            return f"'{key}' belongs {where}"
+    for engine, options in ENGINE_OPTIONS.items():
+        if "options" in loc[:-1] and key in options.model_fields:
+            return f"'{key}' is an option of `engine: {engine}`"
+    return ""
+
+
+def _did_you_mean(word: str, valid: list[str]) -> str:
+    plain = word.lower().replace("-", "_")
+    synonym = _SYNONYMS.get(plain)
+    if synonym in valid:
+        return f" Did you mean '{synonym}'?"
+    close = get_close_matches(plain, valid, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _purpose(loc: tuple[str | int, ...]) -> str:
+    sections: dict[int, type[Section]] = {1: Config, 3: ModelConfig, 5: AdapterConfig}
+    section = sections.get(len(loc))
+    field = section.model_fields.get(str(loc[-1])) if section else None
+    text = " ".join((field.description or "").split()) if field else ""
+    return (text[:1].lower() + text[1:]) or "it must be written."

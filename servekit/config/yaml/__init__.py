@@ -1,0 +1,4 @@
+"""YAML with line numbers and sentences for mistakes.
+
+Only `config` may import from here.
+"""

@@ -1,0 +1,183 @@
+"""A YAML file as nodes that remember where they stand.
+
+PyYAML's own loader forgets lines, keeps the last of two equal keys without a word, reads `1:30` as
+90 and expands aliases without bound. This one reads libyaml's events itself. What a plain word
+means is YAML 1.1 less its surprises: no dates, no base 60, no octal by a leading zero, `1e-3` is a
+number, and a key is always text (`NO:` and `ON:` are names of environment variables).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import yaml
+
+from servekit.config.yaml.errors import syntax_error, to_mark
+from servekit.config.yaml.nodes import DocumentError, Mark, Node, Scalar, mark_at
+
+MAX_DEPTH = 32
+MAX_NODES = 50_000  # aliases counted in full
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_STR_TAG = "tag:yaml.org,2002:str"
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NULLS = {"", "~", "null"}
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,2}(_[0-9]{3}){1,12}|[1-9][0-9]{0,40})")
+_HEX = re.compile(r"0x[0-9a-fA-F]{1,32}")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,4})?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|nan)", re.IGNORECASE)
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+_UNPRINTABLE = re.compile(
+    r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # as YAML 1.1 has it
+)
+
+
+def parse(text: str) -> Node:
+    """Compose one YAML document; raises DocumentError."""
+    if bad := _UNPRINTABLE.search(text):
+        what = f"unprintable character (U+{ord(bad[0]):04X})."
+        raise DocumentError(what, mark_at(text, bad.start()))
+    try:
+        root = _Composer(yaml.parse(text, Loader=_LOADER)).document()
+    except yaml.MarkedYAMLError as error:
+        raise syntax_error(error, text) from None
+    except yaml.YAMLError as error:
+        raise DocumentError(f"not YAML: {error}.") from None
+    if not isinstance(root.value, dict):
+        raise DocumentError("the file must be a mapping with a key `models`.", root.mark)
+    return root
+
+
+class _Composer:
+    """Builds nodes from events; recursion is as deep as MAX_DEPTH and no deeper."""
+
+    def __init__(self, events: Iterator[yaml.Event]) -> None:
+        self._events = events
+        self._anchors: dict[str | None, Node | None] = {}  # None while under construction
+        self._nodes = 0
+
+    def document(self) -> Node:
+        next(self._events)  # stream start
+        first = next(self._events)
+        if isinstance(first, yaml.StreamEndEvent):
+            raise DocumentError("the file is empty.")
+        root = self._node(next(self._events), 0)
+        next(self._events)  # document end
+        after = next(self._events)
+        if not isinstance(after, yaml.StreamEndEvent):
+            raise DocumentError(
+                "a second document begins here; a file holds one.", to_mark(after.start_mark)
+            )
+        if root.value is None:
+            raise DocumentError("the file is empty.")
+        return root
+
+    def _node(self, event: yaml.Event, depth: int) -> Node:
+        mark = to_mark(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event.anchor, mark)
+        self._count(1, mark)
+        if depth > MAX_DEPTH:
+            raise DocumentError(f"nested more than {MAX_DEPTH} deep.", mark)
+        anchor = getattr(event, "anchor", None)
+        self._anchors[anchor] = None
+        node = self._anchors[anchor] = self._build(event, mark, depth)
+        return node
+
+    def _build(self, event: yaml.Event, mark: Mark, depth: int) -> Node:
+        tag = getattr(event, "tag", None)
+        if tag not in (None, "!", _STR_TAG):
+            raise DocumentError(f"the tag {_short_tag(tag)} is not supported.", mark)
+        if isinstance(event, yaml.ScalarEvent):
+            _check_text(event.value, mark)
+            is_plain = event.implicit[0] and tag is None
+            return Node(mark, _resolve(event.value) if is_plain else event.value, event.value)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._sequence(mark, depth)
+        return self._mapping(mark, depth)
+
+    def _alias(self, anchor: str | None, mark: Mark) -> Node:
+        node = self._anchors.get(anchor)
+        if node is None:
+            what = "contains itself" if anchor in self._anchors else "is not defined above"
+            raise DocumentError(f"the alias *{(anchor or '')[:40]} {what}.", mark)
+        self._count(node.size, mark)
+        return Node(mark, node.value, node.text, node.keys, node.size)
+
+    def _sequence(self, mark: Mark, depth: int) -> Node:
+        items: list[Node] = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            items.append(self._node(event, depth + 1))
+        return Node(mark, items, size=1 + sum(item.size for item in items))
+
+    def _mapping(self, mark: Mark, depth: int) -> Node:
+        values: dict[str, Node] = {}
+        keys: dict[str, Mark] = {}
+        merged: list[Node] = []
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key, key_mark = _key(event), to_mark(event.start_mark)
+            value = self._node(next(self._events), depth + 1)
+            if key == "<<":
+                merged.append(value)
+                continue
+            if key in keys:
+                raise DocumentError(
+                    f"the key '{key[:40]}' stands twice; first on line {keys[key].line}.", key_mark
+                )
+            values[key], keys[key] = value, key_mark
+        for source in merged:
+            _merge(source, values, keys)
+        return Node(mark, values, keys=keys, size=1 + sum(v.size for v in values.values()))
+
+    def _count(self, nodes: int, mark: Mark) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            raise DocumentError(f"more than {MAX_NODES} values, aliases expanded.", mark)
+
+
+def _merge(source: Node, values: dict[str, Node], keys: dict[str, Mark]) -> None:
+    """`<<: *other`: take what is not written here, from the first that has it."""
+    if isinstance(source.value, list):
+        for item in source.value:
+            _merge(item, values, keys)
+        return
+    if not isinstance(source.value, dict):
+        raise DocumentError("`<<` merges a mapping, such as *name.", source.mark)
+    for key, node in source.value.items():
+        if key not in values:
+            values[key], keys[key] = node, source.keys[key]
+
+
+def _key(event: yaml.Event) -> str:
+    if not isinstance(event, yaml.ScalarEvent):
+        raise DocumentError("a key must be plain text.", to_mark(event.start_mark))
+    _check_text(event.value, to_mark(event.start_mark))
+    return str(event.value)
+
+
+def _check_text(text: str, mark: Mark) -> None:
+    """What an escape such as "\\0" may bring in, and no path, name or environment can hold."""
+    bad = _UNPRINTABLE.search(text)
+    if bad:
+        raise DocumentError(f"this text holds an unprintable U+{ord(bad[0]):04X}.", mark)
+
+
+def _short_tag(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")[:40]
+
+
+def _resolve(text: str) -> Scalar:
+    """What a plain (unquoted) scalar means."""
+    lower = text.lower()
+    if lower in _NULLS:
+        return None
+    if lower in _BOOLS:
+        return _BOOLS[lower]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _HEX.fullmatch(text):
+        return int(text, 16)
+    if _FLOAT.fullmatch(text) and not _LEADING_ZERO.fullmatch(text):
+        return float(text)
+    return float(lower.replace(".", "")) if _NOT_FINITE.fullmatch(text) else text

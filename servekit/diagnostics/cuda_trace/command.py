@@ -1,0 +1,35 @@
+"""`servekit trace-cuda`: what stands between the command line and the trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from servekit.diagnostics.cuda_trace import program
+from servekit.diagnostics.cuda_trace.report import report
+from servekit.diagnostics.cuda_trace.text import text
+
+
+def run(
+    words: Sequence[str],
+    module: str | None,
+    descendants: Callable[[int], Sequence[int]],
+    *,
+    as_json: bool,
+    check: bool,
+) -> tuple[str, int]:
+    """Run the program; returns the report and the exit code. Raises ServekitError.
+
+    With `as_json` the program's stdout goes to stderr, so that stdout is the report's alone.
+    """
+    command = program.command_of(words, module)
+    with tempfile.TemporaryDirectory(prefix="servekit-trace-") as folder:
+        out = sys.stderr.fileno() if as_json else None
+        trace = program.run(command, Path(folder), descendants, stdout=out)
+    trace.only_imports = module is not None
+    found = report(trace)
+    code: int = 1 if check and found["findings"] else found["exit_code"]
+    return json.dumps(found, indent=2) if as_json else text(found), code

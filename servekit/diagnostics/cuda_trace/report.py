@@ -1,0 +1,134 @@
+"""What a trace means: of each process the first initialisation of CUDA, and what was wrong."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from servekit.diagnostics.cuda_trace.program import Trace
+
+Line = Mapping[str, Any]
+
+#: What no trace from within Python can see, said in every report.
+LIMITS = (
+    "Native code that initialises CUDA with no Python in between is noticed at the next import, "
+    "fork, start of a program, write to CUDA_VISIBLE_DEVICES or exit, not at the moment.",
+    "A Python started with -I, -E or -S, and a program that is not Python, records nothing; of "
+    "those only open /dev/nvidia* files are seen, looked at every 50 ms.",
+    "What C code writes into its environment (setenv) is not seen.",
+)
+
+
+def report(trace: Trace) -> dict[str, Any]:
+    """The whole, as JSON takes it: `processes`, `findings`, `not_seen`."""
+    processes = [_process(pid, lines, trace) for pid, lines in trace.lines.items()]
+    by_pid = {process["pid"]: process for process in processes}
+    findings = [
+        found
+        for process in processes
+        for found in _findings(process, by_pid, only_imports=trace.only_imports)
+    ]
+    return {
+        "command": list(trace.command),
+        "exit_code": exit_code(trace.returncode),
+        "findings": findings,
+        "processes": processes,
+        "not_seen": [*_blind_spots(trace), *LIMITS],
+    }
+
+
+def exit_code(returncode: int) -> int:
+    """As a shell has it: 128 and the signal's number for who died of one."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _process(pid: int, lines: Sequence[Line], trace: Trace) -> dict[str, Any]:
+    starts = [line for line in lines if line["kind"] == "start"]
+    start = starts[-1] if starts else {}  # exec keeps the PID and begins anew
+    end = next((line for line in reversed(lines) if line["kind"] == "end"), {})
+    place, initialised = _initialised(lines)
+    after = lines[place + 1 :] if initialised else []
+    seen_outside = trace.seen.get(pid, ("", []))[1]
+    opened = [line["path"] for line in lines if line["kind"] == "opened"]
+    return {
+        "pid": pid,
+        "parent": start.get("parent"),
+        "forked": start.get("forked", False),
+        "command": shlex.join(start.get("argv", [])),
+        "started_at": start.get("at"),
+        "cuda": initialised,
+        "asked": next((dict(line) for line in lines if line.get("how") == "probe"), None),
+        "forks_after": [dict(line) for line in after if line["kind"] == "fork"],
+        "writes": [dict(line) for line in lines if line["kind"] == "visible"],
+        "late_writes": [dict(line) for line in after if line["kind"] == "visible"],
+        "devices": sorted({*opened, *seen_outside, *end.get("devices", [])}),
+        "libraries": sorted({*end.get("mapped", []), *(x["name"] for x in _of(lines, "library"))}),
+        "ended": bool(end),
+        "broken": [line["error"] for line in lines if line["kind"] == "broken"],
+    }
+
+
+def _of(lines: Sequence[Line], kind: str) -> Iterator[Line]:
+    return (line for line in lines if line["kind"] == kind)
+
+
+def _initialised(lines: Sequence[Line]) -> tuple[int, dict[str, Any] | None]:
+    """The first call that initialised and its place; its `error` is None where nobody told."""
+    for place, line in enumerate(lines):
+        if line["kind"] == "cuda" and line["how"] != "probe":
+            back = next((x for x in _of(lines, "returned") if x["what"] == line["what"]), None)
+            return place, {**line, "error": back["error"] if back else None}
+    return 0, None
+
+
+def _findings(
+    process: Line, by_pid: Mapping[int, Line], *, only_imports: bool
+) -> Iterator[dict[str, Any]]:
+    cuda = process["cuda"]
+    if cuda and (cuda["chain"] or only_imports):
+        led = " → ".join(cuda["chain"]) or "the module that was asked for"
+        yield _finding(process, "import", f"an import calls {cuda['what']}: {led}", cuda)
+    after = "after CUDA was initialised"
+    if cuda and cuda["error"]:
+        after = f"after {cuda['what']}, which failed here and elsewhere initialises CUDA"
+    for line in process["forks_after"]:
+        said = f"{line['what']} {after}: the child cannot use CUDA"
+        yield _finding(process, "fork", said, line)
+    for line in process["late_writes"]:
+        if line["value"] != line["before"]:
+            said = f"CUDA_VISIBLE_DEVICES becomes {_shown(line['value'])}, was "
+            said += f"{_shown(line['before'])}, {after}: nothing heeds it"
+            yield _finding(process, "late write", said, line)
+    parent = by_pid.get(process["parent"] or 0)
+    if cuda and process["forked"] and parent and _before(parent["cuda"], process["started_at"]):
+        said = f"{cuda['what']} in a fork of pid {parent['pid']}, which had initialised CUDA"
+        yield _finding(process, "fork", said, cuda)
+
+
+def _before(cuda: Line | None, at: float) -> bool:
+    return cuda is not None and cuda["at"] <= at
+
+
+def _finding(process: Line, kind: str, said: str, line: Line) -> dict[str, Any]:
+    return {"pid": process["pid"], "kind": kind, "said": said, "stack": line["stack"]}
+
+
+def _shown(value: str | None) -> str:
+    return "unset" if value is None else repr(value)
+
+
+def _blind_spots(trace: Trace) -> Iterator[str]:
+    if not trace.lines:
+        yield (
+            "No Python process has recorded anything: the command started none that reads "
+            "PYTHONPATH and imports sitecustomize."
+        )
+    for pid, lines in trace.lines.items():
+        for line in _of(lines, "blind"):
+            yield f"pid {pid} started {shlex.join(line['argv'])} ({line['why']}): not recorded."
+        if not any(_of(lines, "end")):
+            yield f"pid {pid} ended without a word (a signal, or native code's exit)."
+    for pid, (command, devices) in trace.seen.items():
+        if pid not in trace.lines:
+            yield f"pid {pid} ({command}) recorded nothing; had open {', '.join(devices)}."

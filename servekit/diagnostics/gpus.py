@@ -1,0 +1,124 @@
+"""The driver and the GPUs by NVML's word, who holds memory on them, and torch's word against it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from servekit.diagnostics.finding import Finding, gib
+from servekit.system import procfs
+from servekit.system.gpus import Gpu, restrict
+from servekit.system.orphan_cleanup import MARK
+
+#: A driver keeps this much of each GPU for itself; below, nobody else is suspected.
+_DRIVERS_OWN_BYTES = 2**30
+
+Details = Mapping[str, Any]
+
+
+def gpus(
+    present: bool, details: Details | None, torch: Mapping[str, Any], visible: str | None
+) -> Iterator[Finding]:
+    """`details` are NVML's (`supervisor.nvml`), None where it did not answer."""
+    if not present:
+        yield Finding("gpu", "ok", "no NVIDIA driver, so no GPU: workers run on the CPU")
+        return
+    if details is None or details["error"]:
+        reason = details["error"] if details else "it gave no answer in time"
+        said = f"the driver is there and NVML is not to be used ({reason}); see `nvidia-smi`"
+        yield Finding("driver", "error", said)
+        return
+    said = f"driver {details['driver']}, for CUDA up to {details['cuda']}"
+    yield Finding("driver", "ok", said)
+    for gpu in details["gpus"]:
+        yield from each(gpu)
+    yield against_torch(details, torch, visible)
+
+
+def each(gpu: Mapping[str, Any], about: Callable[[int], str] | None = None) -> Iterator[Finding]:
+    """One GPU: what it is, how it is set, and who is on it. `about` says whose a PID is."""
+    name = f"GPU {gpu['index']} ({gpu['name']})"
+    free, total = gpu["free_bytes"], gpu["total_bytes"]
+    yield Finding("gpu", "ok", f"{name}: {gib(free)} free of {gib(total)}, {gpu['uuid']}")
+    if gpu["compute_mode"] == "prohibited":
+        said = f"{name} lets nobody compute; as root: nvidia-smi -i {gpu['index']} -c DEFAULT"
+        yield Finding("gpu", "error", said)
+    elif gpu["compute_mode"] == "exclusive":
+        said = f"{name} is in exclusive mode: one process at a time, so no two models share it, "
+        said += f"and a new worker waits for the old; nvidia-smi -i {gpu['index']} -c DEFAULT"
+        yield Finding("gpu", "warning", said)
+    if gpu["mig"]:
+        said = f"{name} is split (MIG): servekit pins whole GPUs; name a MIG-… UUID in `gpus`, or "
+        said += f"as root: nvidia-smi -i {gpu['index']} -mig 0"
+        yield Finding("gpu", "warning", said)
+    if gpu["persistence"] is False:
+        said = f"{name} has persistence mode off: each start wakes it for seconds; as root: "
+        said += f"nvidia-smi -i {gpu['index']} -pm 1"
+        yield Finding("gpu", "warning", said)
+    yield from _holders(name, gpu, about or whose)
+
+
+def _holders(name: str, gpu: Mapping[str, Any], about: Callable[[int], str]) -> Iterator[Finding]:
+    known = 0
+    for pid, held in sorted(gpu["processes"]):
+        known += held
+        who = about(pid)
+        ours = who.startswith("servekit")
+        said = f"{name}: pid {pid} ({who}) holds {gib(held)}"
+        if not ours:
+            said += "; what it holds is not to be had by a model"
+        yield Finding("gpu", "ok" if ours else "warning", said)
+    unknown = gpu["total_bytes"] - gpu["free_bytes"] - known
+    if unknown > _DRIVERS_OWN_BYTES:
+        said = f"{name}: {gib(unknown)} are held by nobody who can be seen from here, such as a "
+        said += "process of another container"
+        yield Finding("gpu", "warning", said)
+
+
+def whose(pid: int) -> str:
+    """ "servekit, python -m …" for what an instance started, else its command."""
+    command = procfs.command(pid) or "another user's or container's"
+    return f"servekit, {command}" if procfs.has(pid, MARK) else command
+
+
+def against_torch(
+    details: Details, torch: Mapping[str, Any], visible: str | None = None
+) -> Finding:
+    """Whether torch finds the GPUs that NVML does, under this CUDA_VISIBLE_DEVICES."""
+    fields = ("index", "uuid", "name", "total_bytes", "free_bytes")
+    found = [Gpu(**{field: gpu[field] for field in fields}) for gpu in details["gpus"]]
+    wanted = restrict(found, visible)
+    if torch["error"]:
+        return Finding("gpu", "error", "torch cannot be imported, so no GPU can be used")
+    if torch["cuda"] is None:
+        said = "this torch is built for the CPU only: workers leave the GPUs idle; install torch "
+        said += f"for CUDA {details['cuda']} or older"
+        return Finding("gpu", "warning", said)
+    if _major(torch["cuda"]) > _major(details["cuda"]):
+        said = f"torch needs CUDA {torch['cuda']} and the driver knows {details['cuda']}: update "
+        return Finding("gpu", "error", f"{said}the driver, or install an older torch")
+    if torch["reason"]:
+        said = f"torch cannot use the GPUs that NVML sees: {torch['reason']}"
+        return Finding("gpu", "error", said)
+    if missing := _missing(wanted, torch["gpus"]):
+        said = f"torch finds {len(torch['gpus'])} of {len(wanted)} GPUs; not {missing}"
+        return Finding("gpu", "error", f"{said}. See CUDA_VISIBLE_DEVICES and `nvidia-smi`")
+    return Finding("gpu", "ok", f"torch finds and uses the same {len(wanted)} as NVML")
+
+
+def _missing(wanted: Sequence[Gpu], found: Sequence[str]) -> str:
+    """Those of NVML's that torch has not. Its UUIDs have no "GPU-" before them."""
+    have = {text.removeprefix("GPU-").lower() for text in found}
+    known = all("-" in text for text in have)  # an older torch tells names only
+    if not known:
+        return "" if len(found) == len(wanted) else "all of them"
+    return ", ".join(str(g) for g in wanted if g.uuid.removeprefix("GPU-").lower() not in have)
+
+
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
+
+
+def visible_devices() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")

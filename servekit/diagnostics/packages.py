@@ -1,0 +1,121 @@
+"""Versions, and what can be imported: each library in a child of its own, all at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import servekit
+from servekit.config.engines import installed as known
+from servekit.diagnostics.finding import Finding
+from servekit.system import python_command
+
+#: Compiled against one torch, one CUDA or one C library, and broken by the next.
+EXTENSIONS = (
+    "flash_attn",
+    "flash_attn_interface",
+    "bitsandbytes",
+    "xformers",
+    "causal_conv1d",
+    "mamba_ssm",
+    "deepspeed",
+    "triton",
+    "vllm",
+    "llama_cpp",
+    "xllamacpp",
+    "llguidance",
+    "tokenizers",
+    "safetensors",
+)
+_NAMED = ("transformers", "accelerate", "peft", "gradio", "nvidia-ml-py")
+#: Cold, on a busy disk, torch and what it loads take most of this.
+PATIENCE_S = 90.0
+
+Probed = Mapping[str, Mapping[str, Any]]
+
+
+def probe(names: Sequence[str], patience_s: float = PATIENCE_S) -> dict[str, dict[str, Any]]:
+    """What each module says of itself: `version` and `error`; of torch see `probe.py`."""
+    with ThreadPoolExecutor(2) as pool:  # more would only wait for the disk
+        return dict(zip(names, pool.map(lambda n: _probe(n, patience_s), names), strict=True))
+
+
+def _probe(name: str, patience_s: float) -> dict[str, Any]:
+    command = [*python_command.module("servekit.diagnostics.probe"), name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=patience_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"version": "", "error": f"its import took more than {patience_s:g} s"}
+    if done.returncode != 0:
+        return {"version": "", "error": f"its import {_death(done.returncode)}"}
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def _death(returncode: int) -> str:
+    if returncode < 0:
+        return f"died of {signal.Signals(-returncode).name}"
+    return f"ended the process with exit code {returncode}"
+
+
+def installed(names: Sequence[str]) -> list[str]:
+    """Those that are there; nothing is imported."""
+    return [name for name in names if importlib.util.find_spec(name) is not None]
+
+
+def versions() -> Finding:
+    found = [f"servekit {servekit.__version__}", f"Python {platform.python_version()}"]
+    for name in _NAMED:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Finding("versions", "ok", ", ".join(found))
+
+
+def software(probed: Probed) -> Iterator[Finding]:
+    yield versions()
+    yield from engines()
+    for name, said in probed.items():
+        if name != "torch":
+            yield extension(name, said)
+    yield torch(probed["torch"])
+
+
+def engines() -> Iterator[Finding]:
+    """What models can be run with here, and what packages bring in vain."""
+    for name, what in known.engines():
+        yield Finding("engines", "ok", f"{name}: {what}")
+    for sentence in known.refused():
+        yield Finding("engines", "warning", sentence)
+
+
+def extension(name: str, said: Mapping[str, Any]) -> Finding:
+    if said["error"]:
+        first = said["error"].splitlines()[0]
+        return Finding(
+            "extensions",
+            "warning",
+            f"{name} is installed and cannot be imported ({first}); install the build that fits "
+            "this torch, or remove it",
+        )
+    return Finding("extensions", "ok", f"{name} {said['version']}".rstrip())
+
+
+def torch(said: Mapping[str, Any]) -> Finding:
+    if said["error"]:
+        first = said["error"].splitlines()[0]
+        return Finding(
+            "torch", "error", f"torch cannot be imported ({first}); pip install it again"
+        )
+    build = f"for CUDA {said['cuda']}" if said["cuda"] else "for the CPU only"
+    return Finding("torch", "ok", f"torch {said['version']}, built {build}")

@@ -1,0 +1,48 @@
+"""`python -m servekit.diagnostics.probe MODULE`: imports a module and says, as one line of JSON, how.
+
+In a process of its own, because an import may crash, hang or initialise CUDA. Of torch it asks
+the GPUs, too, which makes a context on each for a moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    # The library may print what it likes; only our line goes to the real stdout.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    name = sys.argv[1]
+    try:
+        module = importlib.import_module(name)
+        said = {"version": str(getattr(module, "__version__", "")), "error": ""}
+        if name == "torch":
+            said |= _torch(module)
+    except BaseException as error:
+        said = {"version": "", "error": f"{type(error).__name__}: {error}"}
+    os.write(out, json.dumps(said).encode() + b"\n")
+    os._exit(0)  # what a library does at its exit is not asked
+
+
+def _torch(torch: Any) -> dict[str, Any]:
+    said: dict[str, Any] = {"cuda": torch.version.cuda, "gpus": [], "reason": ""}
+    if torch.version.cuda is None:
+        return said
+    try:
+        torch.cuda.init()
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            torch.zeros(1, device=f"cuda:{index}")
+            said["gpus"].append(str(getattr(properties, "uuid", properties.name)))
+    except Exception as error:
+        said["reason"] = str(error).splitlines()[0]
+    return said
+
+
+if __name__ == "__main__":
+    main()

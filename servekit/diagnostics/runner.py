@@ -1,0 +1,35 @@
+"""All examinations, in the order in which one depends on the other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from servekit.diagnostics import finding, packages
+from servekit.diagnostics.finding import Finding
+from servekit.diagnostics.gpus import gpus, visible_devices
+from servekit.diagnostics.host import host
+from servekit.diagnostics.service import service
+from servekit.system.gpus import find_gpus
+from servekit.system.nvml_client import driver, is_present
+
+
+def examine(file: Path | None, run_dir: Path | None) -> list[Finding]:
+    """Everything; takes as long as the slowest import, seconds. Never imports torch itself."""
+    visible = visible_devices()
+    probed = packages.probe(["torch", *packages.installed(packages.EXTENSIONS)])
+    details = driver.ask("details") if is_present() else None
+    torch = probed["torch"]
+    return [
+        *packages.software(probed),
+        *gpus(is_present(), details, torch, visible),
+        *host(),
+        *service(file, run_dir, find_gpus(visible), torch),
+    ]
+
+
+def told(findings: list[Finding], *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps([asdict(found) for found in findings], indent=2)
+    return finding.text(findings)

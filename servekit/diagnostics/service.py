@@ -1,0 +1,84 @@
+"""What an instance would stand on: its file, its ports, its run directory, its cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from servekit.config.schema import Config, ServerConfig
+from servekit.diagnostics.finding import Finding
+from servekit.diagnostics.host import disk
+from servekit.errors import ConfigError, StartError
+from servekit.supervisor.deployments.plan import Plan, Source
+from servekit.supervisor.process.run_dir import default_paths, read_record
+from servekit.supervisor.scheduling.wheels import look_up
+from servekit.system import procfs, sockets
+from servekit.system.gpus import Gpu
+
+_RUN_DIR_BYTES = 100 * 2**20
+_CACHE_BYTES = 10 * 2**30
+_ON_TORCH = {"transformers", "vllm"}
+
+
+def service(
+    file: Path | None, run_dir: Path | None, gpus: Sequence[Gpu], torch: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """What a start with `file` would meet; without one, what the defaults would."""
+    config = None
+    if file is not None:
+        try:
+            plan = Source(file.absolute()).plan(gpus)
+        except ConfigError as error:
+            yield Finding("configuration", "error", error.message)
+        else:
+            config = plan.config
+            yield configuration(file, plan, torch)
+            yield from (Finding("wheel", w.level, f"{w.place}: {w.said}") for w in look_up(plan))
+    folder = run_dir or (config and config.run_dir) or default_paths(os.environ)[0]
+    yield from ports(config, folder)
+    yield disk("run directory", folder, _RUN_DIR_BYTES)
+    yield disk("cache", cache_folder(os.environ), _CACHE_BYTES)
+
+
+def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
+    """Whether what it wants can be had here: places were found, so the GPUs are there."""
+    if plan.config.launcher == "ray":
+        said = f"{file}: {len(plan.places)} workers, which Ray places"
+        return Finding("configuration", "ok", said)
+    on_gpu = [place.name for place in plan.places if place.gpus]
+    real = {m.name for m in plan.config.models if m.engine in _ON_TORCH}
+    needs = [place.name for place in plan.places if place.gpus and place.model in real]
+    if needs and (torch["error"] or not torch.get("cuda")):
+        said = f"{file}: {', '.join(needs)} would run on a GPU, which this torch cannot use"
+        return Finding("configuration", "error", f"{said}; install one that is built for CUDA")
+    where = f"{len(on_gpu)} on GPUs, {len(plan.places) - len(on_gpu)} on the CPU"
+    return Finding("configuration", "ok", f"{file}: {len(plan.places)} workers, {where}")
+
+
+def ports(config: Config | None, run_dir: Path) -> Iterator[Finding]:
+    server = config.server if config else ServerConfig()
+    record = read_record(run_dir)
+    if record and (process := procfs.read(record.pid)) and process.state not in "ZX":
+        said = f"an instance (pid {record.pid}) runs in {run_dir} at {record.url}"
+        yield Finding("port", "ok", said)
+        return
+    for port in (server.port, server.legacy_port):
+        if port is not None:
+            yield free_port(server.host, port)
+
+
+def free_port(host: str, port: int) -> Finding:
+    """Whether it can be listened on: it is, for a moment."""
+    try:
+        sockets.bind(host, port).close()
+    except StartError as error:
+        return Finding("port", "error", error.message)
+    return Finding("port", "ok", f"{host}:{port} is free" if port else "any free port will do")
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where models are kept, after the XDG base directory specification."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "servekit"

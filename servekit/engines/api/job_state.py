@@ -1,0 +1,190 @@
+"""One request under way inside an engine: what every engine that samples itself has to know of it.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from servekit.engines.api.base import EmbedJob, Job, StepOutput
+from servekit.engines.text.sampling_params import LEAST, Sampling
+from servekit.engines.text.structured_output import Constraint
+from servekit.protocol.messages import PromptToken, TokenLogprob
+
+#: In the place of a token: the model computed NaN, so that there is none.
+NOT_A_NUMBER = -1
+_BROKEN = (
+    "The model computed values that are not numbers (NaN) for this request. Its weights, or those "
+    "of its adapter, overflow the model's dtype: serve it in bfloat16 or float32."
+)
+
+
+class Scores(NamedTuple):
+    """Of one token: its log probability, and (token id, log probability) of the best."""
+
+    chosen: float
+    best: tuple[tuple[int, float], ...]
+
+
+def _nameless(token: int) -> bytes:
+    return b""
+
+
+def ends_of(job: Job, eos: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a job: the model's `eos`, unless it ignores them, and its own.
+
+    With a grammar the model's are never ignored: the text may have to end there.
+    """
+    ignored = job.params.ignore_eos and job.constraint is None
+    own = job.params.stop_token_ids
+    if not own:
+        return frozenset() if ignored else eos
+    return frozenset(own) | (frozenset() if ignored else eos)
+
+
+@dataclass(slots=True, eq=False)
+class Underway:
+    """A job, the tokens it has so far, and how it chooses the next one.
+
+    `key` is unique in the engine's life, where a job's id may come again after a cancellation.
+    `completion` starts with the tokens that another worker produced.
+    """
+
+    key: str
+    job: Job
+    sampling: Sampling
+    eos: frozenset[int]  # see `ends_of`
+    max_tokens: int
+    piece: Callable[[int], bytes] = _nameless  # the bytes of a token
+    constraint: Constraint | None = None
+    cancelled: bool = False
+    completion: list[int] = field(default_factory=list)
+    scores: Scores | None = None  # of the token that is about to be pushed
+    broken: bool = False  # what was computed for it is no number
+    unscored: bool = False  # log probabilities of its prompt are wanted, and not all there
+    prompt_scores: list[PromptToken] = field(default_factory=list)  # those that are there
+
+    def __post_init__(self) -> None:
+        self.completion = list(self.job.emitted)
+        if self.job.params.prompt_logprobs is not None:
+            self.score_prompt()
+
+    def score_prompt(self) -> None:
+        """Begin to collect log probabilities of the prompt; its first token has none."""
+        first = self.job.prompt_ids[0]
+        self.prompt_scores = [PromptToken(first, self.piece(first))]
+        self.unscored = len(self.job.prompt_ids) > 1
+
+    def note_prompt(
+        self, token: int, logprob: float, rank: int, best: Sequence[tuple[int, float]]
+    ) -> None:
+        """Take the next token of the prompt whose log probability is known."""
+        self.broken |= math.isnan(logprob)
+        named = tuple((other, self.piece(other), max(value, LEAST)) for other, value in best)
+        known = PromptToken(token, self.piece(token), max(logprob, LEAST), rank, named)
+        self.prompt_scores.append(known)
+        self.unscored = len(self.prompt_scores) < len(self.job.prompt_ids)
+
+    def tell_prompt(self, output: StepOutput) -> None:
+        """Let its first output tell what is known of the prompt."""
+        if self.prompt_scores:
+            output.prompt, self.prompt_scores = self.prompt_scores, []
+
+    @property
+    def position(self) -> int:
+        """Completion tokens before the next one."""
+        return len(self.completion)
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.completion)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.sampling.logprobs is not None
+
+    @property
+    def eos_forbidden(self) -> bool:
+        """A grammar sees to it itself, because its text may have to end earlier."""
+        early = self.position < self.sampling.min_tokens
+        return early and bool(self.eos) and self.constraint is None
+
+    def forbidden(self) -> list[int]:
+        """The last tokens of banned words whose other tokens the completion ends with."""
+        done = self.completion
+        return [
+            word[-1]
+            for word in self.job.banned
+            if len(word) == 1 or done[-(len(word) - 1) :] == list(word[:-1])
+        ]
+
+    @property
+    def end_unwanted(self) -> bool:
+        """A grammar is to go on while it can."""
+        return self.job.params.ignore_eos or self.position < self.sampling.min_tokens
+
+    @property
+    def ended(self) -> StepOutput | None:
+        """What there is to say if the tokens that another worker produced were already all."""
+        if self.constraint is not None and self.constraint.ended:
+            return StepOutput(self.job.id, [], "stop")
+        return None if self.remaining > 0 else StepOutput(self.job.id, [], "length")
+
+    @property
+    def steered(self) -> bool:
+        """Something changes its logits before the best of them is its token."""
+        sampling = self.sampling
+        changed = sampling.penalised or sampling.logit_bias or self.job.banned
+        return bool(changed) or self.eos_forbidden
+
+    def push(self, token: int) -> StepOutput:
+        """Take the token of this step."""
+        if token == NOT_A_NUMBER or self.broken:
+            self.broken = True
+            return StepOutput(self.job.id, [], error=_BROKEN)
+        constraint = self.constraint
+        if constraint is not None and constraint.failure:
+            return self._failed(constraint)
+        if token in self.eos:
+            asked = token in self.job.params.stop_token_ids
+            return StepOutput(self.job.id, [], "stop", stop_token=token if asked else -1)
+        self.completion.append(token)
+        output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
+        if self.scores is not None:
+            output.logprobs = [self._logprob(token, self.scores)]
+            self.scores = None
+        if constraint is not None:
+            constraint.take(token)
+            if constraint.failure:
+                return self._failed(constraint)
+            output.finish = "stop" if constraint.ended else output.finish
+        return output
+
+    def _failed(self, constraint: Constraint) -> StepOutput:
+        return StepOutput(self.job.id, [], error=constraint.failure, param=constraint.grammar.param)
+
+    def _logprob(self, token: int, scores: Scores) -> TokenLogprob:
+        best = tuple((self.piece(other), value) for other, value in scores.best)
+        return TokenLogprob(self.piece(token), scores.chosen, best)
+
+
+@dataclass(slots=True, eq=False)
+class EmbedRow:
+    """A job with texts to embed, and what is left to do of it."""
+
+    key: str
+    job: EmbedJob
+    cancelled: bool = False
+    vectors: list[bytes] = field(default_factory=list)
+    left: deque[int] = field(default_factory=deque)  # texts without a vector, the longest first
+    ended: StepOutput | None = None  # nothing is ever done before it is begun
+
+    def __post_init__(self) -> None:
+        self.vectors = [b""] * len(self.job.inputs)
+        lengths = [len(ids) for ids in self.job.inputs]
+        self.left = deque(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))

@@ -1,0 +1,133 @@
+"""What may enter the engine's loop.
+
+The library's loop trusts its input, and one bad request ends it for everyone; so everything it
+trusts is checked here, on the caller's thread, where the answer is a 400.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from servekit.engines.api.base import EmbedJob, Job
+from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.protocol.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job must keep to. `max_context` counts prompt and completion tokens together.
+
+    `head_size` is how many token ids the model can say; 0: all that it reads. `fills`: see
+    `base.Engine.fills_context`.
+    """
+
+    vocab_size: int
+    max_context: int
+    head_size: int = 0
+    fills: bool = False
+
+
+def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
+    """Raise RequestError if the job could not run, or would harm others.
+
+    `virtual_tokens` are its adapter's: they take room in the context, beside the prompt.
+    """
+    if virtual_tokens:
+        limits = replace(limits, max_context=limits.max_context - virtual_tokens)
+    if not job.prompt_ids:
+        raise RequestError(
+            "The prompt is empty; the model needs at least one token.", param="prompt"
+        )
+    _check_ids(job.prompt_ids, limits.vocab_size)
+    _check_ids(job.emitted, limits.head_size or limits.vocab_size)
+    _check_params(job.params)
+    _check_bias(job.params, limits)
+    _check_stops(job.params, limits.vocab_size)
+    _check_length(job, limits)
+
+
+def check_inputs(job: EmbedJob, limits: Limits) -> None:
+    """The same for texts to embed."""
+    for ids in job.inputs:
+        if not 0 < len(ids) <= limits.max_context:
+            raise ContextLengthExceeded(
+                f"An input has {len(ids)} tokens; it must have 1 to {limits.max_context}.",
+                param="input",
+            )
+        _check_ids(ids, limits.vocab_size)
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"Token id {bad} is not in the model's vocabulary (0 to {vocab_size - 1}).",
+            param="prompt",
+        )
+
+
+def _check_length(job: Job, limits: Limits) -> None:
+    prompt, limit = len(job.prompt_ids), limits.max_context
+    if prompt == limit and job.params.max_tokens == 1 and limits.fills:
+        return
+    if prompt >= limit:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt} tokens, and this model's context has room for {limit}, "
+            "with at least one for the answer.",
+            param="prompt",
+        )
+    if job.params.max_tokens is None or job.params.max_tokens < 1:
+        raise RequestError("max_tokens must be at least 1.", param="max_tokens")
+    if prompt + job.params.max_tokens > limit:
+        raise ContextLengthExceeded(
+            f"{prompt} prompt tokens and max_tokens {job.params.max_tokens} exceed this model's "
+            f"context of {limit} tokens.",
+            param="max_tokens",
+        )
+
+
+def _check_stops(params: SamplingParams, vocab_size: int) -> None:
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"stop_token_ids names token {token}, which is not in the model's vocabulary "
+                f"(0 to {vocab_size - 1}).",
+                param="stop_token_ids",
+            )
+
+
+#: Inclusive ranges. The gateway checks them too; here they keep NaN out of everyone's batch.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, math.inf),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "min_tokens": (0, math.inf),
+    "logprobs": (0, 1000),
+}
+_BIAS = (-100.0, 100.0)
+
+
+def _check_params(params: SamplingParams) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:
+            raise RequestError(f"{name} must be between {low:g} and {high:g}.", param=name)
+
+
+def _check_bias(params: SamplingParams, limits: Limits) -> None:
+    size = limits.head_size or limits.vocab_size
+    for token, value in params.logit_bias:
+        if not 0 <= token < size:
+            read = 0 <= token < limits.vocab_size
+            what = "which the model reads but cannot say" if read else "not in its vocabulary"
+            raise RequestError(
+                f"logit_bias names token {token}, {what} (0 to {size - 1}).",
+                param="logit_bias",
+            )
+        if not _BIAS[0] <= value <= _BIAS[1]:
+            raise RequestError("logit_bias must be between -100 and 100.", param="logit_bias")

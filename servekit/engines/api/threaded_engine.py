@@ -1,0 +1,191 @@
+"""The loop of an engine that runs step by step, in a thread of its own: take what was submitted and
+cancelled, run one step, emit what it brought, all of it at once. Nothing but that thread touches
+the runner.
+
+Should a step raise, the loop cannot be trusted any more: `fatal` is set, which ends the worker, and
+the requests under way go on in other workers. Nothing more is said of them here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+from servekit.engines.api.base import (
+    TOLD_TO_FAIL,
+    EmbedJob,
+    Emit,
+    Engine,
+    Job,
+    Load,
+    StepOutput,
+)
+from servekit.errors import EngineFailed, RequestError
+from servekit.protocol.messages import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+#: How long `close` waits for the step that is running; the thread ends with its process anyway.
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Request(Protocol):
+    """A job under way."""
+
+    cancelled: bool
+
+    @property
+    def job(self) -> Job | EmbedJob: ...
+    @property
+    def ended(self) -> StepOutput | None: ...
+
+
+class StepRunner(Protocol):
+    """Runs requests step by step; called by the loop's thread only."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_used(self) -> float: ...
+    def add(self, row: Any) -> None: ...
+    def cancel(self, row: Any) -> None: ...
+    def step(self) -> Sequence[tuple[Any, StepOutput]]: ...
+    def close(self) -> None: ...
+
+
+class LoopedEngine(Engine):
+    """An engine whose `load` sets `_runner`, and which gives its requests to `_take`."""
+
+    _runner: StepRunner
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._rows: dict[int, Request] = {}
+        self._serial = count()
+        self._closing = self._fails = False
+        self._thread: threading.Thread | None = None
+        self._progress_at = time.monotonic()
+
+    # ---------------------------------------------------------------- the caller's side
+
+    def start(self, emit: Emit) -> None:
+        self._emit = emit
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def cancel(self, job_id: int) -> None:
+        with self._changed:
+            row = self._rows.pop(job_id, None)
+            if row is not None:
+                row.cancelled = True
+                self._post(lambda: self._runner.cancel(row))
+
+    def load_now(self) -> Load:
+        runner, total = self._runner, len(self._rows)
+        running = min(runner.running, total)
+        age = time.monotonic() - self._progress_at if total else 0.0
+        return Load(running, total - running, runner.kv_used if total else 0.0, age)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _key(self, job_id: int) -> str:
+        """Unique in the engine's life, where ids may come again."""
+        return f"{job_id}#{next(self._serial)}"
+
+    def _take(self, row: Request) -> None:
+        job_id = row.job.id
+        with self._changed:
+            if self.fatal is not None or self._closing:
+                raise EngineFailed("The engine has stopped; the worker is being restarted.")
+            if job_id in self._rows:
+                raise RequestError(f"Request id {job_id} is already in flight.")
+            if not self._rows:
+                self._progress_at = time.monotonic()  # what was idle until now is not late
+            self._rows[job_id] = row
+            self._post(lambda: self._add(row))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._changed.notify()
+
+    def fail_step(self) -> None:
+        with self._changed:
+            self._fails = True
+
+    # ---------------------------------------------------------------- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                self._step()
+        except BaseException as error:  # a panic in Rust is no Exception
+            log.exception("the engine's loop has failed")
+            self._die(error)
+        else:
+            self._runner.close()  # not after a failure: a broken device may never answer
+
+    def _await_work(self) -> bool:
+        """Carry out commands; wait until there is a step to run. False when closing."""
+        while True:
+            with self._changed:
+                idle = not (self._runner.running or self._runner.waiting)
+                while idle and not self._commands and not self._closing:
+                    self._changed.wait()
+                commands, self._commands = self._commands, deque()
+                if self._closing:
+                    return False
+            while commands:  # none is kept while waiting: it may hold an adapter that is gone
+                commands.popleft()()
+            if self._runner.running or self._runner.waiting:
+                return True
+
+    def _add(self, row: Request) -> None:
+        if row.cancelled:
+            return
+        if (ended := row.ended) is None:
+            self._runner.add(row)
+        else:  # continued from a worker that died between its last token and saying so
+            self._deliver([(row, ended)])
+
+    def _step(self) -> None:
+        if self._fails:
+            raise RuntimeError(TOLD_TO_FAIL)
+        outputs = self._runner.step()
+        self._progress_at = time.monotonic()
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: Sequence[tuple[Request, StepOutput]]) -> None:
+        """Emit one step's outputs, without those cancelled meanwhile.
+
+        Under the lock, so that nothing of a job is emitted once `cancel` has returned.
+        """
+        with self._changed:
+            live = [output for row, output in outputs if not row.cancelled]
+            for output in live:
+                if output.finish is not None or output.error is not None:
+                    self._end(self._rows.pop(output.id))
+            if heard := [output for output in live if output.id >= 0]:
+                self._emit(heard)
+
+    def _end(self, row: Request) -> None:
+        """A request is over; those of the engine's own, below 0, are told here alone."""
+
+    def _die(self, error: BaseException) -> None:
+        with self._changed:
+            self._rows = {}
+            self._commands.clear()
+            self.fatal = error

@@ -1,0 +1,182 @@
+"""The llama.cpp engine: GGUF files as they are, many requests in one batch, and embeddings.
+
+It stands on llama.cpp's low-level interface, by way of the library that a Python binding brings
+(`llama/`). The bindings' own servers batch, too, but know neither a request that goes on after
+tokens of another worker, nor noise keyed by seed and position, nor llguidance's grammars: what
+makes an answer here the same as the transformers engine's.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+from msgspec import structs
+
+from servekit.engines.api.base import EmbedJob, Job, Report
+from servekit.engines.api.job_state import EmbedRow, ends_of
+from servekit.engines.api.job_validation import Limits, check, check_inputs
+from servekit.engines.api.threaded_engine import LoopedEngine
+from servekit.engines.llamacpp.embedding import LlamaEmbedder
+from servekit.engines.llamacpp.generation import GenerationRunner
+from servekit.engines.llamacpp.loading import Loaded, load
+from servekit.engines.llamacpp.request_row import LlamaRow
+from servekit.engines.llamacpp.tokenizer import LlamaCodec
+from servekit.engines.text.sampling_params import resolve
+from servekit.engines.text.structured_output import Constraint, Grammars
+from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.errors import Unsupported
+from servekit.model_metadata.gguf import quantization
+from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo
+from servekit.protocol.tool_formats import markers
+
+log = logging.getLogger(__name__)
+
+SERVES: tuple[Capability, ...] = (
+    *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
+    *("stop_token_ids", "bad_words", "prompt_logprobs"),
+)
+#: Sampling that a file may ask for, by `Sampling` field.
+_STATED = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+NO_GRAMMAR = "This model's vocabulary is of a kind that llguidance cannot read."
+
+
+class LlamaCppEngine(LoopedEngine):
+    """See the module's docstring; options are `config.engines.LlamaCppOptions`."""
+
+    fills_context = True
+    _loaded: Loaded | None = None
+    _grammars: Grammars | None = None
+
+    # ---------------------------------------------------------------- loading
+
+    def load(self, report: Report) -> ModelInfo:
+        self._loaded = loaded = load(self.spec, report)
+        vocabulary = loaded.model.vocabulary
+        generates = loaded.pooling is None
+        template = self.spec.chat_template or loaded.model.chat_template
+        self.codec = codec = LlamaCodec(vocabulary, template if generates else "")
+        self.vocab_size = vocabulary.size
+        context = loaded.plan.max_context
+        self._limits = Limits(vocabulary.size, context, fills=self.fills_context)
+        info = self._info(loaded)
+        if not generates:
+            self._runner = LlamaEmbedder(loaded.context, loaded.context.batch_tokens)
+            return structs.replace(
+                info,
+                serves=("embed", "tokenize", "detokenize"),
+                embedding_size=loaded.model.embedding_size,
+            )
+        self._runner = GenerationRunner(
+            loaded.context,
+            loaded.context.batch_tokens,
+            rewinds=loaded.model.rewinds,
+        )
+        self._eos = vocabulary.eos
+        stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
+        self._defaults: dict[str, Any] = self._stated() | stated
+        self._grammars = self._make_grammars()
+        dialect = self._dialect()
+        return structs.replace(info, chat=codec.chat, serves=self._served(dialect), dialect=dialect)
+
+    def _info(self, loaded: Loaded) -> ModelInfo:
+        plan, model = loaded.plan, loaded.model
+        where = f", {plan.gpu_layers} layers on the GPU" if plan.gpu_layers else ""
+        return ModelInfo(
+            max_context=plan.max_context,
+            slots=loaded.context.sequences,
+            chat=False,
+            architecture=loaded.header.architecture,
+            dtype=quantization(loaded.header.metadata, model.description),
+            device="cuda:0" if self.spec.device == "cuda" else "cpu",
+            parameters=model.parameters,
+            kv_cache_bytes=plan.cache_bytes,
+            weights_bytes=model.size_bytes,
+            prefix_block=1 if model.rewinds and loaded.pooling is None else 0,
+            prefix_tokens=plan.context if model.rewinds and loaded.pooling is None else 0,
+            detail=f"{loaded.binding.library.binding}, cache of {plan.context} tokens{where}",
+        )
+
+    def _stated(self) -> dict[str, Any]:
+        """The sampling that the file asks for."""
+        vocabulary = self._model().vocabulary
+        found = {}
+        for name, key in _STATED.items():
+            value = vocabulary.stated(f"general.sampling.{key}")
+            if value:
+                found[name] = int(value) if name == "top_k" else float(value)
+        return found
+
+    def _make_grammars(self) -> Grammars | None:
+        vocabulary = self._model().vocabulary
+        try:
+            return Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
+        except Exception as error:  # the library's own, of many kinds; the model serves without
+            log.warning("no structured output: %s", error)
+            return None
+
+    def _dialect(self) -> Dialect:
+        spec, codec = self.spec, cast(LlamaCodec, self.codec)
+        found = find_dialect(codec.template, spec.tool_parser, spec.reasoning_parser)
+        known = codec.tokens_of(markers(found))
+        tokens = [(text, token) for text, token in known.items() if token not in self._eos]
+        return structs.replace(found, tokens=tuple(tokens))
+
+    def _served(self, dialect: Dialect) -> tuple[Capability, ...]:
+        grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
+        template, parser = cast(LlamaCodec, self.codec).template, self.spec.tool_parser
+        tools = tool_capabilities(template, dialect, parser, grammars=bool(grammar))
+        return (*SERVES, *grammar, *tools)
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, job: Job) -> None:
+        if isinstance(self._runner, LlamaEmbedder):
+            raise Unsupported("This model makes embeddings only.", param="model")
+        check(job, self._limits)
+        sampling = resolve(job.params, self._defaults, self.vocab_size)
+        bound = job.constraint is not None
+        if bound != (job.params.grammar is not None):
+            raise ValueError("a job with a grammar comes with what `constrain` made of it")
+        ends = ends_of(job, self._eos)
+        row = LlamaRow(
+            *(self._key(job.id), job, sampling, ends, job.params.max_tokens or 1),
+            piece=self._model().vocabulary.piece,
+            constraint=cast(Constraint | None, job.constraint),
+        )
+        self._take(row)
+
+    def embed(self, job: EmbedJob) -> None:
+        if not isinstance(self._runner, LlamaEmbedder):
+            raise Unsupported(
+                "This model has no pooling to make embeddings with; options.pooling gives it one.",
+                param="model",
+            )
+        check_inputs(job, self._limits)
+        self._take(EmbedRow(self._key(job.id), job))
+
+    def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
+        if self._grammars is None:
+            raise Unsupported(NO_GRAMMAR, param=grammar.param)
+        return self._grammars.constraint(grammar, emitted)
+
+    def close(self) -> None:
+        super().close()
+        ended = self._thread is None or not self._thread.is_alive()
+        if self._loaded is not None and ended:
+            self._loaded.context.close()
+            self._loaded.model.close()
+
+    def _model(self) -> Any:
+        if self._loaded is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._loaded.model

@@ -1,0 +1,243 @@
+"""Generation: several sequences at once in llama.cpp's batches, their prompts in pieces beside.
+
+Each step is one pass: a token of every sequence that is generating, and of prompts as much as the
+batch has room for, the oldest first. The sequences share one cache.
+
+A sequence that has ended stays in the cache until its place or its room is needed: a request whose
+prompt begins as it does goes on from there. One that still runs shares its beginning, too, without
+a copy. When the cache is full the sequences that have ended go first, the longest unused before
+the others; then the youngest request gives its place back, and is computed again later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from servekit.engines.api.base import StepOutput
+from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS
+from servekit.engines.llamacpp.model import Context, NoRoom
+from servekit.engines.llamacpp.request_row import LlamaRow
+from servekit.engines.llamacpp.sampling_params import choose, score_prompt
+
+log = logging.getLogger(__name__)
+
+#: Shorter beginnings are not worth looking up.
+LEAST_SHARED = 8
+#: Room that a request has to find beside its prompt before it begins.
+HEADROOM_TOKENS = 32
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A sequence of llama.cpp: who has it, and which tokens the cache holds of it."""
+
+    id: int
+    row: LlamaRow | None = None
+    cached: list[int] = field(default_factory=list)
+    salt: str = ""  # whose requests may share what is cached
+    used: int = 0  # the step in which it was last used
+    born: int = 0  # the step in which its row came
+
+
+_At = tuple[Place, int]
+_Read = tuple[Place, list[int], int]
+
+
+class GenerationRunner:
+    """Runs rows step by step; all calls come from the engine's thread."""
+
+    def __init__(self, context: Context, step_tokens: int, *, rewinds: bool) -> None:
+        """`step_tokens` of one pass; `rewinds`: a sequence can be cut anywhere."""
+        self._context = context
+        self._step_tokens = step_tokens
+        self._rewinds = rewinds
+        self._waiting: deque[LlamaRow] = deque()
+        self._places = [Place(index) for index in range(context.sequences)]
+        self._clock = count(1)
+        self._now = 0
+
+    @property
+    def running(self) -> int:
+        return sum(place.row is not None for place in self._places)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_used(self) -> float:
+        used = sum(len(place.cached) for place in self._places if place.row is not None)
+        return min(1.0, used / self._context.capacity)
+
+    def add(self, row: LlamaRow) -> None:
+        self._waiting.append(row)
+
+    def cancel(self, row: LlamaRow) -> None:
+        self._waiting = deque(other for other in self._waiting if other is not row)
+        for place in self._places:
+            if place.row is row:
+                self._leave(place)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._context.close()
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self) -> list[tuple[LlamaRow, StepOutput]]:
+        """One pass; returns what it brought."""
+        self._now = next(self._clock)
+        self._admit()
+        while True:
+            plan = self._plan()
+            try:
+                wanted, read = self._run(plan)
+                break
+            except NoRoom:
+                self._make_room()
+        for place, tokens, at in read:
+            score_prompt(_row(place), len(place.cached), len(tokens), at, self._context.logits)
+        for place, tokens in plan:
+            place.cached += tokens
+            place.used = self._now
+        return [output for place, at in wanted for output in self._choose(place, at)]
+
+    def _run(self, plan: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
+        """Compute; returns whose logits are in which place of the batch.
+
+        The second are prompts whose tokens' log probabilities are wanted, by their last place.
+        """
+        wanted: list[_At] = []
+        read: list[_Read] = []
+        self._context.begin()
+        for place, tokens in plan:
+            last = len(place.cached) + len(tokens) == _row(place).length
+            every = _row(place).unscored
+            at = self._context.put(place.id, len(place.cached), tokens, output=last, every=every)
+            if last:
+                wanted.append((place, at))
+            if every:
+                read.append((place, tokens, at))
+        self._context.run()
+        return wanted, read
+
+    def _choose(self, place: Place, at: int) -> list[tuple[LlamaRow, StepOutput]]:
+        row = _row(place)
+        output = row.push(choose(row, self._context.logits(at)))
+        output.cached_tokens = row.cached_tokens or 0
+        if row.prompt_scores:
+            row.tell_prompt(output)
+        if output.finish is not None or output.error is not None:
+            self._leave(place)
+        return [(row, output)]
+
+    def _plan(self) -> list[tuple[Place, list[int]]]:
+        """Which tokens of which sequence go into this pass: generation first, then prompts."""
+        active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
+        left = {place.id: _row(place).length - len(place.cached) for place in active}
+        order = sorted(active, key=lambda place: left[place.id] > 1)
+        room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, []
+        for place in order:
+            taken = min(left[place.id], room)
+            if _row(place).unscored:
+                taken = min(taken, scored)
+                scored -= taken
+            if taken:
+                start = len(place.cached)
+                plan.append((place, _row(place).context(start, start + taken)))
+                room -= taken
+        if self._used() + self._step_tokens - room > self._context.capacity:
+            self._make_room()
+            return self._plan()
+        return plan
+
+    # ---------------------------------------------------------------- coming and going
+
+    def _admit(self) -> None:
+        while self._waiting and (free := [p for p in self._places if p.row is None]):
+            row = self._waiting[0]
+            busy = sum(_row(p).length for p in self._places if p.row is not None)
+            if busy and busy + row.length + HEADROOM_TOKENS > self._context.capacity:
+                return
+            self._enter(self._waiting.popleft(), free)
+
+    def _enter(self, row: LlamaRow, free: list[Place]) -> None:
+        """Give `row` one of the `free` places, with as much of its beginning as is in the cache."""
+        source, shared = self._known(row)
+        oldest = min(free, key=lambda place: (bool(place.cached), place.used))
+        place = source if source is not None and source.row is None else oldest
+        if place is not source:
+            self._cut(place, 0)
+            if source is not None:
+                self._context.share(source.id, place.id, shared)
+                place.cached = source.cached[:shared]
+        place.salt = row.job.cache_salt
+        self._cut(place, shared)
+        row.note_cached(shared)
+        place.row, place.born = row, self._now
+
+    def _known(self, row: LlamaRow) -> tuple[Place | None, int]:
+        """The place that begins as `row` does for longest, and for how long: all but the last
+        token at most, for that one's logits are wanted."""
+        best: tuple[Place | None, int] = (None, 0)
+        if not self._rewinds or row.unscored:
+            return best
+        tokens = row.context(0, row.length)[:-1]
+        for place in self._places:
+            if place.salt != row.job.cache_salt:
+                continue
+            shared = _common(place.cached, tokens)
+            longer = shared >= LEAST_SHARED and shared > best[1]
+            if longer and self._context.holds(place.id, shared):
+                best = (place, shared)
+        return best
+
+    def _leave(self, place: Place) -> None:
+        """Its row has ended. What it leaves in the cache may be of use."""
+        place.row = None
+        if not self._rewinds:
+            self._cut(place, 0)
+
+    def _cut(self, place: Place, start: int) -> None:
+        if len(place.cached) > start:
+            self._context.cut(place.id, start)
+            del place.cached[start:]
+
+    # ---------------------------------------------------------------- room
+
+    def _used(self) -> int:
+        """Tokens in the cache; what sequences share counts for each."""
+        return sum(len(place.cached) for place in self._places)
+
+    def _make_room(self) -> None:
+        """Take one sequence out of the cache. Raises RuntimeError if there is only one left."""
+        ended = [place for place in self._places if place.row is None and place.cached]
+        if ended:
+            self._cut(min(ended, key=lambda place: place.used), 0)
+            return
+        active = [place for place in self._places if place.row is not None]
+        if len(active) < 2:
+            raise RuntimeError("llama.cpp has no room in its cache for a single sequence")
+        youngest = max(active, key=lambda place: place.born)
+        log.info("the KV cache is full: request %s is computed again later", _row(youngest).job.id)
+        self._waiting.appendleft(_row(youngest))
+        youngest.row = None
+        self._cut(youngest, 0)
+
+
+def _row(place: Place) -> LlamaRow:
+    if place.row is None:
+        raise RuntimeError(f"sequence {place.id} has no request")
+    return place.row
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    end = min(len(one), len(other))
+    if one[:end] == other[:end]:
+        return end
+    return next(at for at in range(end) if one[at] != other[at])

@@ -1,0 +1,204 @@
+"""From a worker's spec to a model in memory: the file, what of it fits where, and the load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servekit.engines.api.base import Report
+from servekit.engines.api.load_phases import phase
+from servekit.engines.llamacpp import memory_fit
+from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
+from servekit.engines.llamacpp.model import Context, Model
+from servekit.engines.model_files.source import resolve_file
+from servekit.engines.transformers.batching import kv_cache
+from servekit.errors import LoadError
+from servekit.model_metadata.gguf_header import Header
+from servekit.protocol.messages import Progress, WorkerSpec
+
+#: Tokens in one pass. On a CPU small, so that a long prompt does not hold up the others.
+CPU_BATCH_TOKENS = 256
+CUDA_BATCH_TOKENS = 2048
+SLOTS = 8
+EMBEDDING_SLOTS = 32
+#: Threads beside a GPU: what is left for them is small.
+HOST_THREADS = 4
+_DOTS = 100
+#: Ways of making one vector of a text that a file may name, by llama.cpp's number.
+_KNOWN_POOLINGS = frozenset(POOLINGS.values()) - {POOLINGS["none"]}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run."""
+
+    binding: Binding
+    model: Model
+    context: Context
+    plan: memory_fit.Plan
+    header: Header
+    pooling: int | None  # how it makes embeddings; None: it generates
+
+
+def load(spec: WorkerSpec, report: Report) -> Loaded:
+    """Fetch and load. Raises LoadError."""
+    with phase("files"):
+        path = resolve_file(spec.path, spec.revision, report)
+        headers = memory_fit.read_parts(path)
+    with phase("library"):
+        name = str(spec.options.get("binding", "auto"))
+        binding = open_binding(name, spec.options.get("library"))
+    if spec.device == "cuda" and not binding.library.call("llama_supports_gpu_offload"):
+        raise LoadError(f"{binding.without_gpu} Or say `device: cpu`.")
+    pooling = _pooling(headers[0], spec)
+    plan = _plan(binding, headers, spec, pooling)
+    settings = _settings(path, plan, spec, pooling)
+    with phase("weights"):
+        model = _load_model(binding, settings, spec, report)
+    with phase("cache"):
+        context = _new_context(binding, model, settings, plan)
+    return Loaded(binding, model, context, plan, headers[0], pooling)
+
+
+# ---------------------------------------------------------------- what is wanted
+
+
+def _pooling(header: Header, spec: WorkerSpec) -> int | None:
+    """How it makes embeddings, as the configuration or else the file says; None: it generates."""
+    asked = spec.options.get("pooling", "auto")
+    if asked != "auto":
+        return None if asked == "none" else POOLINGS[asked]
+    stated = header.metadata.get(f"{header.architecture}.pooling_type")
+    if stated is None:
+        return None
+    if int(stated) not in _KNOWN_POOLINGS:
+        return _no_pooling(header)
+    return int(stated)
+
+
+def _no_pooling(header: Header) -> int | None:
+    if header.metadata.get(f"{header.architecture}.attention.causal") is False:
+        raise LoadError(
+            "This file neither generates nor says how to make embeddings; say options.pooling."
+        )
+    return None
+
+
+def _slots(spec: WorkerSpec, pooling: int | None) -> int:
+    return int(spec.options.get("slots") or (SLOTS if pooling is None else EMBEDDING_SLOTS))
+
+
+def _batch(spec: WorkerSpec, pooling: int | None) -> int:
+    """No fewer than there are slots: each one has a token in every pass."""
+    default = CPU_BATCH_TOKENS if spec.device == "cpu" else CUDA_BATCH_TOKENS
+    return max(int(spec.options.get("batch_tokens") or default), _slots(spec, pooling))
+
+
+def _plan(
+    binding: Binding, headers: list[Header], spec: WorkerSpec, pooling: int | None
+) -> memory_fit.Plan:
+    cache_type = _cache_type(spec)
+    wish = memory_fit.Wish(
+        slots=_slots(spec, pooling),
+        batch=_batch(spec, pooling),
+        max_context=spec.max_context,
+        gpu_layers=spec.options.get("gpu_layers"),
+        cache_type=cache_type,
+        budgets=_budgets(binding, spec),
+        host_bytes=kv_cache.available_host_bytes(),
+    )
+    return memory_fit.fit(memory_fit.shape_of(headers, cache_type), wish)
+
+
+def _budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
+    """Bytes on each GPU: what is free, and no more than the worker may take."""
+    if spec.device == "cpu":
+        return ()
+    free = binding.library.free_bytes()
+    if not free:
+        raise LoadError(f"{binding.library.binding} finds no GPU.", permanent=False)
+    return tuple(min(one, spec.memory_bytes or one) for one in free[: spec.gpus])
+
+
+def _cache_type(spec: WorkerSpec) -> str:
+    return str(spec.options.get("cache_type", "f16"))
+
+
+def _settings(path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int | None) -> Settings:
+    options: dict[str, Any] = spec.options
+    batch = _batch(spec, pooling)
+    return Settings(
+        path=str(path),
+        gpu_layers=plan.gpu_layers,
+        split=str(options.get("split", "layer")),
+        context=plan.context,
+        # A text that becomes one vector has to be in one pass, whole.
+        batch=batch if pooling is None else max(batch, plan.max_context),
+        sequences=_slots(spec, pooling),
+        threads=_threads(options.get("threads"), plan.whole_on_gpu),
+        flash_attention=str(options.get("flash_attention", "auto")),
+        cache_type=_cache_type(spec),
+        pooling=pooling,
+    )
+
+
+def _threads(asked: int | None, whole_on_gpu: bool) -> int:
+    """As asked, as OMP_NUM_THREADS says, or half the cores."""
+    if asked is not None:
+        return asked
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    if whole_on_gpu:
+        return min(HOST_THREADS, cores)
+    return int(stated) if stated.isdigit() and int(stated) else max(1, cores // 2)
+
+
+# ---------------------------------------------------------------- the load
+
+
+def _load_model(binding: Binding, settings: Settings, spec: WorkerSpec, report: Report) -> Model:
+    report(Progress("load", 0, _DOTS, "steps"))
+    library = binding.library
+    library.listen(_counting(report))
+    address = binding.load_model(settings)
+    if not address:
+        why = library.complaints or "it does not say why"
+        raise LoadError(f"llama.cpp cannot load {settings.path}: {why}.")
+    library.listen(None)
+    report(Progress("load", _DOTS, _DOTS, "steps"))
+    model = Model(library, address)
+    if settings.pooling is None and model.encodes:
+        model.close()
+        raise LoadError(
+            f"{settings.path} is an encoder with a decoder, which engine llamacpp does not run."
+        )
+    return model
+
+
+def _counting(report: Report) -> Callable[[], None]:
+    """llama.cpp logs a dot for each hundredth of the tensors that it has loaded."""
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done = min(done + 1, _DOTS)
+        report(Progress("load", done, _DOTS, "steps"))
+
+    return count
+
+
+def _new_context(
+    binding: Binding, model: Model, settings: Settings, plan: memory_fit.Plan
+) -> Context:
+    address = binding.new_context(model.address, settings)
+    if not address:
+        why = binding.library.complaints or "it does not say why"
+        model.close()
+        raise LoadError(
+            f"llama.cpp makes no context of {plan.context} tokens "
+            f"({plan.cache_bytes / 2**30:.1f} GiB of cache): {why}."
+        )
+    return Context(binding, model, address, settings)

@@ -1,0 +1,206 @@
+"""What of a model goes onto the GPU, and how many tokens its cache has room for.
+
+Worked out from the file's header before anything is loaded, for llama.cpp itself ends a load that
+does not fit with a failed allocation, or the process with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from servekit.engines.llamacpp.bindings import CACHE_TYPES, PROMPT_OUTPUTS
+from servekit.errors import LoadError
+from servekit.model_metadata import kv_cache_shape
+from servekit.model_metadata.gguf import Gguf
+from servekit.model_metadata.gguf_header import Header, read_header
+
+#: Of a host's available memory, what the cache may take; weights and neighbours need the rest.
+HOST_FRACTION = 0.4
+#: On a CPU more cache than this per slot only costs memory: it cannot decode that much at once.
+HOST_TOKENS_PER_SLOT = 512
+#: Kept free on each GPU: CUDA's context, its libraries' workspaces, fragmentation. On an H200 it
+#: was 0.58 GiB, and 0.65 where layers are spread.
+HEADROOM_BYTES = 704 * 2**20
+#: Whether a token of a pass sees a cached token, in bytes; each GPU has that of the whole cache. On
+#: an H200 a cached token took 3.8 kB beside its keys and values, for passes of 2048.
+_MASK_BYTES = 2
+#: Passes that are under way at once where layers are spread: GGML_SCHED_MAX_COPIES.
+_SPREAD_COPIES = 4
+#: Smaller than this a context serves nobody.
+LEAST_CONTEXT = 16
+#: Contexts are rounded up to it, as llama.cpp does.
+_ALIGNMENT = 256
+#: Of a model that does not tell.
+_VOCABULARY = 150_000
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides how much memory a model takes, in bytes."""
+
+    architecture: str
+    layers: tuple[int, ...]  # weights of each layer
+    output: int  # weights that are on the GPU only if all layers are
+    weights: int  # all of them
+    cached: int  # of one token, in one layer's cache, on average
+    activations: int  # of one token in a pass
+    vocabulary: int  # logits of one token
+    own_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the configuration and the machine say."""
+
+    slots: int
+    batch: int  # tokens in one pass
+    max_context: int | None
+    gpu_layers: int | None
+    cache_type: str
+    budgets: tuple[int, ...]  # bytes on each GPU; empty on a CPU
+    host_bytes: int  # available memory of the host
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How it is loaded. `context` is what all sequences together have room for."""
+
+    gpu_layers: int
+    max_context: int
+    context: int
+    cache_bytes: int
+    whole_on_gpu: bool = False
+
+
+def read_parts(path: Path) -> list[Header]:
+    """The headers of a model's file, or files. Raises LoadError."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [read_header(path)]
+    if found[2] != "00001":
+        raise LoadError(f"{path} is one part of a model; name the first, {found[1]}-00001-of-….")
+    names = [f"{found[1]}-{n:05d}-of-{found[3]}.gguf" for n in range(1, int(found[3]) + 1)]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise LoadError(f"{path} is one of {len(names)} parts, and {missing[0]} is missing.")
+    return [read_header(path.parent / name, part=True) for name in names]
+
+
+def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
+    """Read off the headers of all parts; the first has the metadata."""
+    sizes = {name: size for header in headers for name, size in header.sizes.items()}
+    file = Gguf(headers[0].metadata, sum(h.parameters for h in headers), sum(sizes.values()))
+
+    def stated(key: str) -> int:
+        value = file.of_architecture(key)
+        return int(value) if isinstance(value, int | float) else 0
+
+    layers = [0] * max(stated("block_count"), 1)
+    for name, size in sizes.items():
+        block = _BLOCK.match(name)
+        if block and int(block[1]) < len(layers):
+            layers[int(block[1])] += size
+    width, embedding = stated("embedding_length"), sizes.get("token_embd.weight", 0)
+    return Shape(
+        architecture=headers[0].architecture,
+        layers=tuple(layers),
+        output=sizes.get("output.weight", embedding),
+        weights=file.weights_bytes,
+        cached=int(_numbers(file) / len(layers) * CACHE_TYPES[cache_type][1]),
+        activations=4 * (8 * width + 2 * (stated("feed_forward_length") or 4 * width)),
+        vocabulary=4 * (stated("vocab_size") or _VOCABULARY),
+        own_context=stated("context_length"),
+    )
+
+
+def _numbers(file: Gguf) -> int:
+    """What the cache of all layers keeps of one token; nothing where the model is recurrent."""
+    try:
+        return kv_cache_shape.of_gguf(file).numbers(1)
+    except ValueError:
+        return 0
+
+
+def fit(shape: Shape, wish: Wish) -> Plan:
+    """Layers and context that fit. Raises LoadError, with the arithmetic, where nothing does."""
+    own = shape.own_context or 8192
+    context = min(own, wish.max_context or own)
+    if wish.budgets:
+        return _on_gpus(shape, wish, context)
+    room = int(HOST_FRACTION * wish.host_bytes) // max(_token(shape), 1)
+    useful = max(wish.slots * HOST_TOKENS_PER_SLOT, context)
+    return _plan(shape, wish, 0, context, min(useful, room))
+
+
+def _on_gpus(shape: Shape, wish: Wish, context: int) -> Plan:
+    """All layers if they fit beside the cache of one full context; else as many as do."""
+    count = len(shape.layers)
+    room = sum(max(0, budget - _workspace(shape, wish)) for budget in wish.budgets)
+    per_layer = shape.cached * context
+    masks = _masks(wish)
+    layers = wish.gpu_layers
+    if layers is None:
+        whole = sum(shape.layers) + shape.output + (per_layer * count + masks * context)
+        some = room - masks * context
+        layers = count + 1 if whole <= room else _layers_that_fit(shape, some, per_layer)
+    on_gpu = sum(shape.layers[count - layers :] if layers < count else shape.layers)
+    on_gpu += shape.output if layers > count else 0
+    cached = shape.cached * min(layers, count)
+    tokens = max(0, room - on_gpu) // (cached + masks) if cached else wish.slots * context
+    if on_gpu > room:
+        raise LoadError(
+            f"{layers} layers of {_gib(on_gpu)} do not fit: of {_gib(sum(wish.budgets))} on the "
+            f"GPU there are {_gib(room)} for weights. Lower options.gpu_layers, or raise `memory`."
+        )
+    return _plan(shape, wish, layers, context, min(tokens, wish.slots * context))
+
+
+def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
+    """Counted from the last, as llama.cpp does."""
+    fitting = 0
+    for size in reversed(shape.layers):
+        room -= size + per_layer
+        if room < 0:
+            break
+        fitting += 1
+    return fitting
+
+
+def _plan(shape: Shape, wish: Wish, gpu_layers: int, context: int, tokens: int) -> Plan:
+    if tokens < context and wish.max_context is not None:
+        raise LoadError(
+            f"A context of {context} tokens takes {_gib(context * _token(shape))} of cache, and "
+            f"there is room for {tokens} tokens. Lower max_context, or options.cache_type."
+        )
+    context = min(context, tokens)
+    if context < LEAST_CONTEXT:
+        raise LoadError(f"Memory is enough for a context of {context} tokens only.")
+    tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
+    whole = gpu_layers > len(shape.layers)
+    return Plan(gpu_layers, context, tokens, tokens * _token(shape), whole)
+
+
+def _token(shape: Shape) -> int:
+    """Bytes of one cached token in all layers."""
+    return shape.cached * len(shape.layers)
+
+
+def _workspace(shape: Shape, wish: Wish) -> int:
+    """Bytes on each GPU that are neither weights nor cache, nor grow with it."""
+    logits = (wish.slots + PROMPT_OUTPUTS) * shape.vocabulary
+    return HEADROOM_BYTES + wish.batch * shape.activations + logits
+
+
+def _masks(wish: Wish) -> int:
+    """Bytes of masks for each cached token, on all GPUs."""
+    copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
+    return _MASK_BYTES * wish.batch * copies * len(wish.budgets)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

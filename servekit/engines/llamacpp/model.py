@@ -1,0 +1,153 @@
+"""A model and a context of llama.cpp, and passes over batches of tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servekit.engines.llamacpp.bindings import Binding, Settings
+from servekit.engines.llamacpp.capi import Library
+from servekit.engines.llamacpp.vocabulary import Vocabulary
+
+
+class NoRoom(Exception):
+    """llama.cpp found no place in its KV cache for a batch; the cache is as it was before."""
+
+
+class Model:
+    """A model that is loaded."""
+
+    def __init__(self, library: Library, address: int) -> None:
+        self.address = address
+        self._library = library
+        self.vocabulary = Vocabulary(library, address)
+        of = library.call
+        self.parameters: int = of("llama_model_n_params", address)
+        self.size_bytes: int = of("llama_model_size", address)
+        self.own_context: int = of("llama_model_n_ctx_train", address)
+        self.embedding_size: int = of("llama_model_n_embd", address)
+        self.description = library.text("llama_model_desc", address)
+        self.decodes: bool = of("llama_model_has_decoder", address)
+        self.encodes: bool = of("llama_model_has_encoder", address)
+        #: A sequence can be cut anywhere, and go on from there.
+        self.rewinds = not (
+            of("llama_model_is_recurrent", address) or of("llama_model_is_hybrid", address)
+        )
+        #: Tokens that layers with a sliding window look back on; 0 where no layer has one.
+        self.window: int = of("llama_model_n_swa", address)
+
+    @property
+    def chat_template(self) -> str:
+        template: bytes | None = self._library.call("llama_model_chat_template", self.address, None)
+        return (template or b"").decode(errors="replace")
+
+    def close(self) -> None:
+        if self.address:
+            self._library.call("llama_model_free", self.address)
+            self.address = 0
+
+
+class Context:
+    """A context of a model: sequences of tokens, and the cache that they share.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, binding: Binding, model: Model, address: int, settings: Settings) -> None:
+        self._library = library = binding.library
+        self._address = address
+        self._vocab_size = model.vocabulary.size
+        self._embedding_size = model.embedding_size
+        self.capacity: int = library.call("llama_n_ctx", address)
+        self.batch_tokens = settings.batch
+        self.sequences = settings.sequences
+        self._memory = library.call("llama_get_memory", address)  # None: it keeps nothing
+        self._batch = library.call("llama_batch_init", settings.batch, 0, 1)
+        self._window = model.window
+        self._outputs = settings.pooling is not None
+        self._run = "llama_decode" if self._memory or not model.encodes else "llama_encode"
+
+    # ---------------------------------------------------------------- a pass
+
+    def begin(self) -> None:
+        """Forget the batch that was."""
+        self._batch.n_tokens = 0
+
+    def put(
+        self, sequence: int, start: int, tokens: Sequence[int], *, output: bool, every: bool = False
+    ) -> int:
+        """Add tokens of a sequence, from position `start`; `output`: of the last one logits are
+        wanted; `every`: of all of them. Returns the place of the last one in the batch."""
+        batch, at = self._batch, self._batch.n_tokens
+        for offset, token in enumerate(tokens):
+            place = at + offset
+            batch.token[place] = token
+            batch.pos[place] = start + offset
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = sequence
+            batch.logits[place] = self._outputs or every
+        batch.n_tokens = at + len(tokens)
+        batch.logits[batch.n_tokens - 1] = output or every
+        return int(batch.n_tokens) - 1
+
+    def run(self) -> None:
+        """One pass over the batch. Raises NoRoom, or RuntimeError if llama.cpp fails."""
+        self._library.listen(None)
+        code = self._library.call(self._run, self._address, self._batch)
+        if code == 1:
+            raise NoRoom
+        if code:
+            why = self._library.complaints or "it does not say why"
+            raise RuntimeError(f"llama.cpp failed with code {code}: {why}")
+
+    def logits(self, place: int) -> NDArray[np.float32]:
+        """[vocabulary], llama.cpp's own memory, until the next pass."""
+        found = self._library.call("llama_get_logits_ith", self._address, place)
+        if not found:
+            raise RuntimeError(f"llama.cpp has no logits for place {place} of its batch")
+        return np.ctypeslib.as_array(found, (self._vocab_size,))
+
+    def embedding(self, sequence: int) -> NDArray[np.float32]:
+        """The pooled vector of a sequence, [embedding size], a copy."""
+        found = self._library.call("llama_get_embeddings_seq", self._address, sequence)
+        if not found:
+            raise RuntimeError(f"llama.cpp has no embedding of sequence {sequence}")
+        return np.ctypeslib.as_array(found, (self._embedding_size,)).copy()
+
+    # ---------------------------------------------------------------- the cache
+
+    def cut(self, sequence: int, start: int) -> None:
+        """Forget a sequence from position `start` on."""
+        if self._memory:
+            self._library.call("llama_memory_seq_rm", self._memory, sequence, start or -1, -1)
+
+    def share(self, source: int, target: int, end: int) -> None:
+        """Let an empty sequence begin with the first `end` tokens of another, without a copy."""
+        self._library.call("llama_memory_seq_cp", self._memory, source, target, 0, end)
+
+    def holds(self, sequence: int, end: int) -> bool:
+        """Whether a sequence can go on from position `end`: its layers with a sliding window may
+        have given up what no token at the sequence's own end looks back on."""
+        if not self._window:
+            return True
+        first: int = self._library.call("llama_memory_seq_pos_min", self._memory, sequence)
+        return 0 <= first <= max(0, end - self._window)
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        if self._memory:
+            self._library.call("llama_memory_clear", self._memory, True)
+
+    def close(self) -> None:
+        if self._address:
+            self._library.call("llama_batch_free", self._batch)
+            self._library.call("llama_free", self._address)
+            self._address = 0
+
+
+def address_of(pointer: int | None) -> int:
+    """A pointer from ctypes; 0 for none."""
+    return ctypes.c_void_p(pointer).value or 0

@@ -1,0 +1,195 @@
+"""The cache of fetched and converted models: whole entries or none.
+
+    ${XDG_CACHE_HOME:-~/.cache}/servekit/models/
+      NAME-DIGEST/              one finished entry; `.servekit.json` lists its files and sizes
+      .partial-NAME-DIGEST.XXX/ what an owner is building; renamed when every byte is on disk
+      .locks/NAME-DIGEST.lock   held (flock) by the owner; the kernel frees it if the owner dies
+      .locks/NAME-DIGEST.progress  how far the owner is, for those who wait
+
+An entry is never changed once it has its name, so readers need no lock, and a cache that is
+read-only serves what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from servekit.engines.api.base import Report
+from servekit.engines.model_files import file_lock
+from servekit.errors import LoadError
+from servekit.model_metadata.model_folder import damage
+
+log = logging.getLogger(__name__)
+
+MARKER = ".servekit.json"
+_PARTIAL = ".partial-"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+Build = Callable[[Path, Report], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What an entry was made from: sources of one identity have the same bytes."""
+
+    label: str
+    identity: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        digest = hashlib.sha256("\0".join(self.identity).encode()).hexdigest()[:16]
+        return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.label).strip('-.')[:80]}-{digest}"
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """What `.servekit.json` of a finished entry says."""
+
+    identity: tuple[str, ...]
+    files: dict[str, int]  # path inside the entry → size in bytes
+
+
+def default_root() -> Path:
+    """The models' folder of this user's cache, after the XDG base directory specification."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "servekit" / "models"
+
+
+def disk_free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write to the file system of `folder`."""
+    return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One cache folder. `free_bytes` is a field so that a full disk can be tested."""
+
+    root: Path = field(default_factory=default_root)
+    free_bytes: Callable[[Path], int] = disk_free_bytes
+
+    def find(self, key: Key) -> Path | None:
+        """The finished entry, if it is there and whole. Needs no lock and writes nothing."""
+        entry = self.root / key.name
+        return entry if _is_whole(entry) else None
+
+    def obtain(self, key: Key, build: Build, report: Report, *, phase: str) -> Path:
+        """The entry of `key`, made by `build(folder, report)` if no process has made it yet.
+
+        Of processes that race, one builds; the others report its progress until it is done.
+        Raises LoadError if the folder cannot be written or its disk is full; nothing is left
+        behind then.
+        """
+        if found := self.find(key):
+            return found
+        with self.locked(key, report, phase=phase) as shared:
+            if found := self.find(key):
+                return found
+            self._sweep(key)
+            return self._build(key, build, shared)
+
+    @contextlib.contextmanager
+    def locked(self, key: Key, report: Report, *, phase: str) -> Iterator[Report]:
+        """Hold the lock of `key`; OSErrors inside become LoadErrors that name the folder."""
+        with self._explained():
+            path = self._lock_of(key.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with file_lock.held(path, report, phase=phase) as shared:
+                yield shared
+
+    def require(self, needed_bytes: int, what: str) -> None:
+        """Raise LoadError unless `needed_bytes` for `what` fit on the disk."""
+        free = self.free_bytes(self.root)
+        if free < needed_bytes:
+            raise LoadError(
+                f"Not enough disk for {what}: {needed_bytes} bytes are needed in {self.root} and "
+                f"{free} are free. Free some, or point XDG_CACHE_HOME at a larger disk."
+            )
+
+    def full(self, error: BaseException) -> LoadError:
+        """The error for a disk that filled up while it was written."""
+        return LoadError(
+            f"The disk of {self.root} filled up ({error}); what was written is removed again. "
+            "Free some space, or point XDG_CACHE_HOME at a larger disk."
+        )
+
+    def _lock_of(self, name: str) -> Path:
+        return self.root / ".locks" / f"{name}.lock"
+
+    def _build(self, key: Key, build: Build, report: Report) -> Path:
+        entry = self.root / key.name
+        partial = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}{key.name}.", dir=self.root))
+        try:
+            build(partial, report)
+            _seal(partial, key)
+            if entry.exists():
+                log.warning("%s is damaged and is made again", entry)
+                entry.rename(partial.with_name(f"{partial.name}.damaged"))
+            partial.chmod(0o755)  # mkdtemp's 0700 would hide it from a service's other users
+            partial.rename(entry)
+            _sync(self.root)
+        finally:
+            for leftover in self.root.glob(f"{partial.name}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        return entry
+
+    def _sweep(self, key: Key) -> None:
+        """Remove what dead owners left: a partial folder whose lock nobody but us holds."""
+        for partial in self.root.glob(f"{_PARTIAL}*"):
+            name = re.sub(r"^\.partial-(.*-[0-9a-f]{16})\..*$", r"\1", partial.name)
+            if name == key.name or file_lock.is_free(self._lock_of(name)):
+                log.info("removing %s, which a dead worker left", partial)
+                shutil.rmtree(partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                raise self.full(error) from error
+            raise LoadError(
+                f"The cache folder {self.root} cannot be used ({error}). "
+                "Point XDG_CACHE_HOME at a folder that can be written."
+            ) from error
+
+
+def _is_whole(entry: Path) -> bool:
+    try:
+        marker = msgspec.json.decode((entry / MARKER).read_bytes(), type=Marker)
+        sizes_match = all((entry / f).stat().st_size == size for f, size in marker.files.items())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return sizes_match and not any(damage(f) for f in entry.rglob("*.safetensors"))
+
+
+def _seal(folder: Path, key: Key) -> None:
+    """Write the marker and push every byte to the disk, so that a rename publishes them all."""
+    files = {str(f.relative_to(folder)): f.stat().st_size for f in _files(folder)}
+    (folder / MARKER).write_bytes(msgspec.json.encode(Marker(key.identity, files)))
+    for path in _files(folder):
+        path.chmod(0o644)  # safetensors writes 0600; a service's other users read the cache too
+    for path in (*_files(folder), *(d for d in folder.rglob("*") if d.is_dir()), folder):
+        _sync(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.rglob("*") if f.is_file())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

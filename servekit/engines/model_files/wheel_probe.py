@@ -1,0 +1,65 @@
+"""`python -m servekit.engines.model_files.wheel_probe NAME==VERSION`: says, as a line of JSON, if it is there.
+
+For `servekit check` and `servekit doctor`, which import no engine and wait a few seconds at most:
+whoever starts this ends it. Nothing is fetched but pages of the index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from servekit.engines.model_files import package_index
+from servekit.engines.model_files.cache import default_root, disk_free_bytes
+from servekit.errors import LoadError
+
+#: For one answer of the index; nothing is asked for twice.
+TIMEOUT_S = 3.0
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "UV_OFFLINE")
+
+
+def probe(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """A level (ok, warning, error) and a sentence on a wheel that is not here yet."""
+    for name in _OFFLINE:
+        if environ.get(name, "").lower() in ("1", "true", "yes", "on"):
+            said = f"{requirement} is not here, and no index was asked for it: {name} is set."
+            return "warning", said
+    settings = replace(
+        package_index.Settings.of(environ), timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S, retries=0
+    )
+    try:
+        wheel = package_index.find(requirement, settings)
+    except package_index.NoSuchWheel as error:
+        return "error", error.message
+    except LoadError as error:
+        return "warning", error.message
+    return _of_room(requirement, package_index.size_bytes(wheel, settings))
+
+
+def _of_room(requirement: str, size_bytes: int) -> tuple[str, str]:
+    if not size_bytes:
+        return "ok", f"{requirement} is to be fetched; its index does not tell its size."
+    root = default_root()
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    free_bytes = disk_free_bytes(there)
+    said = f"{requirement} is to be fetched: {_mib(size_bytes)}"
+    if free_bytes < 2 * size_bytes:  # the wheel is there until its files are out of it
+        free = f"{_mib(free_bytes)} are free in {root}"
+        return "warning", f"{said}, and twice that on the disk; {free}. Free some."
+    return "ok", f"{said}; the disk has room."
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def main() -> None:
+    level, said = probe(sys.argv[1], os.environ)
+    sys.stdout.write(json.dumps({"level": level, "said": said}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

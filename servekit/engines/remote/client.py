@@ -1,0 +1,238 @@
+"""Asking the endpoint: HTTP, what is tried again and when, and what ends an attempt.
+
+    retried, after a pause            429, 408, 5xx, no connection, one that breaks, no first byte
+    never again                       once a byte of an answer has come: it may have been paid for
+
+TLS is verified and proxies are those of the environment, as httpx does; redirects are not followed,
+for the key would go with them. Nothing is decompressed: what is told in bytes is bounded in bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from servekit import __version__
+from servekit.engines.remote.errors import Refused, lie, refused, unreachable
+from servekit.engines.remote.rate_limiter import Pace, Sent
+from servekit.engines.remote.request_builder import Errand
+from servekit.errors import EndpointFailed
+
+#: Of an error; more says nothing more.
+_MOST_ERROR_BYTES = 64 * 2**10
+#: Of an answer in one piece, such as embeddings.
+MAX_WHOLE_BYTES = 64 * 2**20
+#: The first pause; each is twice the one before, up to the longest, less a random part.
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 20.0
+#: Who wants to be left alone for longer is not waited for: the client is told.
+_LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the endpoint is, and how patient we are with it."""
+
+    url: str
+    key: str
+    headers: dict[str, str]
+    slots: int
+    connect_timeout_s: float
+    first_byte_timeout_s: float
+    silence_timeout_s: float
+    retries: int
+
+
+class Reply:
+    """An answer that has begun: its bytes, as they come."""
+
+    def __init__(self, response: httpx.Response, sent: Sent, silence_s: float) -> None:
+        self.sent = sent
+        self.kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        self._response = response
+        self._silence_s = silence_s
+        self._raw = response.aiter_raw()
+        self._first = b""
+
+    async def begin(self) -> None:
+        """Wait for the first byte. Raises Refused if there is none."""
+        coding = self._response.headers.get("content-encoding", "identity").lower()
+        if coding != "identity":
+            raise Refused(lie(f"it is encoded as {coding[:40]!r}, and was asked for as it is"))
+        self._first = await anext(self._raw, b"")
+        if not self._first:
+            reason = "it closed the connection without an answer"
+            raise unreachable(str(self._response.url.copy_with(query=None)), reason)
+
+    async def next(self) -> bytes:
+        """The next bytes, none at the end.
+
+        Raises EndpointFailed where they break off, or none come for too long.
+        """
+        if piece := self._first:
+            self._first = b""
+            return piece
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await anext(self._raw, b"")
+        except TimeoutError:
+            silence = f"the endpoint has sent nothing for {self._silence_s:g} s"
+            raise EndpointFailed(f"{silence}, in the middle of its answer") from None
+        except httpx.HTTPError as error:
+            broke = f"the endpoint's answer broke off: {reason_of(error)}"
+            raise EndpointFailed(broke) from None
+
+    async def whole(self) -> bytes:
+        """All bytes at once. Raises EndpointFailed, also for too many."""
+        body = bytearray()
+        while piece := await self.next():
+            body += piece
+            if len(body) > MAX_WHOLE_BYTES:
+                raise lie(f"it has more than {MAX_WHOLE_BYTES} bytes")
+        return bytes(body)
+
+
+class Endpoint:
+    """One endpoint, over a pool of connections. Within one event loop."""
+
+    def __init__(self, address: Address, pace: Pace) -> None:
+        self.pace = pace
+        self._address = address
+        self._client = httpx.AsyncClient(
+            headers=_headers(address),
+            timeout=httpx.Timeout(None, connect=address.connect_timeout_s),
+            limits=httpx.Limits(max_connections=address.slots + 2),
+            follow_redirects=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    @contextlib.asynccontextmanager
+    async def ask(self, errand: Errand, *, patient: bool = True) -> AsyncIterator[Reply]:
+        """The answer to an errand, begun; its connection is closed on the way out.
+
+        Raises Refused, once nothing helps; without `patient` it is asked once.
+        """
+        reply, response = await self._insist(errand, self._address.retries if patient else 0)
+        try:
+            yield reply
+        finally:
+            await response.aclose()
+
+    async def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """The status of a plain question, asked once, and how its body begins. Raises Refused."""
+        request = self._client.build_request("GET", self._address.url + path)
+        try:
+            async with asyncio.timeout(self._address.connect_timeout_s):
+                response = await self._send(request)
+                try:
+                    return response.status_code, await _read(response, most_bytes)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            waited = f"nothing within {self._address.connect_timeout_s:g} s"
+            raise unreachable(self._address.url, waited) from None
+
+    async def _insist(self, errand: Errand, retries: int) -> tuple[Reply, httpx.Response]:
+        for attempt in range(retries + 1):
+            sent = await self.pace.admit(errand.tokens)
+            try:
+                return await self._try(errand, sent)
+            except Refused as refused:
+                pause_s = self._pause_s(refused, attempt)
+                if not refused.again or attempt == retries or pause_s > _LONGEST_WAIT_S:
+                    raise
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last attempt returns, or raises")
+
+    def _pause_s(self, refused: Refused, attempt: int) -> float:
+        """Before the next attempt. Where the endpoint names a time, all wait for it."""
+        if refused.after_s is not None:
+            if refused.status == 429 and refused.after_s <= _LONGEST_WAIT_S:
+                self.pace.hold(refused.after_s)
+            return refused.after_s
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
+        return pause_s * random.uniform(0.5, 1.0)
+
+    async def _try(self, errand: Errand, sent: Sent) -> tuple[Reply, httpx.Response]:
+        """One attempt, up to the first byte of an answer. Raises Refused."""
+        address = self._address
+        request = self._client.build_request(
+            "POST", address.url + errand.path, content=errand.body, headers=errand.headers
+        )
+        response: httpx.Response | None = None
+        try:
+            async with asyncio.timeout(address.first_byte_timeout_s):
+                response = await self._send(request)
+                await self._check(response)
+                reply = Reply(response, sent, address.silence_timeout_s)
+                await reply.begin()
+                return reply, response
+        except TimeoutError:
+            reason = f"not a byte within {address.first_byte_timeout_s:g} s"
+            error: BaseException = unreachable(address.url, reason)
+        except httpx.HTTPError as broken:
+            error = unreachable(address.url, reason_of(broken))
+        except BaseException as other:
+            error = other
+        if response is not None:
+            await response.aclose()
+        raise error
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise unreachable(self._address.url, reason_of(error)) from None
+
+    async def _check(self, response: httpx.Response) -> None:
+        """Raise Refused for a status that is not 200, in the endpoint's own words."""
+        if response.status_code == httpx.codes.OK:
+            return
+        body = self._unkeyed(await _read(response, _MOST_ERROR_BYTES))
+        raise refused(response.status_code, response.headers, body)
+
+    def _unkeyed(self, body: bytes) -> bytes:
+        """Some say in their errors which key was wrong."""
+        key = self._address.key.encode()
+        return body.replace(key, b"(the key)") if key else body
+
+
+async def _read(response: httpx.Response, most_bytes: int) -> bytes:
+    """The first bytes of a body, as far as it goes."""
+    body = bytearray()
+    with contextlib.suppress(httpx.HTTPError):
+        async for piece in response.aiter_raw():
+            body += piece[: most_bytes - len(body)]
+            if len(body) >= most_bytes:
+                break
+    return bytes(body)
+
+
+def _headers(address: Address) -> dict[str, str]:
+    headers = {**address.headers, "accept-encoding": "identity"}
+    headers["user-agent"] = f"servekit/{__version__}"
+    if address.key:
+        headers["authorization"] = f"Bearer {address.key}"
+    return headers
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in words; httpx leaves some of its errors without any."""
+    said = str(error) or _NAMED.get(type(error), type(error).__name__)
+    return " ".join(said.split())[:300]
+
+
+_NAMED: dict[type[Any], str] = {
+    httpx.ConnectTimeout: "no connection within its time",
+    httpx.ReadError: "the connection broke",
+    httpx.WriteError: "the connection broke while the request was sent",
+    httpx.RemoteProtocolError: "it does not speak HTTP",
+}

@@ -1,0 +1,266 @@
+"""A remote endpoint with OpenAI's API as a model: it holds no weights and passes requests on.
+
+    load    GET /models, for what it tells of the model, and a greeting: Ready is after an answer
+    loop    an event loop in a thread of its own; a task for each request
+
+Each request is streamed, whoever asked, so that a cancellation ends it there,
+too. See `servekit.engines.remote` for the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import structlog
+import uvloop
+
+from servekit.engines.api.base import Emit, Load, Report
+from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
+from servekit.engines.remote.client import Address, Endpoint, Reply
+from servekit.engines.remote.embeddings import vectors
+from servekit.engines.remote.errors import Refused, refused
+from servekit.engines.remote.handshake import Greeted, greet, greeting
+from servekit.engines.remote.health import LOOK_EVERY_S, Watch
+from servekit.engines.remote.rate_limiter import Pace
+from servekit.engines.remote.reader import drain, read
+from servekit.engines.remote.request_builder import Errand, Manner, errand
+from servekit.engines.remote.response_parser import Answer
+from servekit.errors import EndpointFailed, LoadError, RequestError
+from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
+from servekit.protocol.tool_formats import FRAMED, THOUGHTS
+
+log: Any = structlog.get_logger("servekit.engines.remote.engine")
+
+#: Prompt and completion together, where nobody says.
+_MAX_CONTEXT = 131_072
+#: An answer with more characters for each token of the context is a lie, and would fill the memory
+#: of who waits for a slow client.
+_CHARS_PER_TOKEN = 64
+_BEAT_S = 0.5
+#: Of a list of models whose status is all that is wanted, or of the error in its place.
+_LOOK_BYTES = 2**14
+_CLOSE_S = 5.0
+#: What generates; what it does not know of these the endpoint refuses in its own words.
+_GENERATES: tuple[Capability, ...] = (
+    *("generate", "logprobs", "logit_bias", "penalties", "min_p", "grammar", "tools"),
+)
+
+
+class OpenAIEngine(TextEngine):
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        options: dict[str, Any] = spec.options
+        self._options = options
+        self._embeds = options.get("task", "generate") == "embed"
+        self._manner = Manner(
+            spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
+        )
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._outputs: list[TextOutput] = []
+        self._thread: threading.Thread | None = None
+        self._beat_s = time.monotonic()
+        # httpx tells of each request, and its logger may be set to tell of headers
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        logging.getLogger("httpcore").setLevel(logging.WARNING)
+
+    def load(self, report: Report) -> ModelInfo:
+        report(Progress("greet"))
+        self._address = _address(self._options)
+        greeted = asyncio.run(greet(self._address, self._manner, self._name, embeds=self._embeds))
+        self._manner = greeted.manner
+        self._watch = Watch(lists=greeted.lists)
+        context = self.spec.max_context or greeted.max_context or _MAX_CONTEXT
+        self._most_chars = context * _CHARS_PER_TOKEN
+        return self._info(context, greeted)
+
+    @property
+    def _name(self) -> str:
+        """What the key is called, for those who have to set it."""
+        return self._options.get("key_environment") or ""
+
+    def _info(self, context: int, greeted: Greeted) -> ModelInfo:
+        begin, end = THOUGHTS["think"]
+        return ModelInfo(
+            max_context=context,
+            slots=self._options.get("slots", 32),
+            chat=not self._embeds,
+            architecture="remote",
+            dtype="none",
+            device="remote",
+            detail=f"passes requests on to {self._address.url}, for {self.spec.path}",
+            resumes=False,
+            serves=("embed",) if self._embeds else _GENERATES,
+            dialect=Dialect(tools=FRAMED, think_begin=begin, think_end=end),
+            embedding_size=greeted.embedding_size,
+        )
+
+    def start(self, emit: Emit) -> None:
+        self._emit = emit
+        self._loop = uvloop.new_event_loop()
+        self._closing = asyncio.Event()
+        options = self._options
+        self._pace = Pace(options.get("requests_per_minute"), options.get("tokens_per_minute"))
+        self._endpoint = Endpoint(self._address, self._pace)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- from the worker's thread
+
+    def ask(self, job: TextJob) -> None:
+        task = errand(job.request, self._manner)
+        self._loop.call_soon_threadsafe(self._begin, job.id, task)
+
+    def cancel(self, job_id: int) -> None:
+        self._loop.call_soon_threadsafe(self._drop, job_id)
+
+    def load_now(self) -> Load:
+        tasks = len(self._tasks)
+        waiting = min(self._pace.waiting, tasks) if tasks else 0
+        age_s = time.monotonic() - self._beat_s if tasks else 0.0
+        return Load(tasks - waiting, waiting, 0.0, age_s)
+
+    @property
+    def trouble(self) -> str:
+        return self._watch.trouble
+
+    def close(self) -> None:
+        if self._thread is None:
+            return  # it was told to end while it loaded
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_CLOSE_S)
+
+    def _begin(self, job_id: int, task: Errand) -> None:
+        running = self._loop.create_task(self._run_errand(job_id, task))
+        self._tasks[job_id] = running
+        running.add_done_callback(lambda _: self._tasks.pop(job_id, None))
+
+    def _drop(self, job_id: int) -> None:
+        if (running := self._tasks.get(job_id)) is not None:
+            running.cancel()
+
+    # ---- the loop
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._live())
+        except Exception as error:
+            self.fatal = error
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        background = [asyncio.create_task(work) for work in (self._beat(), self._keep_watch())]
+        await self._closing.wait()
+        running = [*background, *self._tasks.values()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._endpoint.close()
+
+    async def _beat(self) -> None:
+        """That the loop turns is its progress: how long an answer takes is the endpoint's."""
+        while True:
+            self._beat_s = time.monotonic()
+            await asyncio.sleep(_BEAT_S)
+
+    async def _keep_watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S / 8)
+            match self._watch.next(time.monotonic()):
+                case "list":
+                    await self._look()
+                case "greet":
+                    await self._greet()
+
+    async def _look(self) -> None:
+        refusal: Refused | None = None
+        try:
+            status, body = await self._endpoint.get("/models", _LOOK_BYTES)
+            refusal = None if status == 200 else refused(status, {}, body)
+        except Refused as error:
+            refusal = error
+        self._watch.listed(refusal, time.monotonic())
+
+    async def _greet(self) -> None:
+        task = greeting(self._manner, embeds=self._embeds)
+        try:
+            async with self._endpoint.ask(task, patient=False):
+                self._watch.answered(time.monotonic())
+        except Refused as refusal:
+            self._watch.refused(refusal, time.monotonic())
+            self._watch.greeted_in_vain()
+
+    # ---- one request
+
+    async def _run_errand(self, job_id: int, task: Errand) -> None:
+        failure: RequestError
+        try:
+            # while it is in trouble there is no point in trying long
+            async with self._endpoint.ask(task, patient=not self._watch.trouble) as reply:
+                self._watch.answered(time.monotonic())
+                if self._embeds:
+                    await self._embed(job_id, task, reply)
+                else:
+                    await self._stream(job_id, task, reply)
+            return
+        except Refused as refusal:
+            self._watch.refused(refusal, time.monotonic())
+            failure = refusal.error
+        except RequestError as error:
+            failure = error
+        except Exception:
+            log.exception("a request to the endpoint failed")
+            failure = EndpointFailed("the request to the endpoint failed; see the logs")
+        self._put(TextOutput(job_id, [], failure=failure))
+
+    async def _stream(self, job_id: int, task: Errand, reply: Reply) -> None:
+        answer = Answer(task.request, task.tokens, self._most_chars)
+
+        def tell() -> None:
+            if not answer.empty:
+                self._put(answer.piece(job_id))
+
+        await read(reply, answer, tell)
+        self._pace.settle(reply.sent, answer.prompt_tokens + answer.tokens)
+        self._put(answer.piece(job_id, last=True))
+        await drain(reply)
+
+    async def _embed(self, job_id: int, task: Errand, reply: Reply) -> None:
+        found, used = vectors(await reply.whole(), len(task.request.inputs))
+        tokens = task.tokens if used is None else used
+        self._pace.settle(reply.sent, tokens)
+        self._put(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
+
+    def _put(self, output: TextOutput) -> None:
+        """Emit it with the others of this turn of the loop."""
+        if not self._outputs:
+            self._loop.call_soon(self._emit_all)
+        self._outputs.append(output)
+
+    def _emit_all(self) -> None:
+        outputs, self._outputs = self._outputs, []
+        self._emit(outputs)
+
+
+def _address(options: dict[str, Any]) -> Address:
+    """Raises LoadError for a key that is not there."""
+    key, name = "", options.get("key_environment")
+    if name is not None:
+        key = os.environ.get(name, "").strip()
+        if not key:
+            raise LoadError(f"the variable {name}, which holds the key to it, is not set")
+    return Address(
+        url=options["url"].rstrip("/"),
+        key=key,
+        headers=options.get("headers", {}),
+        slots=options.get("slots", 32),
+        connect_timeout_s=options.get("connect_timeout_s", 10.0),
+        first_byte_timeout_s=options.get("first_byte_timeout_s", 120.0),
+        silence_timeout_s=options.get("silence_timeout_s", 120.0),
+        retries=options.get("retries", 4),
+    )

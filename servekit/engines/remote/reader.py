@@ -1,0 +1,74 @@
+"""From the bytes of an answer to what it says: a stream of events, or one piece of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from servekit.engines.remote.client import Reply
+from servekit.engines.remote.errors import lie
+from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.sse import MAX_EVENT_BYTES, Events, EventTooLong
+from servekit.errors import EndpointFailed
+
+#: How long the counts may take, and whatever else follows the end of an answer.
+_AFTERWARDS_S = 5.0
+_DRAIN_S = 1.0
+_DONE = b"[DONE]"
+
+
+async def read(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
+    """Have `answer` take all that comes, up to its end; `tell` is called after each piece.
+
+    Raises what `Answer` and `Reply` do, and EndpointFailed where the stream is none.
+    """
+    if reply.kind == "application/json":  # it does not stream, or this is an error
+        answer.take(await reply.whole())
+        answer.close(done=True)
+        return
+    if reply.kind != "text/event-stream":
+        begins = (await reply.next())[:80].decode(errors="replace")
+        raise lie(f"it is {reply.kind[:40]!r}, not a stream of events: {begins!r}")
+    try:
+        async with asyncio.timeout(None) as limit:
+            answer.close(done=await _take_events(reply, answer, tell, limit))
+    except (EndpointFailed, TimeoutError):
+        if answer.finish is None:
+            raise
+
+
+async def _take_events(
+    reply: Reply, answer: Answer, tell: Callable[[], None], limit: asyncio.Timeout
+) -> bool:
+    """Whether the stream said itself that it is done; also once nothing more is needed of it."""
+    events = Events()
+    while piece := await reply.next():
+        done = _take(events, piece, answer)
+        tell()
+        if done or (answer.finish and answer.counted):
+            return True
+        if answer.finish and limit.when() is None:
+            limit.reschedule(asyncio.get_running_loop().time() + _AFTERWARDS_S)
+    return _take(events, None, answer)
+
+
+def _take(events: Events, piece: bytes | None, answer: Answer) -> bool:
+    try:
+        found = events.end() if piece is None else events.feed(piece)
+    except EventTooLong:
+        raise lie(f"one of its events has more than {MAX_EVENT_BYTES} bytes") from None
+    for data in found:
+        if data.strip() == _DONE:
+            return True
+        answer.take(data)
+    return False
+
+
+async def drain(reply: Reply) -> None:
+    """Read what follows the end, so that the connection can be used again; but not for long."""
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while await reply.next():
+                pass
+    except (EndpointFailed, TimeoutError):
+        return

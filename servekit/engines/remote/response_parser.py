@@ -1,0 +1,222 @@
+"""What an endpoint's answer says: text in frames, counts, an end. Everything in it may be a lie.
+
+Text that comes from it holds none of the marks that its parts are told apart by: data never
+becomes a call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from servekit.engines.api.text_engine import TextOutput
+from servekit.engines.remote.errors import lie
+from servekit.engines.remote.schemas import (
+    Called,
+    Choice,
+    Function,
+    Said,
+    Usage,
+    count,
+    decode,
+    logprobs,
+)
+from servekit.errors import EndpointFailed, RequestError
+from servekit.protocol.messages import Generate, TokenLogprob
+from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, TEXT, THOUGHT
+
+#: Where the endpoint does not count.
+_CHARS_PER_TOKEN = 4
+_UNMARKED = dict.fromkeys(map(ord, MARKS), "\N{REPLACEMENT CHARACTER}")
+
+
+class Answer:
+    """One answer as it comes. `take` what it says, then `piece` what there is to pass on.
+
+    `most_chars`: a longer one is a lie. Raises EndpointFailed, or RequestError where the endpoint
+    gives the request the blame.
+    """
+
+    def __init__(self, request: Generate, prompt_tokens: int, most_chars: int) -> None:
+        self.finish: Literal["stop", "length"] | None = None
+        self.counted = False  # the endpoint has told the counts
+        self._request = request
+        self._estimate = prompt_tokens
+        self._counts = (0, 0)
+        self._left = most_chars
+        self._chars = 0
+        self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._part = TEXT
+        self._calls: dict[int, str] = {}  # their ids
+        self._argued = True  # the last call has arguments
+        self._stop = ""
+
+    # ---- what comes
+
+    def take(self, data: bytes) -> None:
+        """One chunk of a stream, or a whole answer."""
+        chunk = decode(data)
+        self._count(chunk.usage)
+        for choice in chunk.choices or ():
+            if not choice.index and self.finish is None:
+                self._choose(choice)
+
+    def _count(self, usage: Usage | None) -> None:
+        """Counts that cannot be are none."""
+        if usage is None:
+            return
+        prompt, completion = count(usage.prompt_tokens), count(usage.completion_tokens)
+        if prompt is not None and completion is not None:
+            self._counts, self.counted = (prompt, completion), True
+
+    def _choose(self, choice: Choice) -> None:
+        if self._request.messages is None:
+            self._keep(choice.text or "")  # in no frames
+        for said in (choice.delta, choice.message):
+            if said is not None and self._request.messages is not None:
+                self._say(said)
+        if choice.logprobs and self._request.params.logprobs is not None:
+            self._logprobs += logprobs(choice.logprobs)
+        if choice.finish_reason:  # "" is no end, to some
+            self._end(choice.finish_reason, choice.stop_reason)
+
+    def _say(self, said: Said) -> None:
+        thought = said.reasoning_content or said.reasoning
+        if thought and isinstance(thought, str):
+            self._write(THOUGHT, thought)
+        for part, text in _texts(said.content):
+            self._write(part, text)
+        if said.refusal:
+            self._write(TEXT, said.refusal)
+        for call in said.tool_calls or ():
+            self._call(call)
+
+    def _call(self, call: Called) -> None:
+        function = call.function or Function()
+        index = self._index(call, function)
+        if index not in self._calls:
+            self._begin(index, call.id or "", function.name or "")
+        elif index != len(self._calls) - 1 or self._part != ARGUMENTS:
+            raise lie("it goes on with a tool call after the next has begun")
+        arguments = function.arguments
+        if arguments:
+            written = arguments if isinstance(arguments, str) else _written(arguments)
+            self._argued = True
+            self._keep(written.translate(_UNMARKED))
+
+    def _index(self, call: Called, function: Function) -> int:
+        """Which call this is of: by its id, else by its place; one that begins is the next."""
+        ids = list(self._calls.values())
+        if call.id and call.id in ids:
+            return ids.index(call.id)
+        if not ids or (call.id and function.name):
+            return len(ids)
+        return len(ids) - 1 if call.index is None else min(max(0, call.index), len(ids))
+
+    def _begin(self, index: int, id: str, name: str) -> None:
+        if not self._request.tools:
+            raise lie("it calls a tool, and was offered none")
+        if not name:
+            raise lie("it calls a tool without a name")
+        self._close_call()
+        self._calls[index] = id
+        self._part, self._argued = ARGUMENTS, False
+        head = (id.translate(_UNMARKED), name.translate(_UNMARKED))
+        self._keep(f"{CALL}{head[0]}{NAME}{head[1]}{ARGUMENTS}")
+
+    def _close_call(self) -> None:
+        """Arguments of a call that has none are an empty object."""
+        if not self._argued:
+            self._keep("{}")
+            self._argued = True
+
+    def _write(self, part: str, text: str) -> None:
+        if not text:
+            return
+        if part != self._part:
+            self._close_call()
+            self._part = part
+            self._keep(part)
+        self._keep(text.translate(_UNMARKED))
+
+    def _keep(self, text: str) -> None:
+        if not text:
+            return
+        self._chars += len(text)
+        if self._chars > self._left:
+            raise lie(f"it is longer than {self._left} characters")
+        self._pieces.append(text)
+
+    # ---- its end
+
+    def _end(self, reason: str, stop: Any) -> None:
+        if reason == "content_filter":
+            raise RequestError("the endpoint's content filter cut the answer off")
+        self._close_call()
+        self.finish = "length" if reason == "length" else "stop"
+        if isinstance(stop, str) and stop in self._request.params.stop:
+            self._stop = stop
+
+    def close(self, *, done: bool) -> None:
+        """Nothing more comes. `done`: the stream said so itself.
+
+        Raises EndpointFailed if that is not its end.
+        """
+        if self.finish is not None:
+            return
+        if not done:
+            raise EndpointFailed("the endpoint's stream broke off before its end")
+        if not self._chars:
+            raise lie("it has no choices")
+        self._close_call()
+        self.finish = "stop"
+
+    @property
+    def empty(self) -> bool:
+        """There is nothing to pass on by now."""
+        return not (self._pieces or self._logprobs)
+
+    def piece(self, job_id: int, *, last: bool = False) -> TextOutput:
+        """What has come since the last piece."""
+        text, self._pieces = "".join(self._pieces), []
+        scores, self._logprobs = self._logprobs, []
+        output = TextOutput(job_id, [], text=text, logprobs=scores or None)
+        output.prompt_tokens = self.prompt_tokens if self.counted else 0
+        if last:
+            output.finish, output.stop = self.finish, self._stop
+            output.prompt_tokens, output.completion_tokens = self.prompt_tokens, self.tokens
+        return output
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As the endpoint counts, or an estimate where it tells none."""
+        return self._counts[0] if self.counted else self._estimate
+
+    @property
+    def tokens(self) -> int:
+        """Of the completion; as `prompt_tokens`."""
+        if self.counted:
+            return self._counts[1]
+        return math.ceil(self._chars / _CHARS_PER_TOKEN)
+
+
+def _texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
+    """Text, or parts of it of which some are thoughts, as Mistral has them."""
+    if not isinstance(content, list):
+        return [(TEXT, content or "")]
+    found: list[tuple[str, str]] = []
+    for part in content:
+        if not isinstance(part, dict):
+            continue
+        if isinstance(text := part.get("text"), str):
+            found.append((TEXT, text))
+        elif isinstance(thinking := part.get("thinking"), list):
+            found += [(THOUGHT, text) for _, text in _texts(thinking)]
+    return found
+
+
+def _written(arguments: Any) -> str:
+    return msgspec.json.encode(arguments).decode()

@@ -1,0 +1,305 @@
+"""Conversations to text, by the model's own chat template.
+
+Templates agree on `messages`, `tools` and `add_generation_prompt`, and on little else. What a
+template wants of an assistant's calls (arguments as an object or as text, content that is empty or
+missing, ids of nine characters) is found out by trying.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from servekit.errors import RequestError
+from servekit.protocol.messages import ChatMessage, ToolCall
+
+#: Arguments that are the template's own, although the library names them, too.
+_OPEN = {"documents"}
+#: Names that the library gives to templates, or that Python would take for its own.
+_TAKEN = {"messages", "raise_exception", "strftime_now", "self", "loop"}
+#: Longest part of a template's own words that is repeated.
+_MAX_WORDS = 300
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+#: What stands around the definitions of tools where the template has no place for them.
+_TOOLS = "You can call these functions, each given as JSON:"
+_HOW_TO_CALL = (
+    'To call a function, answer with {"name": its name, "arguments": {its arguments by name}} and'
+    " nothing else."
+)
+#: A name that stands in no template, to see what becomes of it.
+SENTINEL = "sentinel_tool"
+SENTINEL_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": SENTINEL,
+        "description": "Does nothing.",
+        "parameters": {
+            "type": "object",
+            "properties": {"sentinel_key": {"type": "string", "description": "Anything."}},
+            "required": ["sentinel_key"],
+        },
+    },
+}
+SENTINEL_TURNS = (
+    ChatMessage("user", "sentinel_question"),
+    ChatMessage(
+        "assistant", "", tool_calls=(ToolCall("abcdef123", SENTINEL, '{"sentinel_key": "value"}'),)
+    ),
+)
+
+
+class _Form(NamedTuple):
+    """How a template wants an assistant's calls."""
+
+    arguments_as_text: bool = False
+    content: str | None = ""  # where there is nothing but calls
+
+
+_FORMS = [_Form(text, content) for text in (False, True) for content in ("", None)]
+
+
+class ChatTemplate:
+    """The template of a `transformers` tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        known = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._taken = (
+            _TAKEN | set(known) | set(getattr(tokenizer, "special_tokens_map", ()))
+        ) - _OPEN
+
+    @cached_property
+    def source(self) -> str:
+        """The template's text; of several, all."""
+        found = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(map(str, found.values())) if isinstance(found, dict) else str(found)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> str:
+        """The text of a conversation, up to where the model goes on.
+
+        With `continues` the last message is the model's own beginning; else the generation prompt
+        comes last. Raises RequestError if the template refuses, or `template` has a reserved name.
+        """
+        self._check(messages, template or {}, continues)
+        messages, tools = self._in_words(messages, tools)
+        if continues and not messages[-1].content:
+            messages, continues = messages[:-1], False
+        dicts, template = self._as_dicts(messages), template or {}
+        try:
+            with suppress(Exception):
+                return self._apply(dicts, tools, template, continues)
+            return self._apply(dicts, [_filled_in(tool) for tool in tools], template, continues)
+        except Exception as error:  # the template is the model's code, and may raise anything
+            raise RequestError(
+                f"The model's chat template refuses these messages: {_words(error)}",
+                param="messages",
+            ) from error
+
+    def _check(
+        self, messages: Sequence[ChatMessage], template: Mapping[str, Any], continues: bool
+    ) -> None:
+        if not messages:
+            raise RequestError("messages must have at least one message.", param="messages")
+        if continues and (messages[-1].role != "assistant" or messages[-1].tool_calls):
+            raise RequestError(
+                "Only text of the assistant can be gone on with, and the last message is none.",
+                param="messages",
+            )
+        if taken := sorted(self._taken & set(template)):
+            raise RequestError(
+                f"chat_template_kwargs must not have {', '.join(taken)}: the server sets that.",
+                param="chat_template_kwargs",
+            )
+
+    def _apply(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        continues: bool,
+        prompt: bool = True,
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt and not continues,
+                continue_final_message=continues,
+                **template,
+            )
+        )
+
+    # ---------------------------------------------------------------- tools in words
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of the tools it is given."""
+        return SENTINEL in self._rendered(SENTINEL_TURNS[:1], [SENTINEL_TOOL])
+
+    @cached_property
+    def _takes_calls(self) -> bool:
+        """Whether it repeats the calls that the model has made."""
+        return SENTINEL in self._rendered(SENTINEL_TURNS, [SENTINEL_TOOL])
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return SENTINEL in self._rendered([ChatMessage("system", SENTINEL), SENTINEL_TURNS[0]])
+
+    def _rendered(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of a sentinel; "" where the template refuses."""
+        try:
+            return self.render_turns(messages, tools)
+        except Exception:  # the template is the model's code, and may raise anything
+            return ""
+
+    def _in_words(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]]]:
+        """Tools, calls and results as plain text, where the template has no place for them."""
+        called = any(message.tool_calls or message.role == "tool" for message in messages)
+        if called and not self._takes_calls:
+            messages = _calls_in_words(messages)
+        if tools and not self.takes_tools:
+            messages, tools = self._told(messages, _definitions(tools)), ()
+        return messages, tools
+
+    def _told(self, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+        """With `text` at the end of the system message; before the first message, where there is
+        none that the template takes."""
+        first, *others = messages
+        if self._takes_system and first.role != "system":
+            return [ChatMessage("system", text), first, *others]
+        parts = (first.content, text) if first.role == "system" else (text, first.content)
+        content = "\n\n".join(part for part in parts if part)
+        return [replace(first, content=content), *others]
+
+    def render_turns(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of a conversation that is over: no generation prompt. Raises what may come."""
+        return self._apply(self._as_dicts(messages), tools, {}, continues=False, prompt=False)
+
+    # ---------------------------------------------------------------- messages
+
+    def _as_dicts(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        form = self._form if any(message.tool_calls for message in messages) else _Form()
+        names = {call.id: call.name for message in messages for call in message.tool_calls}
+        return [self._as_dict(message, form, names) for message in messages]
+
+    def _as_dict(self, message: ChatMessage, form: _Form, names: dict[str, str]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            fields["content"] = message.content or form.content
+            fields["tool_calls"] = [self._call(call, form) for call in message.tool_calls]
+        name = message.name
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = self._id(message.tool_call_id)
+            name = name or names.get(message.tool_call_id)
+        if name is not None:
+            fields["name"] = name
+        if message.reasoning is not None:
+            fields["reasoning_content"] = message.reasoning
+        return fields
+
+    def _call(self, call: ToolCall, form: _Form) -> dict[str, Any]:
+        arguments = call.arguments if form.arguments_as_text else _as_object(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": self._id(call.id), "type": "function", "function": function}
+
+    def _id(self, id: str) -> str:
+        """Mistral's templates take ids of nine letters and digits only; others came elsewhere."""
+        if not self._wants_short_ids or _MISTRAL_ID.fullmatch(id):
+            return id
+        return hashlib.sha256(id.encode()).hexdigest()[:9]
+
+    @cached_property
+    def _wants_short_ids(self) -> bool:
+        return re.search(r"length\s*!=\s*9", self.source) is not None
+
+    @cached_property
+    def _form(self) -> _Form:
+        """The first form in which a sentinel's arguments come out as they should."""
+        for form in _FORMS:
+            dicts = [self._as_dict(turn, form, {}) for turn in SENTINEL_TURNS]
+            try:
+                text = self._apply(dicts, [SENTINEL_TOOL], {}, continues=False, prompt=False)
+            except Exception:  # this form it does not take
+                continue
+            turn = text.rpartition("sentinel_question")[2]
+            if SENTINEL in turn and '\\"' not in turn:  # not quoted twice
+                return form
+        return _Form()
+
+
+def _definitions(tools: Sequence[Mapping[str, Any]]) -> str:
+    named = [{"name": "", **_filled_in(tool)["function"]} for tool in tools]  # the name comes first
+    functions = [json.dumps(function, ensure_ascii=False) for function in named]
+    return "\n".join([_TOOLS, *functions, "", _HOW_TO_CALL])
+
+
+def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Calls as the JSON that they were written as, results as what the user says.
+
+    A user's message that follows results is one with them: templates want turns to alternate.
+    """
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    told: list[ChatMessage] = []
+    results = False  # the last one in `told` is made of them
+    for message in messages:
+        joins = results and message.role in ("tool", "user")
+        results = message.role == "tool"
+        if message.role == "tool":
+            name = message.name or names.get(message.tool_call_id or "", "the function")
+            message = ChatMessage("user", f"Result of {name}: {message.content}")
+        elif message.tool_calls:
+            lines = [message.content] if message.content else []
+            lines += [
+                json.dumps({"name": call.name, "arguments": _as_object(call.arguments)},
+                           ensure_ascii=False)
+                for call in message.tool_calls
+            ]  # fmt: skip
+            message = replace(message, content="\n".join(lines), tool_calls=())
+        if joins:
+            told[-1] = replace(told[-1], content=f"{told[-1].content}\n\n{message.content}")
+        else:
+            told.append(message)
+    return told
+
+
+def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A definition with what OpenAI leaves optional, and some templates rely on."""
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    stated = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**tool, "function": empty | stated}
+
+
+def _as_object(arguments: str) -> Any:
+    """Arguments as templates expect them; as text, where a model has written them wrong."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _words(error: Exception) -> str:
+    """The first line of what a template, or the library, says; conversations are not repeated."""
+    text = str(error) or type(error).__name__
+    return text.partition("Final message to continue")[0].strip().split("\n")[0][:_MAX_WORDS]

@@ -1,0 +1,382 @@
+"""A grammar is compiled first where that harms nobody: in a process that can be killed.
+
+Some grammars of 40 bytes take a minute and gigabytes to compile, and end in an abort, which no
+limit of llguidance's prevents. So a worker tries each new grammar in a process of its own before it
+compiles it itself. That process is a fresh interpreter, which has never touched a device; it is
+started at the first grammar and kept. It forks for each trial, so that a trial finds the vocabulary
+read, may be killed by its own limits of CPU time and memory, and takes nothing with it.
+
+    worker ──(socket of one trial)──▶ trial process ──fork──▶ trial: compiles, answers, exits
+
+A trial has a short turn first; one that needs more takes a second turn, one such at a time. So a
+crowd of explosive grammars holds up ordinary ones by their short turns only.
+
+The process ends when the worker does: it is in its process group, and sees the end of its socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from servekit.errors import ModelUnavailable, RequestError
+from servekit.protocol.types import Grammar
+from servekit.system.parent_death import die_with
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+#: CPU time of a trial, in s: the first turn, of which ordinary grammars need a tenth, and the
+#: second, which is all there is for a grammar.
+TURNS_S = (0.06, 1.5)
+#: Trials in their first turn at once.
+FIRST_TURNS = 2
+#: Trials that may wait for their second turn; the worker is busy beyond that.
+MOST_WAITING = 8
+#: Memory that a trial may take, beside the vocabulary's.
+MEMORY_BYTES = 256 * 2**20
+#: Memory that a compiled grammar may keep.
+KEPT_BYTES = 32 * 2**20
+#: Stack of a trial: half of what a thread of the worker has, so that what overflows does so here.
+STACK_BYTES = 4 * 2**20
+#: Time by the clock in which a trial has to get its CPU time, unless a text has begun.
+PATIENCE_S = 30.0
+RETRY_AFTER_S = 5.0
+#: What has a second turn is to disturb nobody.
+NICE = 10
+#: Parts of a JSON schema that may take long to compile, to be named to its sender.
+_SUSPECTS = (
+    *("multipleOf", "pattern", "patternProperties", "minLength", "maxLength", "minItems"),
+    *("maxItems", "minProperties", "maxProperties", "enum", "allOf", "anyOf", "oneOf", "$ref"),
+)
+
+
+class Vocabulary(msgspec.Struct):
+    """What the trial process makes its tokenizer of; special tokens begin with the byte 0xff."""
+
+    tokens: list[bytes]
+    eos: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: LLTokenizer) -> Vocabulary:
+        special, spell = tokenizer.is_special_token, tokenizer.decode_bytes
+        tokens = [
+            b"\xff" + spell([token]) if special(token) else spell([token])
+            for token in range(tokenizer.vocab_size)
+        ]
+        return cls(tokens, list(tokenizer.eos_tokens))
+
+
+class _Order(msgspec.Struct):
+    """What a trial is to do, in how much CPU time, and how far behind the others it stands."""
+
+    grammar: Grammar
+    cpu_s: float
+    nice: int
+
+
+class Verdict(msgspec.Struct):
+    """What came of a trial: a refusal's sentence, or the memory that the compiled grammar keeps.
+
+    `signal` has killed the trial, if any did.
+    """
+
+    refusal: str = ""
+    kept_bytes: int = 0
+    signal: int = 0
+
+
+class Trials:
+    """The trial process of one vocabulary, as a worker sees it; for any thread."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._process: _Process | None = None
+        self._starting = threading.Lock()
+        self._first_turns = threading.BoundedSemaphore(FIRST_TURNS)
+        self._second_turn = threading.Lock()
+        self._counting = threading.Lock()
+        self._waiting = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The trial process's, if it was needed yet."""
+        return None if self._process is None else self._process.pid
+
+    def judge(self, grammar: Grammar, *, patient: bool) -> Verdict:
+        """Say what becomes of a grammar that is compiled; blocks.
+
+        Raises ModelUnavailable where too many others are waiting, unless `patient`.
+        """
+        patience_s = None if patient else PATIENCE_S
+        with self._first_turns:
+            verdict = self._try(grammar, patience_s, TURNS_S[0])
+        if verdict.signal != signal.SIGPROF:
+            return verdict
+        with self._counting:
+            if self._waiting >= MOST_WAITING and not patient:
+                raise _busy(grammar)
+            self._waiting += 1
+        try:
+            with self._second_turn:
+                return self._try(grammar, patience_s, TURNS_S[1], NICE)
+        finally:
+            with self._counting:
+                self._waiting -= 1
+
+    def _try(
+        self, grammar: Grammar, patience_s: float | None, cpu_s: float, nice: int = 0
+    ) -> Verdict:
+        order = msgspec.msgpack.encode(_Order(grammar, cpu_s, nice))
+        for _ in range(2):  # the process itself may have been killed; the trial is innocent then
+            process = self._running(grammar)
+            try:
+                if answer := process.ask(order, patience_s):
+                    return msgspec.msgpack.decode(answer, type=Verdict)
+            except TimeoutError:
+                raise _busy(grammar) from None
+        raise _busy(grammar)
+
+    def _running(self, grammar: Grammar) -> _Process:
+        with self._starting:
+            if self._process is None or not self._process.alive:
+                try:
+                    self._process = _Process(Vocabulary.of(self._tokenizer))
+                except OSError as error:
+                    raise _busy(grammar) from error
+                weakref.finalize(self, self._process.end)
+            return self._process
+
+
+class _Process:
+    """The trial process, from its start to its end."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises OSError if it cannot be started."""
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs, _file(msgspec.msgpack.encode(vocabulary)) as words:
+                fds = (theirs.fileno(), words.fileno())
+                self._child = subprocess.Popen(
+                    [
+                        *(sys.executable, *(["-P"] if sys.flags.safe_path else [])),
+                        *("-m", "servekit.engines.text.grammar_trial", *map(str, fds)),
+                    ],
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=fds,
+                )
+        except OSError:
+            self._orders.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+    def ask(self, order: bytes, patience_s: float | None) -> bytes:
+        """A trial's answer; empty if this process has died. Raises TimeoutError."""
+        mine, its = socket.socketpair()
+        with mine:
+            mine.settimeout(patience_s)
+            with its, _file(order) as file:
+                try:
+                    socket.send_fds(self._orders, [b"t"], [its.fileno(), file.fileno()])
+                except OSError:
+                    return b""
+            parts = []
+            while part := mine.recv(65536):
+                parts.append(part)
+            return b"".join(parts)
+
+    def end(self) -> None:
+        """End it, and return when it is reaped: it ends with its socket."""
+        self._orders.close()
+        try:
+            self._child.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+def _busy(grammar: Grammar) -> ModelUnavailable:
+    return ModelUnavailable(
+        "the worker is busy with grammars of other requests; try again later",
+        param=grammar.param,
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def explain(verdict: Verdict, grammar: Grammar) -> str:
+    """Why a grammar is refused whose trial was killed: the end of a sentence."""
+    if verdict.signal == signal.SIGPROF:
+        reason = f"compiling it takes more than {TURNS_S[-1]:g} s"
+    else:
+        reason = f"compiling it takes more than {MEMORY_BYTES // 2**20} MiB or overflows the stack"
+    suspects = [f'"{name}"' for name in _SUSPECTS if f'"{name}"' in grammar.text]
+    return f"{reason}; look at its {', '.join(suspects)}" if suspects else reason
+
+
+def _file(content: bytes) -> BinaryIO:
+    """A file without a name, to be handed to another process."""
+    file = os.fdopen(os.memfd_create("servekit-grammars", os.MFD_CLOEXEC), "w+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+# ---------------------------------------------------------------- the trial process
+
+
+def serve(orders: socket.socket, tokenizer: LLTokenizer) -> None:
+    """Fork a trial for each socket that comes, until the worker is gone."""
+    trials: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    worker = os.getppid()
+    with selectors.DefaultSelector() as selector:
+        selector.register(orders, selectors.EVENT_READ)
+        while os.getppid() == worker:
+            for key, _ in selector.select(1.0):
+                if key.fileobj is not orders:
+                    selector.unregister(key.fd)
+                    _bury(key.fd, *trials.pop(key.fd))
+                    continue
+                _, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
+                if not descriptors:
+                    return
+                end, order = socket.socket(fileno=descriptors[0]), os.fdopen(descriptors[1], "rb")
+                with order:
+                    child = os.fork()
+                    if not child:
+                        _be_tried(end, order, tokenizer)
+                pidfd = os.pidfd_open(child)
+                trials[pidfd] = (child, end)
+                selector.register(pidfd, selectors.EVENT_READ)
+
+
+def _bury(pidfd: int, child: int, end: socket.socket) -> None:
+    """Say of what a trial has died, if it did; its own answer is sent already if not."""
+    os.close(pidfd)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with end, contextlib.suppress(OSError):
+        if status:
+            end.sendall(msgspec.msgpack.encode(Verdict(signal=max(-status, 1))))
+
+
+def _be_tried(end: socket.socket, file: BinaryIO, tokenizer: LLTokenizer) -> None:
+    """Be one trial, to its end."""
+    status = 1
+    try:
+        from servekit.engines.text.structured_output import compile_grammar
+
+        order = msgspec.msgpack.decode(file.read(), type=_Order)
+        _limit(order)
+        verdict = _judged(lambda: compile_grammar(tokenizer, order.grammar))
+        end.sendall(msgspec.msgpack.encode(verdict))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _judged(compile_it: Callable[[], Any]) -> Verdict:
+    before = _resident_bytes()
+    try:
+        compiled = compile_it()
+    except RequestError as error:
+        return Verdict(str(error))
+    kept = _resident_bytes() - before
+    del compiled
+    return Verdict(kept_bytes=max(0, kept))
+
+
+def _limit(order: _Order) -> None:
+    """Keep this process to its limits: the kernel kills it at them."""
+    die_with(os.getppid())
+    os.nice(order.nice)
+    with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
+        file.write("1000")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)  # what an abort has to say is made of the request's text
+    size = _pages(0) + MEMORY_BYTES
+    for limit, value in (
+        (resource.RLIMIT_AS, size),
+        (resource.RLIMIT_STACK, STACK_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
+
+
+def _resident_bytes() -> int:
+    return _pages(1)
+
+
+def _pages(field: int) -> int:
+    """Bytes of address space (0) or in memory (1). Source: proc(5), statm."""
+    return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGESIZE")
+
+
+class _Words:
+    """A vocabulary as llguidance takes it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.eos[0]
+        self._ids = {spelt: token for token, spelt in enumerate(vocabulary.tokens)}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The longest tokens that fit, one after the other: how forced text is spelt."""
+        data, ids, at = text.encode() if isinstance(text, str) else text, [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            fits = next((end for end in ends if data[at:end] in self._ids), None)
+            if fits is not None:
+                ids.append(self._ids[data[at:fits]])
+            at = at + 1 if fits is None else fits
+        return ids
+
+
+def _main(orders_fd: int, words_fd: int) -> None:
+    from llguidance import LLTokenizer
+
+    from servekit.engines.text import structured_output as grammar  # read before the first fork
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides
+    with open(words_fd, "rb") as file:
+        vocabulary = msgspec.msgpack.decode(file.read(), type=Vocabulary)
+    words: Any = _Words(vocabulary)
+    tokenizer = LLTokenizer(words, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos)
+    with contextlib.suppress(RequestError):
+        grammar.compile_grammar(tokenizer, Grammar("json_schema", "{}"))
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy all of it
+    gc.disable()
+    with socket.socket(fileno=orders_fd) as orders:
+        serve(orders, tokenizer)
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:3]))

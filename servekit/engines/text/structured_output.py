@@ -1,0 +1,356 @@
+"""Text that keeps to a grammar: which tokens may come next, by llguidance.
+
+A grammar is compiled once, in a thread of the worker's, and kept; each request gets a copy of its
+own state. A new one is tried in another process before (`grammar_trial`). In every step the
+engine's thread asks for the set of tokens that may come next, for those rows alone that have a
+grammar. That takes a tenth of a millisecond and needs no device, so on a GPU it is done while the
+forward pass is still being computed.
+
+Why llguidance rather than xgrammar, which does the same: it has no dependencies (xgrammar needs
+torch, triton and tvm-ffi; an engine without torch could not use it), a schema compiles in about 1
+ms where xgrammar took 132 (vocabulary of 49 000), it bounds the work that a regular expression can
+make in units of its own rather than in time, and it works without the GIL.
+
+What explodes does so at compile time or, mostly, in the first steps, which are tried at compile
+time too. The limits below keep all that under about 0.1 s, and later steps too.
+
+Requests of one grammar share the states of its lexer, which grow as tokens are matched, and at
+their limit fail for all of them, for ever. A new one is compiled then: no text is to end because
+of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from servekit.engines.text.grammar_trial import KEPT_BYTES as MOST_KEPT_BYTES
+from servekit.engines.text.grammar_trial import Trials, explain
+from servekit.errors import RequestError
+from servekit.protocol.messages import Grammar
+
+#: Longest grammar, in bytes of its text.
+MAX_BYTES = 256 * 1024
+#: Compiled grammars kept: their number, and their memory, of which each counts LEAST_KEPT_BYTES.
+KEPT = 64
+KEPT_BYTES = 64 * 2**20
+LEAST_KEPT_BYTES = 64 * 1024
+#: Grammars that are known to be refused, so that nobody tries them twice.
+REFUSALS = 256
+#: Steps of a compiled grammar that are tried, and CPU time that one of them may take, in s.
+STEPS_TRIED = 8
+STEP_S = 0.1
+#: CPU time, in s, of a grammar that may be compiled anew between two steps of the engine.
+RENEWAL_S = 0.05
+_FULL = "too many states"
+#: White space between the parts of JSON: enough to indent it, too little for a small model to go
+#: on with for ever.
+WHITESPACE = r"[ \n\r\t]{0,40}"
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,  # an enumeration of ten thousand values fits
+    max_items_in_row=10_000,  # an object of a thousand optional properties fits
+    step_lexer_fuel=50_000,
+    max_lexer_states=30_000,  # one or two kB each
+    verbose_errors=False,  # they would repeat the request's text
+)
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+#: What llguidance says of its own: places in a text that it has made, states, nothing of use.
+_NOISE = re.compile(
+    r"<non-verbose/>|^at \d+\(\d+\): |\(in regex\)|json-schema:///|^\s*\d+ \|.*$|^\s*\^\s*$",
+    re.MULTILINE,
+)
+_UNUSABLE = "cannot be used"
+_UNSATISFIABLE = "no text fits it"
+_PLAINLY = {
+    "NoExtensionBias": _UNSATISFIABLE,
+    "NoExtension": _UNSATISFIABLE,
+    "too many expressions": "it is too complex",
+    "too many states": "it is too complex",
+    "fuel": "it is too complex",
+    "items; max is": "it is too complex",
+    "Too many items": "it is too complex",
+    "too big": "it is too large",
+}
+
+
+def mask_words(vocab_size: int) -> int:
+    """Length of a mask, in words of 32 bits."""
+    return -(-vocab_size // 32)
+
+
+class Constraint:
+    """Where one request is in its grammar."""
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, emitted: Sequence[int]) -> None:
+        """As `Grammars.constraint`."""
+        self.grammar = grammar
+        self.vocab_size = grammars.vocab_size  # bits of a mask, before they are rounded up to words
+        self._grammars = grammars
+        self._kept = grammars.compiled(grammar, patient=bool(emitted))
+        self._matcher = self._kept.matcher.deep_copy()
+        self._taken = list(emitted)
+        self._eos = sorted(grammars.eos)
+        self.failure = ""  # why it cannot go on, for the user
+
+    @property
+    def ended(self) -> bool:
+        """The text is complete, and nothing can be added to it."""
+        return not self.failure and self._matcher.is_stopped()
+
+    def follow(self) -> bool:
+        """Go on by all that was emitted before, if it keeps to the grammar."""
+        return self._follow() or self._recover()
+
+    def _follow(self) -> bool:
+        taken = self._taken
+        return not taken or self._matcher.try_consume_tokens(taken) == len(taken)
+
+    def take(self, token: int) -> None:
+        """Go on by a token that the last mask allowed."""
+        self._taken.append(token)
+        if not self._matcher.consume_token(token) and not self._recover():
+            self._fail()
+
+    def _recover(self) -> bool:
+        """Go on with a lexer that has room, if this one's has none."""
+        if _FULL not in self._matcher.get_error():
+            return False
+        for _ in range(2):  # what another request has begun may be full by now, too
+            kept = self._grammars.renew(self.grammar, self._kept)
+            if kept is None:
+                return False
+            self._kept, self._matcher = kept, kept.matcher.deep_copy()
+            if self._follow():
+                return True
+        return False
+
+    def fill(self, mask: NDArray[np.int32], *, avoid_end: bool) -> None:
+        """Set the bits of the tokens that may come next; `mask` is int32 [vocabulary / 32].
+
+        With `avoid_end` the text goes on as long as it can. A failure allows everything: the row
+        is about to be told.
+        """
+        if not self.failure:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error() and self._recover():
+                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                self._fail()
+        if self.failure:
+            mask.fill(-1)
+        elif avoid_end:
+            self._without_end(mask)
+
+    def _without_end(self, mask: NDArray[np.int32]) -> None:
+        other = mask.copy()
+        bits = other.view(np.uint32)
+        for token in self._eos:
+            bits[token // 32] &= ~np.uint32(1 << token % 32)
+        if other.any():
+            mask[:] = other
+
+    def _fail(self) -> None:
+        # without an error, a text that fits was not taken whole: it fills a lexer by itself
+        reason = self._matcher.get_error() or _FULL
+        self.failure = _sentence(self.grammar, reason, "cannot be followed")
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer; `compiled` may be called from any thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
+        """Raises ValueError for a tokenizer that is not of the library's fast kind."""
+        from llguidance.hf import from_tokenizer
+
+        size = max(vocab_size, len(tokenizer))
+        self._begin(
+            from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(eos) or None), size, eos
+        )
+
+    @classmethod
+    def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:
+        """The same for a vocabulary that llguidance has already read."""
+        made = cls.__new__(cls)
+        made._begin(tokenizer, vocab_size, eos)
+        return made
+
+    def _begin(self, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos = eos
+        self.trials = Trials(tokenizer)
+        self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
+        self._kept_bytes = 0
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest: sentences
+        self._turns: dict[Grammar, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def constraint(self, grammar: Grammar, emitted: Sequence[int] = ()) -> Constraint:
+        """A constraint that has taken the tokens `emitted`.
+
+        Raises RequestError, and ModelUnavailable where others' grammars keep the worker busy;
+        that is no answer to a text that has begun, which waits.
+        """
+        constraint = Constraint(self, grammar, emitted)
+        if not constraint.follow():
+            raise RequestError(
+                "The text so far does not keep to the grammar it is to go on with.",
+                param=grammar.param,
+            )
+        return constraint
+
+    def compiled(self, grammar: Grammar, *, patient: bool) -> _Kept:
+        """Return what is to be copied for each request. Raises as `constraint`."""
+        if (known := self._known(grammar)) is not None:
+            return known
+        with self._lock:
+            turn = self._turns.setdefault(grammar, threading.Lock())
+        try:
+            with turn:  # of those that bring the same one, one compiles it
+                return self._known(grammar) or self._compile(grammar, patient=patient)
+        finally:
+            with self._lock:
+                self._turns.pop(grammar, None)
+
+    def renew(self, grammar: Grammar, full: _Kept) -> _Kept | None:
+        """Return another one in the place of `full`; None if that takes too long here and now.
+
+        It is not kept any more then: the next request compiles it where there is time.
+        """
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None and kept is not full:
+                return kept
+            if kept is not None:
+                self._kept_bytes -= self._kept.pop(grammar).bytes
+        if full.compiled_s > RENEWAL_S:
+            return None
+        matcher = compile_grammar(self._tokenizer, grammar)
+        with self._lock:
+            self._keep(grammar, made := _Kept(matcher, full.bytes, full.compiled_s))
+        return made
+
+    def _known(self, grammar: Grammar) -> _Kept | None:
+        """Raises RequestError if it was refused before."""
+        with self._lock:
+            if (kept := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+                return kept
+            refusal = self._refused.get(_digest(grammar))
+        if refusal is not None:
+            raise RequestError(refusal, param=grammar.param)
+        return None
+
+    def _keep(self, grammar: Grammar, made: _Kept) -> None:
+        if (before := self._kept.pop(grammar, None)) is not None:
+            self._kept_bytes -= before.bytes
+        self._kept[grammar] = made
+        self._kept_bytes += made.bytes
+        while len(self._kept) > 1 and (len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES):
+            self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
+
+    def _compile(self, grammar: Grammar, *, patient: bool) -> _Kept:
+        """Compile it here if that went well elsewhere."""
+        if len(grammar.text.encode()) > MAX_BYTES:
+            raise _refusal(grammar, f"it is longer than {MAX_BYTES} bytes")
+        verdict = self.trials.judge(grammar, patient=patient)
+        refusal = verdict.refusal
+        if verdict.signal:
+            refusal = _sentence(grammar, explain(verdict, grammar), _UNUSABLE)
+        elif verdict.kept_bytes > MOST_KEPT_BYTES:
+            size = f"compiled, it takes {verdict.kept_bytes / 2**20:.0f} MiB"
+            refusal = _sentence(grammar, size, _UNUSABLE)
+        if refusal:
+            with self._lock:
+                self._refused[_digest(grammar)] = refusal
+                while len(self._refused) > REFUSALS:
+                    self._refused.popitem(last=False)
+            raise RequestError(refusal, param=grammar.param)
+        before_s = time.thread_time()
+        matcher = compile_grammar(self._tokenizer, grammar)
+        made = _Kept(
+            matcher, max(verdict.kept_bytes, LEAST_KEPT_BYTES), time.thread_time() - before_s
+        )
+        with self._lock:
+            self._keep(grammar, made)
+        return made
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(f"{grammar.kind} {grammar.param} {grammar.text}".encode()).digest()
+
+
+class _Kept(NamedTuple):
+    """A compiled grammar, and the memory that it is taken to have."""
+
+    matcher: LLMatcher
+    bytes: int
+    compiled_s: float  # CPU time that it took
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Compile a grammar and try some of its steps. Raises RequestError.
+
+    It may take any time and memory, and end this process: `grammar_trial` is to be first.
+    """
+    try:
+        matcher = LLMatcher(tokenizer, serialized(grammar), log_level=0, limits=_LIMITS)
+    except ValueError as error:  # no JSON, or no object
+        raise _refusal(grammar, str(error)) from None
+    if reason := matcher.get_error() or _try(matcher, tokenizer.vocab_size):
+        raise _refusal(grammar, reason)
+    return matcher
+
+
+def _try(matcher: LLMatcher, vocab_size: int) -> str:
+    """Take the first step, and some more in a copy; says what is wrong with them."""
+    mask = np.zeros(mask_words(vocab_size), np.int32)
+    copy = matcher
+    for step in range(STEPS_TRIED):
+        before_s = time.thread_time()
+        copy.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if time.thread_time() - before_s > STEP_S:
+            return f"finding the tokens that may come next takes more than {STEP_S:g} s"
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+        if copy.is_error() or not len(allowed):
+            return copy.get_error() or (_UNSATISFIABLE if not step else "")
+        copy = matcher.deep_copy() if copy is matcher else copy
+        copy.consume_token(int(allowed[-1 - step % 2 * (len(allowed) // 2)]))
+        if copy.is_stopped():
+            break
+    return copy.get_error()
+
+
+def serialized(grammar: Grammar) -> str:
+    """A grammar in llguidance's own JSON, whatever it was written in."""
+    match grammar.kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides={"whitespace_pattern": WHITESPACE}
+            )
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _refusal(grammar: Grammar, reason: str) -> RequestError:
+    return RequestError(_sentence(grammar, reason, _UNUSABLE), param=grammar.param)
+
+
+def _sentence(grammar: Grammar, reason: str, what: str) -> str:
+    for mark, plainly in _PLAINLY.items():
+        if mark in reason:
+            reason = plainly
+    cleaned = " ".join(_NOISE.sub("", reason).split())
+    name = "grammar of the tools" if grammar.param == "tools" else _NAMES[grammar.kind]
+    return f"The {name} {what}: {cleaned[:300] or 'it is not valid'}."

@@ -1,0 +1,303 @@
+"""Text to token ids and back, by the model's own tokenizer and chat template.
+
+Decoding is incremental: text is handed out as soon as it is certain, and never a part of a
+character. Byte-level tokenizers are decoded byte by byte; all others by decoding a short window
+of tokens with and without the new ones, which gets leading spaces right whatever the tokenizer's
+rules are. Both cost the same for the thousandth token as for the first.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from servekit.engines.api.base import TooManyTokens
+from servekit.engines.text.chat_template import ChatTemplate
+from servekit.errors import RequestError
+from servekit.protocol.messages import ChatMessage
+
+REPLACEMENT = "�"
+#: Tokens after which a window that still ends in U+FFFD is not waiting but broken.
+_LONGEST_CHARACTER = 8
+#: Characters for each token that has room, of which a longer text is judged first. Almost no text
+#: that fits is longer, so that hardly any is tokenised twice.
+_FIRST_CHARS = 16
+#: And at most so many: half a gigabyte of tokens, at worst.
+_MOST_FIRST_CHARS = 2**20
+#: Tokens that may be there only because a text was cut: the pieces of a word or of a special token,
+#: and what a tokenizer adds at the ends. WordPiece has one token for any word over 100 characters.
+_CUT_TOKENS = 128
+
+
+class Prompts(ABC):
+    """The half of a codec that makes token ids, whatever the tokenizer."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+
+    @abstractmethod
+    def _ids(self, text: str, special: bool) -> list[int]:
+        """Token ids; with `special` those that belong at a text's ends are added."""
+
+    @property
+    def chat(self) -> bool:
+        return bool(self.template.source)
+
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        return self._ids_within(limit, text, special=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._ids(text, special=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        continues: bool = False,
+        limit: int | None = None,
+    ) -> list[int]:
+        if not self.chat:
+            raise RequestError(
+                "This model has no chat template; use /v1/completions.", param="messages"
+            )
+        text = self.template.render(messages, tools, template, continues)
+        return self._ids_within(limit, text, special=False)
+
+    def _ids_within(self, limit: int | None, text: str, *, special: bool) -> list[int]:
+        """Token ids; TooManyTokens as soon as a beginning has too many, for each takes 200 bytes.
+
+        Only twice as many are too many: in one long word without a break, what follows changes
+        how the beginning is split, but not into half as many. White space at the cut does not
+        count, for a special token behind it may swallow any amount.
+        """
+        reach = len(text) if limit is None else min(_FIRST_CHARS * max(limit, 1), _MOST_FIRST_CHARS)
+        while limit is not None and reach < len(text):
+            certain = len(self._ids(text[:reach].rstrip(), special)) - _CUT_TOKENS
+            if certain > 2 * limit:
+                raise TooManyTokens(certain)
+            reach *= 4
+        return self._ids(text, special)
+
+
+class TokenizerCodec(Prompts):
+    """Codec over a `transformers` tokenizer; see `base.Codec`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(ChatTemplate(tokenizer))
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._special = _special_tokens(tokenizer, self._backend)
+        self._kept: dict[frozenset[int], _BytePieces] = {}
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        tokenized = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False)
+        return list(tokenized["input_ids"])
+
+    def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are tokens of their own, added to the vocabulary, special or not.
+
+        A grammar takes them only as tokens, never letter by letter.
+        """
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {str(piece): int(token) for token, piece in added.items() if str(piece) in texts}
+
+    def token_bytes(self) -> int:
+        """Bytes of text, white space left out, that one token stands for at most; 0: not known.
+
+        It is known where each byte comes to be in some token: for tokenizers over bytes, or with
+        bytes for what they do not know, that leave nothing out before. At most they compose
+        characters (NFC), three code points into one.
+        """
+        backend: Any = self._backend
+        if backend is None or not (is_byte_level(backend) or _falls_back_to_bytes(backend)):
+            return 0
+        steps = _steps(backend.normalizer, "normalizers")
+        if not all(map(_keeps_text, steps)):
+            return 0
+        longest = max(len(piece.encode()) for piece in backend.get_vocab())
+        return longest * (3 if any(step["type"] == "NFC" for step in steps) else 1)
+
+    def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
+        kept = frozenset(token for token, text in self._special.items() if text in markers)
+        if not is_byte_level(self._backend):
+            return WindowDecoder(self._tokenizer, self._special.keys() - kept if kept else None)
+        pieces = self._kept.get(kept)
+        if pieces is None:
+            pieces = self._kept[kept] = _BytePieces(self._backend, self._special.keys() - kept)
+        return ByteDecoder(pieces)
+
+
+def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
+    if backend is None:
+        return dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = backend.get_added_tokens_decoder()
+    return {token: piece.content for token, piece in added.items() if piece.special}
+
+
+# ---------------------------------------------------------------- byte-level tokenizers
+
+
+def is_byte_level(backend: Any) -> bool:
+    """Whether its tokens are written in GPT-2's stand-ins for bytes."""
+    return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
+
+
+def _falls_back_to_bytes(backend: Any) -> bool:
+    """SentencePiece's kind: whatever is not in the vocabulary becomes a token for each byte.
+
+    Without them any number of unknown characters is one token. Of a Unigram model it is not asked:
+    those come with a normalizer that shortens text.
+    """
+    if not getattr(backend.model, "byte_fallback", False):
+        return False
+    known = backend.get_vocab()
+    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    whole = all(
+        step["type"] == "Metaspace" or (step["type"] == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    )
+    return whole and all(f"<0x{byte:02X}>" in known for byte in range(256))
+
+
+def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as its file has them; `name` is a sequence's."""
+    if component is None:
+        return []
+    stated = json.loads(component.__getstate__())
+    return list(stated[name]) if stated["type"] == "Sequence" else [stated]
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """A normalizer changes white space at most, or composes characters."""
+    if step["type"] == "Replace":
+        return not step["pattern"].get("String", "a").strip()
+    return step["type"] in ("Prepend", "NFC")
+
+
+class _BytePieces:
+    """The bytes of each token, looked up once per token id and shared by all decoders."""
+
+    def __init__(self, backend: Any, silent: Collection[int]) -> None:
+        self._backend = backend
+        self._silent = silent  # tokens without text
+        self._known: dict[int, bytes] = {}
+        self.texts: dict[
+            int, str
+        ] = {}  # of those that have been looked up and are text by themselves
+
+    def of(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._look_up(token)
+            with contextlib.suppress(UnicodeDecodeError):
+                self.texts[token] = piece.decode()
+        return piece
+
+    def _look_up(self, token: int) -> bytes:
+        text = None if token in self._silent else self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        return from_alphabet(text)
+
+
+def from_alphabet(text: str) -> bytes:
+    """The bytes of a byte-level token, or of an added one, which is written as plain text."""
+    try:
+        return bytes(_byte_alphabet()[character] for character in text)
+    except KeyError:
+        return text.encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest from U+0100."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(itself)]
+    alphabet = {chr(byte): byte for byte in itself}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+#: What an incremental decoder says that has nothing of a character.
+_SETTLED = (b"", 0)
+
+
+class ByteDecoder:
+    """Joins the tokens' bytes and decodes UTF-8 as it completes."""
+
+    def __init__(self, pieces: _BytePieces) -> None:
+        self._pieces = pieces
+        self._texts = pieces.texts
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False  # for the rest of a character
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and not self._waits:  # as in most steps
+            text = self._texts.get(token_ids[0])
+            if text is not None:
+                return text
+        text = self._utf8.decode(b"".join(map(self._pieces.of, token_ids)))
+        self._waits = self._utf8.getstate() != _SETTLED
+        return text
+
+    def flush(self) -> str:
+        self._utf8.reset()  # what waits is the beginning of a character that will never come
+        self._waits = False
+        return ""
+
+
+# ---------------------------------------------------------------- all others
+
+
+class WindowDecoder:
+    """Decodes a window of tokens; what it says beyond its settled part is the new text.
+
+    The window keeps the tokens before the new ones, because a token's text may depend on its
+    neighbour (a leading space that is dropped at the start, bytes that make a character).
+    """
+
+    def __init__(self, tokenizer: Any, silent: Collection[int] | None = None) -> None:
+        """Of the special tokens those in `silent` have no text; None: all of them."""
+        self._tokenizer = tokenizer
+        self._silent = silent
+        self._window: list[int] = []
+        self._settled = 0  # tokens of the window whose text has been handed out
+        self._settled_text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if self._silent is not None:
+            token_ids = [token for token in token_ids if token not in self._silent]
+        return "".join(self._push_one(token) for token in token_ids)
+
+    def _push_one(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._settled
+        if text.endswith(REPLACEMENT) and waiting < _LONGEST_CHARACTER:
+            return ""
+        return self._settle(text)
+
+    def flush(self) -> str:
+        return self._settle(self._decode(self._window)).rstrip(REPLACEMENT)
+
+    def _settle(self, text: str) -> str:
+        new = text[len(self._settled_text) :]
+        if new or len(self._window) > 4 * _LONGEST_CHARACTER:  # tokens without text pile up
+            self._window = self._window[self._settled :][-_LONGEST_CHARACTER:]
+            self._settled_text = self._decode(self._window)
+        self._settled = len(self._window)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=self._silent is None,
+                clean_up_tokenization_spaces=False,
+            )
+        )

@@ -1,0 +1,228 @@
+"""How a model writes tool calls and thoughts, found out from its chat template.
+
+A turn in which the assistant calls a sentinel tool, and one in which it thinks, are rendered by
+the template itself; what it writes around them is what the model has learnt to write. A template
+that renders no calls, but tells the model how to write them, is known by the markers it names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from servekit.engines.text.chat_template import (
+    SENTINEL,
+    SENTINEL_TOOL,
+    SENTINEL_TURNS,
+    ChatTemplate,
+)
+from servekit.protocol.messages import Capability, ChatMessage, Dialect
+from servekit.protocol.tool_formats import MARKERS, THOUGHTS
+
+_QUESTION = SENTINEL_TURNS[0]
+_ANSWER = "sentinel_answer"
+_THOUGHT = "sentinel_thought"
+_TAG = r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,30}\])"
+#: A rendered call in one of the shapes that need no markers to be recognised.
+_JSON = re.compile(
+    rf'\[?\s*\{{"name": "{SENTINEL}", "(?:arguments|parameters)": (?P<value>\{{[^{{}}]*\}})'
+    r"[^{}]*\}\s*\]?"
+)
+_SHAPES: list[tuple[str, re.Pattern[str]]] = [
+    ("harmony", re.compile(rf"\bto=functions\.{SENTINEL}\b.*<\|message\|>", re.DOTALL)),
+    ("mistral", re.compile(rf"\[TOOL_CALLS\].*{SENTINEL}", re.DOTALL)),
+    ("deepseek", re.compile(rf"<｜tool▁call▁begin｜>.*{SENTINEL}", re.DOTALL)),
+    ("kimi_k2", re.compile(rf"<\|tool_call_begin\|>\S*{SENTINEL}")),
+    ("function", re.compile(rf"<function={SENTINEL}>\s*\{{")),
+    (
+        "qwen3_coder",
+        re.compile(
+            rf"(?:{_TAG}\s*)?<function={SENTINEL}>\s*<parameter=sentinel_key>"
+            r".*?</function>",
+            re.DOTALL,
+        ),
+    ),
+    (
+        "invoke",
+        re.compile(
+            rf'(?:{_TAG}\s*)?<invoke name="{SENTINEL}">\s*<parameter name="sentinel_key">'
+            r".*?</invoke>",
+            re.DOTALL,
+        ),
+    ),
+    (
+        "glm",
+        re.compile(
+            rf"{_TAG}{SENTINEL}\s*<arg_key>sentinel_key</arg_key>.*?</arg_value>",
+            re.DOTALL,
+        ),
+    ),
+    ("pythonic", re.compile(rf"(?:{_TAG}\s*)?\[{SENTINEL}\(sentinel_key=.*?\)\]")),
+]
+
+
+class _Calls(NamedTuple):
+    family: str = ""
+    begin: str = ""
+    end: str = ""
+
+
+#: Of templates that tell of calls without rendering any: all of these name the family.
+_NAMED: list[tuple[_Calls, tuple[str, ...]]] = [
+    (_Calls("qwen3_coder"), ("<tool_call>", "<function=")),
+    (_Calls("glm"), ("<tool_call>", "<arg_key>")),
+    (_Calls("hermes"), ("<tool_call>", "</tool_call>")),
+    (_Calls("pythonic"), ("<|tool_call_start|>",)),
+    (_Calls("pythonic"), ("<|tool_list_start|>",)),
+    (_Calls("mistral"), ("[TOOL_CALLS]",)),
+    (_Calls("deepseek"), ("<｜tool▁call▁begin｜>",)),
+    (_Calls("kimi_k2"), ("<|tool_call_begin|>",)),
+    (_Calls("harmony"), ("<|channel|>", "commentary")),
+    (_Calls("template", "<|tool_call|>"), ("<|tool_call|>",)),
+    (_Calls("llama3_json"), ("<|python_tag|>",)),
+]
+
+
+def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") -> Dialect:
+    """The dialect of a model with this template, its `tokens` left empty.
+
+    `tools`, a key of MARKERS, and `thoughts`, a key of THOUGHTS, are the file's own words on it;
+    "none" is one, too. "" leaves it to the template.
+    """
+    if not template.source:
+        return Dialect()
+    found = _calls(template)
+    if tools:
+        found = found if found.family == tools else _Calls(tools if tools in MARKERS else "")
+    begin, end = THOUGHTS.get(thoughts, ("", "")) if thoughts else _thoughts(template, found.family)
+    prompt = _rendered(lambda: template.render([_QUESTION])).rstrip()
+    at_once = bool(begin) and prompt.endswith(begin)
+    return Dialect(found.family, found.begin, found.end, begin, end, at_once)
+
+
+def takes_tools(template: ChatTemplate) -> bool:
+    """Whether the template tells the model of the tools it is given."""
+    return template.takes_tools
+
+
+def tool_capabilities(
+    template: ChatTemplate, dialect: Dialect, parser: str, *, grammars: bool
+) -> tuple[Capability, ...]:
+    """What a model can be served with. `parser`: `tool_parser` of the file, "none" leaves calls in
+    the text. Where a template has no tools, a grammar can still make the model call them."""
+    if takes_tools(template) and (dialect.tools or parser == "none"):
+        return ("tools",)
+    return ("forced_tools",) if grammars and template.source and parser != "none" else ()
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """The special token with which the chat template closes the assistant's turn, if it does.
+
+    A model ends its answers with it, whether or not its generation config says so.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token): int(id) for id, token in added.items() if token.special}
+    if not special or not getattr(tokenizer, "chat_template", None):
+        return []
+    template = ChatTemplate(tokenizer)
+    turns = [_QUESTION, ChatMessage("assistant", _ANSWER)]
+    rest = _turn(_rendered(lambda: template.render_turns(turns))).partition(_ANSWER)[2].lstrip()
+    # Of two that begin alike the longer one is meant.
+    found = max((text for text in special if rest.startswith(text)), key=len, default="")
+    return [special[found]] if found else []
+
+
+def _rendered(render: Callable[[], str]) -> str:
+    """What a template makes of a sentinel; "" where it refuses."""
+    try:
+        return render()
+    except Exception:  # the template is the model's code, and may raise anything
+        return ""
+
+
+# ---------------------------------------------------------------- calls
+
+
+def _calls(template: ChatTemplate) -> _Calls:
+    turn = _turn(_rendered(lambda: template.render_turns(SENTINEL_TURNS, [SENTINEL_TOOL])))
+    body = turn[len(_header(template, turn)) :]
+    for family, shape in _SHAPES:
+        if found := shape.search(body):
+            return _Calls(family, *_outer(template, family, found))
+    if found := _JSON.search(body):
+        return _json(template, found)
+    if SENTINEL in body:  # rendered, in a way that nobody here reads
+        return _Calls()
+    return _named(template) if takes_tools(template) else _Calls()
+
+
+def _turn(text: str) -> str:
+    """What comes after the question: the assistant's turn, header included."""
+    return text.rpartition(_QUESTION.content)[2]
+
+
+def _outer(template: ChatTemplate, family: str, found: re.Match[str]) -> tuple[str, str]:
+    """The outer markers, where they are not the family's usual ones."""
+    begin = found.group(1) if found.groups() else None
+    if not begin or begin in MARKERS[family]:
+        return "", ""
+    return begin, _closing(template, found)
+
+
+def _json(template: ChatTemplate, found: re.Match[str]) -> _Calls:
+    before = found.string[: found.start()].rstrip()
+    tag = re.search(rf"{_TAG}\Z", before)
+    if tag is None or tag.group(1) == "<|python_tag|>":
+        return _Calls("llama3_json" if tag or not before.strip() else "")
+    begin = tag.group(1)
+    if begin in _rendered(lambda: template.render_turns([_QUESTION, ChatMessage("user", _ANSWER)])):
+        return _Calls()  # it begins any turn
+    if begin == MARKERS["hermes"][0]:
+        return _Calls("hermes")
+    return _Calls("template", begin, _closing(template, found))
+
+
+def _header(template: ChatTemplate, turn: str) -> str:
+    """How the turn begins where the model itself begins: by the generation prompt."""
+    prompt = _turn(_rendered(lambda: template.render([_QUESTION], [SENTINEL_TOOL])))
+    same = (at for at, (one, other) in enumerate(zip(turn, prompt, strict=False)) if one != other)
+    common = turn[: next(same, min(len(turn), len(prompt)))]
+    for left, right in ("<>", "[]"):  # never a part of a marker
+        if common.rfind(left) > common.rfind(right):
+            common = common[: common.rfind(left)]
+    return common
+
+
+def _closing(template: ChatTemplate, found: re.Match[str]) -> str:
+    """The marker that ends calls: a tag behind the last that does not end every turn."""
+    rest = found.string[found.end() :].lstrip()
+    plain = [_QUESTION, ChatMessage("assistant", _ANSWER)]
+    every = _rendered(lambda: template.render_turns(plain)).rpartition(_ANSWER)[2].strip()
+    tag = re.match(_TAG, rest)
+    return "" if tag is None or every.startswith(tag.group(1)) else tag.group(1)
+
+
+def _named(template: ChatTemplate) -> _Calls:
+    for calls, marks in _NAMED:
+        if all(mark in template.source for mark in marks):
+            return calls
+    return _Calls()
+
+
+# ---------------------------------------------------------------- thoughts
+
+
+def _thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:
+    if family == "harmony":  # its channels say what is thought
+        return "", ""
+    turn = [_QUESTION, ChatMessage("assistant", _ANSWER, reasoning=_THOUGHT)]
+    found = re.search(
+        rf"{_TAG}\s*{_THOUGHT}\s*{_TAG}", _rendered(lambda: template.render_turns(turn))
+    )
+    if found and all("think" in tag.lower() for tag in found.groups()):
+        return found.group(1), found.group(2)
+    for begin, end in THOUGHTS.values():
+        if begin in template.source and end in template.source:
+            return begin, end
+    return "", ""

@@ -1,0 +1,376 @@
+"""Continuous batching by transformers' own processor, stepped by us.
+
+The library offers a manager with a thread of its own. We use the manager's parts (paged cache,
+scheduler, prefix sharing, model runner) and call the three steps of its loop ourselves:
+`prepare_next_batch`, `_generation_step`, `update_batch`. Why not its thread:
+
+- Its thread dies of one bad request and takes every other with it; between steps of ours, adding
+  and cancelling cannot race with a step, and stopping with work in flight is just returning.
+- It delivers each request's whole output again on every step, through a queue; here the one new
+  token is read off the request's state.
+- A chunk of a long prompt brings no output, but is progress; here it is seen as such.
+- `add_request` blocks for ten seconds on a full queue, and says None when the loop is dead.
+
+The library's batches are synchronous and without CUDA graphs. It reads prompts, and runs adapters;
+steps in which every request brings one token are ours where that is wished for (`decode.path`), and
+the two take turns, so that neither a long prompt nor many requests that decode hold up the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from servekit.engines.api.base import StepOutput
+from servekit.engines.transformers import prompt_scores
+from servekit.engines.transformers.batching import (
+    batch_processor as processor,
+)
+from servekit.engines.transformers.batching import (
+    hooks,
+    paged_attention,
+)
+from servekit.engines.transformers.batching import (
+    scheduler as groups,
+)
+from servekit.engines.transformers.batching.kv_cache import Plan
+from servekit.engines.transformers.decode.decode_loop import Path, Wish
+from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.lora.batched_lora import Mixing, Part
+from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.tensor_parallel.controller import Ranks
+
+log = logging.getLogger(__name__)
+# The library's own logger tells of every cache it makes, in a format of its own.
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
+
+#: Output tokens for which a request must find room before it is admitted. Requests mostly end
+#: before their limit, so not all of it is set aside; should the cache fill up all the same, the
+#: library takes the newest request out and runs it again later.
+ADMISSION_TOKENS = 128
+#: Steps in a row that may schedule nothing although there is work.
+PATIENCE = 3
+
+
+class SchedulerStuck(RuntimeError):
+    """The library's scheduler finds nothing to run although requests are waiting."""
+
+
+class ContinuousRunner:
+    """Runs many rows at once; not thread-safe, all calls come from the engine's thread."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        *,
+        by_request: bool,
+        ranks: Ranks | None = None,
+        decode: Wish | None = None,
+    ) -> None:
+        """`decode` needs `by_request`, and one rank."""
+        self._model = model
+        self.plan = plan
+        self._ranks = ranks
+        self._mixing = Mixing(model)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self.plain_attention = str(model.config._attn_implementation)
+        self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
+        self._sampling = hooks.SamplingHook()
+        self._manager.logit_processor = self._sampling
+        self._manager.output_router = hooks.Discard()
+        if by_request:
+            model.set_attn_implementation(paged_attention.NAME)
+        self.by_request = by_request
+        self.attention = str(model.config._attn_implementation)
+        self._waiting: deque[Row] = deque()
+        self._epochs = groups.Epochs()
+        self._rows: dict[str, Row] = {}
+        self._sampling.rows = self._rows
+        self._idle_steps = 0
+        self._wish = decode
+        self._decoder: Path | None = None
+        self._reading = False  # the last step was the library's
+        self._full = False  # the library cannot begin anything until something ends
+        self._processor: Any = None
+        self.make_pages()
+        self.capacity = processor.capacity(self._pages, plan)
+
+    @property
+    def _pages(self) -> Any:
+        """The library's cache."""
+        return self._processor.cache
+
+    # ---- what the engine sees
+
+    @property
+    def running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def decodes(self) -> str:
+        """How steps of one token each are made, in a few words; "" where the library makes them."""
+        return "" if self._decoder is None else self._decoder.how
+
+    @property
+    def kv_used(self) -> float:
+        rows = list(self._rows.values())
+        return min(1.0, sum(row.length for row in rows) / self.capacity)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """It keeps what it has read of prompts; the library does so only where all layers can."""
+        return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def add_first(self, row: Row) -> None:
+        self._waiting.appendleft(row)
+
+    def install(self, adapter: Adapter) -> None:
+        """Let rows with this adapter run."""
+        self._mixing.install(adapter)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter that no row has any more."""
+        self._mixing.remove(adapter)
+        self._sampling.forget()
+
+    def cancel(self, row: Row) -> None:
+        """Drop a row now: its slot and blocks are free for the next step."""
+        self._full = False
+        if self._decoder is not None:
+            self._decoder.leave(row.key)
+        if self._rows.pop(row.key, None) is None:
+            self._waiting = deque(other for other in self._waiting if other is not row)
+            return
+        scheduler = self._processor.scheduler
+        scheduler.set_request_cancellation(row.key)
+        for state in scheduler.clear_cancelled_requests():
+            self._processor.offloading_manager.free_request_cpu_cache(state)
+        # The library lifts this block only when a request finishes; a cancelled one never does.
+        scheduler.block_new_requests = False
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Row, StepOutput]]:
+        """Run one forward pass; returns what it brought. Any exception ends the engine."""
+        self._admit()
+        outputs = self._run()
+        if any(row.broken or row.alone for row, _ in outputs):
+            outputs = [(row, output) for row, output in outputs if not self._run_again(row, output)]
+        return outputs
+
+    def _run_again(self, row: Row, output: StepOutput) -> bool:
+        """Begin a row again, by itself, if its logits are NaN: they may be so because of another.
+
+        Where attention works over the whole batch, one row's NaN is every row's of that step, and a
+        block of the prefix cache may hold NaN. A row has failed only if it does so alone.
+        """
+        alone, row.alone = row.alone, 0
+        if not row.broken:
+            return False
+        number = self._epochs.leave(row)
+        if alone:
+            return False
+        row.run_alone(number, output)
+        self.add_first(row)
+        return True
+
+    def _run(self) -> list[tuple[Row, StepOutput]]:
+        decoder = self._decoder
+        if decoder is None:
+            return self._step_of_library()
+        if decoder.seated and (self._reading or self._full or not self._others(decoder)):
+            self._reading = False
+            return self._decode(decoder)
+        outputs = decoder.land()
+        outputs += self._step_of_library()
+        self._reading = True
+        decoder.take_in()
+        return outputs
+
+    def _decode(self, decoder: Path) -> list[tuple[Row, StepOutput]]:
+        self._mixing.step = None  # none of these has an adapter
+        outputs = decoder.step()
+        self._full &= not any(output.finish or output.error for _, output in outputs)
+        return outputs
+
+    def _others(self, decoder: Path) -> bool:
+        """There are requests that the library has to run."""
+        scheduler = self._processor.scheduler
+        known = len(scheduler.active_requests) + len(scheduler.waiting_requests)
+        return bool(known > len(decoder.seated))
+
+    def _step_of_library(self) -> list[tuple[Row, StepOutput]]:
+        processor = self._processor
+        if not processor.prepare_next_batch():
+            self._be_patient()
+            return []
+        self._idle_steps = 0
+        model = self._lay_out()
+        self._let_inputs_arrive()
+        if spans := self._spans():
+            hidden = prompt_scores.Hidden(model)
+            with hidden.kept():
+                processor._generation_step(model)
+            prompt_scores.score(hidden, spans, self._vocab_size)
+        else:
+            processor._generation_step(model)
+        processor.update_batch()
+        return self._collect()
+
+    def _spans(self) -> list[prompt_scores.Span]:
+        """Where in the batch log probabilities of prompts are wanted."""
+        found, at = [], 0
+        for future in self._processor.inputs_and_outputs.requests_in_batch:
+            row, count = self._rows[future.state.request_id], future.query_length
+            past = future.state.position_offset - count
+            if one := prompt_scores.span(row, at, past, count):
+                found.append(one)
+            at += count
+        return found
+
+    def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Run rows to their end; by key, all their logits, float32 [tokens, vocabulary]."""
+        seen: dict[str, list[Tensor]] = {row.key: [] for row in rows}
+        for row in rows:
+            row.noted = seen[row.key]
+            self.add(row)
+        while self.running or self.waiting:
+            self.step()
+        return {key: torch.stack(logits) for key, logits in seen.items()}
+
+    def make_pages(self) -> None:
+        """Make the cache, empty. Raises MemoryError, torch.OutOfMemoryError: there is none then."""
+        ranks = self._ranks
+        with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
+            made = processor.create(self._manager)
+        made.scheduler.rows = self._rows
+        groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
+        self._processor = made
+        if self._wish is not None:
+            slots = self.plan.slots
+            self._decoder = Path(self._model, made, self._rows, slots, self._wish)
+            made.scheduler.elsewhere = self._decoder.seated
+            made.scheduler.ample = self._decoder.pages.is_ample
+
+    def drop_pages(self) -> None:
+        """Free the cache, and all else that is left of the last step."""
+        self._mixing.step = None
+        self._sampling.forget()
+        self._drop_decoder()
+        self._processor = None
+        self._manager.batch_processor = None
+        gc.collect()
+        if self._ranks is not None:
+            self._ranks.drop_pages()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What adapters have put into the model."""
+        return self._mixing.tensors()
+
+    def close(self) -> None:
+        """Free the cache."""
+        self._rows.clear()
+        self._waiting.clear()
+        self._drop_decoder()
+        self._processor = None
+        self._manager.batch_processor = None
+        gc.collect()
+
+    def _drop_decoder(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
+
+    # ---- inside a step
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < self.plan.slots:
+            row = self._waiting[0]
+            if self._rows and self._promised() + _promise(row) > self.capacity:
+                return
+            self._waiting.popleft()
+            self._rows[row.key] = row
+            self._processor.scheduler.add_waiting_request(_state(row))
+
+    def _promised(self) -> int:
+        return sum(_promise(row) for row in self._rows.values())
+
+    def _be_patient(self) -> None:
+        if self._decoder is not None and self._decoder.seated:
+            self._full = True
+            return
+        self._idle_steps += bool(self._rows)
+        if self._idle_steps > PATIENCE:
+            raise SchedulerStuck("the scheduler does not run any of the waiting requests")
+
+    def _lay_out(self) -> Any:
+        """Say who is where in the batch; returns the model that runs it."""
+        batch = self._processor.inputs_and_outputs.requests_in_batch
+        queries = [future.query_length for future in batch]
+        pasts = [future.state.position_offset - future.query_length for future in batch]
+        if self.by_request:
+            layout = paged_attention.Layout.of(pasts, queries, self._model.device)
+            self._pages.layout = layout
+        adapters = [self._rows[future.state.request_id].adapter for future in batch]
+        parts = zip(adapters, pasts, queries, strict=True)
+        self._mixing.lay_out([Part(*part) for part in parts])
+        own = None if adapters[0] is None else adapters[0].model
+        return self._model if own is None else own
+
+    def _let_inputs_arrive(self) -> None:
+        """Inputs are made on the current stream and used on the library's own, which waits here."""
+        stream = self._processor.inputs_and_outputs.compute_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def _collect(self) -> list[tuple[Row, StepOutput]]:
+        outputs = []
+        for future in self._processor.inputs_and_outputs.requests_in_batch:
+            if future.has_new_token:
+                row = self._rows[future.state.request_id]
+                output = row.push(future.state.generated_tokens[-1])
+                output.cached_tokens = row.cached_tokens or 0
+                if row.prompt_scores:
+                    row.tell_prompt(output)
+                if output.finish or output.error:
+                    self._finish(row, future.state)
+                outputs.append((row, output))
+        return outputs
+
+    def _finish(self, row: Row, state: RequestState) -> None:
+        if state.status == RequestStatus.FINISHED:
+            del self._rows[row.key]
+        elif row.ends_itself:
+            self.cancel(row)
+        else:
+            raise RuntimeError("the library and the engine disagree on where a request ends")
+
+
+def _promise(row: Row) -> int:
+    return row.length + min(row.remaining, ADMISSION_TOKENS)
+
+
+def _state(row: Row) -> RequestState:
+    """The library's own record of a request. Another worker's tokens are prompt to it."""
+    return RequestState(
+        request_id=row.key,
+        initial_tokens=row.context,
+        max_new_tokens=row.remaining,
+        eos_token_id=sorted(row.eos),
+    )

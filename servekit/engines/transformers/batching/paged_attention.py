@@ -1,0 +1,316 @@
+"""Attention over the paged cache, request by request.
+
+The library packs all requests of a batch into one sequence and, with sdpa, masks out what belongs
+to others: each token is multiplied with everybody's keys, and work grows with the square of the
+company. Here requests that decode are laid side by side, [requests, heads, longest], in groups
+whose lengths differ by no more than a factor of two, and each prompt chunk is attended to alone.
+The cache, its pages and the order of the packed tokens stay the library's.
+
+The layout of a step is known on the host before the forward pass (`Layout.of`) and left on the
+cache object, where every layer finds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.eager_paged import eager_paged_attention_forward
+
+from servekit.engines.transformers.decode.attention_metadata import Step
+
+#: The name under which the library knows this attention.
+NAME = "paged_by_request"
+#: Requests shorter than this share a group whatever their lengths.
+_SHORT = 128
+#: Lengths are rounded up to this, which GPU kernels want of a mask.
+_ALIGN = 32
+#: What other attentions can do and this one cannot; silence would be wrong text.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices")
+#: The name of the library's eager attention over its paged cache.
+_EAGER = "paged|eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request in the packed batch: where its queries and its keys are, and how many."""
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Decoding requests side by side: `size` rows of `length` gathered keys from `start` on.
+
+    `mask` says where there is a key, None that there is one everywhere. What each layer would make
+    of it is made by the first, see `bias`.
+    """
+
+    rows: Tensor  # [size] positions in the packed queries
+    start: int
+    size: int
+    length: int
+    mask: Tensor | None  # [size, 1, 1, length]
+    _bias: Tensor | None = None
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """The mask as what is added to scores, in the type of the queries."""
+        if self._bias is None and self.mask is not None:
+            zeros = torch.zeros_like(self.mask, dtype=like.dtype)
+            self._bias = zeros.masked_fill_(~self.mask, float("-inf"))
+        return self._bias
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A piece of one prompt: `span.key` counts in the gathered keys; no mask means causal."""
+
+    span: Span
+    mask: Tensor | None  # [queries, keys]
+
+
+@dataclass(slots=True)
+class Layout:
+    """Who is where in one step's packed batch.
+
+    `gather` picks from the library's read index what is to be read, in the order of the groups
+    and chunks; None where nothing is cached yet and keys are the batch's own. `pasts` and `queries`
+    are what it was made of.
+    """
+
+    pasts: Sequence[int] = ()
+    queries: Sequence[int] = ()
+    groups: list[Group] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    gather: Tensor | None = None
+    _read: Tensor | None = None
+
+    @classmethod
+    def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Layout:
+        """Lay out requests by the tokens each has in the cache and brings now, in batch order."""
+        if not any(pasts):
+            spans = _spans([0] * len(queries), queries)
+            return cls(pasts, queries, chunks=[Chunk(span, None) for span in spans])
+        spans = _spans(pasts, queries)
+        layout = cls(pasts, queries)
+        picks: list[Tensor] = []
+        at = 0
+        for bucket in _buckets([span for span in spans if span.queries == 1]):
+            group, pick = _group(bucket, at, device)
+            layout.groups.append(group)
+            picks.append(pick)
+            at += len(pick)
+        for span in spans:
+            if span.queries > 1:
+                moved = Span(span.query, span.queries, at, span.keys)
+                layout.chunks.append(Chunk(moved, _causal(moved, device)))
+                picks.append(torch.arange(span.key, span.key + span.keys, device=device))
+                at += span.keys
+        layout.gather = torch.cat(picks)
+        return layout
+
+    def read_index(self, packed: Tensor) -> Tensor:
+        """What to read from the cache; worked out by the first layer for all of them."""
+        if self.gather is None:
+            return packed
+        if self._read is None:
+            self._read = packed[self.gather]
+        return self._read
+
+
+def _spans(pasts: Sequence[int], queries: Sequence[int]) -> list[Span]:
+    spans, query, key = [], 0, 0
+    for past, count in zip(pasts, queries, strict=True):
+        spans.append(Span(query, count, key, past + count))
+        query += count
+        key += past + count
+    return spans
+
+
+def _buckets(spans: list[Span]) -> list[list[Span]]:
+    buckets: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        buckets[max(_SHORT, 1 << (span.keys - 1).bit_length())].append(span)
+    return list(buckets.values())
+
+
+def _group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, Tensor]:
+    """The group, and what it gathers: [size * length] positions in the packed keys."""
+    if len(spans) == 1:  # its keys are all there is
+        (span,) = spans
+        rows = torch.tensor([span.query], device=device)
+        pick = torch.arange(span.key, span.key + span.keys, device=device)
+        return Group(rows, start, 1, span.keys, None), pick
+    length = -(-max(span.keys for span in spans) // _ALIGN) * _ALIGN
+    first, count, rows = torch.tensor(
+        [[span.key, span.keys, span.query] for span in spans], device=device
+    ).unbind(1)
+    offsets = torch.arange(length, device=device)
+    mask = offsets < count.unsqueeze(1)
+    # Padding reads the request's own last key again: always a valid page, and masked.
+    pick = first.unsqueeze(1) + torch.minimum(offsets, count.unsqueeze(1) - 1)
+    group = Group(rows, start, len(spans), length, mask[:, None, None, :])
+    return group, pick.flatten()
+
+
+def _causal(span: Span, device: torch.device) -> Tensor | None:
+    if span.queries == span.keys:
+        return None
+    last = torch.arange(span.keys - span.queries, span.keys, device=device)
+    return torch.arange(span.keys, device=device) <= last.unsqueeze(1)
+
+
+# ---------------------------------------------------------------- in every layer
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention interface: states [1, heads, tokens, width], packed.
+
+    Returns [1, tokens, heads, width].
+    """
+    _refuse_unsupported(kwargs)
+    if isinstance(cache.layout, Step):  # one token of each request, all of it on the device
+        layer: Any = module.layer_idx
+        return cache.layout.attend(layer, query, key, value, scaling), None
+    layout: Layout = cache.layout
+    keys, values = _exchange(cache, key, value, module.layer_idx, layout, kwargs)
+    packed = query[0].transpose(0, 1)
+    if len(layout.groups) == 1 and not layout.chunks:  # all of the batch, in its order
+        out = _decode(layout.groups[0], packed, keys, values, scaling)
+        return out.unsqueeze(0), None
+    out = packed.new_empty(*packed.shape[:2], values.shape[-1])
+    for group in layout.groups:
+        out[group.rows] = _decode(group, packed[group.rows], keys, values, scaling)
+    for chunk in layout.chunks:
+        span = chunk.span
+        where = slice(span.query, span.query + span.queries)
+        out[where] = _prefill(chunk, packed[where], keys, values, scaling)
+    return out.unsqueeze(0), None
+
+
+def _decode(
+    group: Group, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """One query each, [size, heads, width]. Heads that share keys become queries beside it."""
+    stop = group.start + group.size * group.length
+    shape = (group.size, group.length, *keys.shape[1:])
+    key, value = (
+        states[group.start : stop].view(*shape[:3], -1).transpose(1, 2) for states in (keys, values)
+    )
+    shared = query.view(group.size, keys.shape[1], -1, query.shape[-1])
+    out = scaled_dot_product_attention(
+        shared, key, value, attn_mask=group.bias(query), scale=scaling
+    )
+    return out.reshape(group.size, query.shape[1], -1)
+
+
+def _prefill(
+    chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """Several queries of one request, [queries, heads, width]."""
+    span = chunk.span
+    repeats = query.shape[1] // keys.shape[1]
+    key, value = (
+        states[span.key : span.key + span.keys].transpose(0, 1).repeat_interleave(repeats, 0)[None]
+        for states in (keys, values)
+    )
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key,
+        value,
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scaling,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _exchange(
+    cache: Any, key: Tensor, value: Tensor, layer: Any, layout: Layout, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Write the new keys and values, and read what the layout gathers: [n, kv heads, width]."""
+    read = layout.read_index(kwargs["read_index"][0])
+    if hasattr(cache, "layer_to_allocator"):  # from 5.2x on
+        states = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        allocator = cache.layer_to_allocator[layer]
+        read_back = allocator.update(*states, layer, read, kwargs["write_index"][0])
+    else:
+        read_back = cache.update(key, value, layer, [read], kwargs["write_index"])
+    keys, values = read_back
+    return keys, values
+
+
+def attend_eagerly(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The model's own eager attention, over the whole packed batch.
+
+    The library's leaves out what only some models have, such as Gemma 2's soft cap. It is called
+    for models that have no function of their own, and only where they ask for nothing of that.
+    """
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    library: Any = eager_paged_attention_forward
+    if own is None:
+        _refuse_unsupported(kwargs)
+        return library(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling, cache=cache, **kwargs
+        )
+    layer: Any = module.layer_idx
+    if hasattr(cache, "layer_to_allocator"):  # from 5.2x on
+        keys, values = cache.update(key, value, layer, kwargs)
+    else:
+        read = cache.update(key, value, layer, kwargs["read_index"], kwargs["write_index"])
+        keys, values = (states.transpose(0, 1).unsqueeze(0) for states in read)
+    if isinstance(attention_mask, dict):
+        windowed = getattr(module, "sliding_window", 1) not in (1, None)
+        attention_mask = attention_mask["sliding_attention" if windowed else "full_attention"]
+    extra = {name: kwargs[name] for name in _UNSUPPORTED if name in kwargs}
+    return own(  # type: ignore[no-any-return]
+        module, query, keys, values, attention_mask, scaling=scaling, dropout=dropout, **extra
+    )
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention with {name}")
+
+
+AttentionInterface.register(NAME, attend)
+AttentionInterface.register(_EAGER, attend_eagerly)
+
+
+def suits(config: Any) -> bool:
+    """Every layer attends to the whole context, in the way that sdpa would compute it."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return getattr(config, "sliding_window", None) is None
+    return set(types) == {"full_attention"}

@@ -1,0 +1,79 @@
+"""Proof, at load time, that a model run in pages says what it says by itself.
+
+A model whose attention ignores the paged cache does not fail: it talks nonsense, or the text of
+its neighbour. So two short requests of different lengths run together, prompt and two more
+tokens each, and their logits are compared with those of the model's plain forward pass. Where steps
+are started before the last one's tokens are known, they have to find the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from servekit.engines.api.base import Job
+from servekit.engines.text.sampling_params import Sampling
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.request_row import Row
+from servekit.protocol.messages import SamplingParams
+
+_LENGTHS = (5, 9)
+_TOKENS = 3
+#: Relative error of the logits. Rounding makes 1e-5 and 2e-2; a wrong attention makes 0.5.
+_TOLERANCE = {torch.float32: 1e-2}
+_HALF_TOLERANCE = 0.15
+
+
+class Disagreement(ValueError):
+    """Run in pages, the model says something else than by itself."""
+
+
+def check(model: PreTrainedModel, runner: ContinuousRunner, plain_attention: str) -> None:
+    """Raise Disagreement, or whatever running the model raises. Leaves the runner empty."""
+    rows = [_row(model, length) for length in _LENGTHS]
+    paged = runner.logits_of(rows)
+    own_attention = str(model.config._attn_implementation)
+    model.set_attn_implementation(plain_attention)
+    try:
+        errors = [_error(paged[row.key], _plain(model, row)) for row in rows]
+    finally:
+        model.set_attn_implementation(own_attention)
+    allowed = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+    if not max(errors) <= allowed:  # NaN is no agreement
+        raise Disagreement(f"its logits are off by {max(errors):.1%} when run in pages")
+    if runner.decodes:
+        _check_unwatched(model, runner, rows)
+
+
+def _check_unwatched(model: PreTrainedModel, runner: ContinuousRunner, rows: list[Row]) -> None:
+    again = [_row(model, len(row.job.prompt_ids)) for row in rows]
+    for row in again:
+        runner.add(row)
+    while runner.running or runner.waiting:
+        runner.step()
+    if [row.completion for row in again] != [row.completion for row in rows]:
+        raise Disagreement("it says something else where nobody looks on")
+
+
+def _row(model: PreTrainedModel, length: int) -> Row:
+    embedding: Any = model.get_input_embeddings()
+    size = embedding.weight.shape[0]
+    prompt = [(7919 * (index + length)) % size for index in range(length)]
+    job = Job(-length, prompt, SamplingParams(max_tokens=_TOKENS))
+    return Row(f"probe{length}", job, Sampling(temperature=0.0), frozenset(), _TOKENS)
+
+
+@torch.no_grad()
+def _plain(model: PreTrainedModel, row: Row) -> Tensor:
+    """Logits [tokens, vocabulary] after the prompt and after each token but the last."""
+    ids = torch.tensor([row.context[:-1]], device=model.device)
+    whole: Any = model
+    logits: Tensor = whole(input_ids=ids, use_cache=False).logits[0, -_TOKENS:]
+    return logits.float()
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))

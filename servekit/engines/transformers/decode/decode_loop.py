@@ -1,0 +1,298 @@
+"""Steps in which every request brings one token, each started before the last one's are known.
+
+    host     start n+1 │ tokens of n: emit, end   │ start n+2 │ tokens of n+1 …
+    device   ── n ─────┼───── n+1 ────────────────┼── n+2 ──
+
+A request that ended with step n has taken part in n+1 all the same: it wrote behind its end, into
+a page that was still its own when that step was started, and its token is thrown away. A page
+that is given to another is written to by steps that are started later, in the device's order.
+
+Rows that need the host between their logits and their token (`choice.careful`) make the step one
+that is waited for: the forward pass is the same, and `sampling` chooses, for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from servekit.engines.api.base import StepOutput
+from servekit.engines.transformers.decode import batch_slots, device_sampling
+from servekit.engines.transformers.decode.attention_metadata import Holder, Step
+from servekit.engines.transformers.decode.batch_slots import Seat, Seats
+from servekit.engines.transformers.decode.device_sampling import Manner
+from servekit.engines.transformers.decode.graphs import Graphs
+from servekit.engines.transformers.decode.kernels import Kernel
+from servekit.engines.transformers.decode.page_table import Pages
+from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.sampling.sampler import Sampler, best
+
+Output = tuple[Row, StepOutput]
+#: 5.17 allots a request up to so many blocks more than it fills, and one is for a step too many.
+_SPARE_PAGES = 3
+
+
+class Wish(NamedTuple):
+    """How steps are to be made. `ahead`: start one before the last one's tokens are known."""
+
+    kernel: Kernel
+    context: int  # tokens that a request can have at most
+    graphs: bool
+    ahead: bool
+
+
+class Flight(NamedTuple):
+    """A step that has been started: its tokens will be on the host."""
+
+    riders: list[Seat]
+    tokens: Tensor
+    arrived: Any  # torch.cuda.Event; None where they are there
+
+
+class Path:
+    """Decodes the rows that have taken a seat; `rows` are all that are under way, by key."""
+
+    def __init__(
+        self, model: Any, made: Any, rows: MutableMapping[str, Row], slots: int, wish: Wish
+    ) -> None:
+        """`made` is the library's batch processor. Raises ValueError of a cache it cannot read."""
+        self._model = model
+        self._scheduler = made.scheduler
+        self._rows = rows
+        self._wish = wish
+        self.pages = Pages(made.cache, made.scheduler)
+        device = model.device
+        head = model.get_output_embeddings() or model.get_input_embeddings()
+        self._vocab_size = int(head.weight.shape[0])
+        wide = -(-wish.context // self.pages.size) + _SPARE_PAGES
+        self._seats = Seats(slots, wide, self.pages.trash, self._vocab_size, device)
+        self._graphs = Graphs(device, wish.graphs)
+        self._holder = Holder()
+        self._sampler = Sampler()
+        self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._heard = [torch.zeros(slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._logits: Tensor | None = None
+        self._flight: Flight | None = None
+        self._watched: set[str] = set()
+
+    # ---- who takes part
+
+    @property
+    def seated(self) -> MutableMapping[str, Seat]:
+        """By key; the library's scheduler is not to run these."""
+        return self._seats.taken
+
+    @property
+    def how(self) -> str:
+        """A few words for people."""
+        graphs = "CUDA graphs" if self._graphs.on else "no CUDA graphs"
+        failure = f" ({self._graphs.failure})" if self._graphs.failure else ""
+        return f"{graphs}{failure}, {self._wish.kernel.name} attention"
+
+    def take_in(self) -> None:
+        """Seat all that decode; a row with an adapter stays with the library."""
+        for key, state in self._scheduler.active_requests.items():
+            row = self._rows.get(key)
+            if row is None or key in self.seated or row.adapter is not None:
+                continue
+            if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
+                kind = device_sampling.kind_of(row)
+                self._seats.take(row, state, kind, self._pages_of(key), self.pages.size)
+                if device_sampling.careful(row, self._vocab_size):
+                    self._watched.add(key)
+
+    def leave(self, key: str) -> None:
+        """A row is cancelled: what is under way for it will not be heard."""
+        self._seats.leave(key)
+        self._watched.discard(key)
+
+    def give_back(self) -> None:
+        """Leave all rows to the library; nothing may be under way."""
+        for key, seat in list(self.seated.items()):
+            seat.said()
+            self.leave(key)
+
+    def close(self) -> None:
+        """Nothing is under way on the device any more; for when the cache goes."""
+        if self._flight is not None and self._flight.arrived is not None:
+            self._flight.arrived.synchronize()
+        self._flight = None
+
+    # ---- steps
+
+    def step(self) -> list[Output]:
+        """Start a step, and tell what the one before has brought.
+
+        Where there is no room for it, all rows are given back: the library then makes some.
+        """
+        self._watched = {key for key in self._watched if self._careful(key)}
+        if self._watched:
+            return self.land() + (self._look_on() if self.seated else [])
+        if not self._make_room():
+            return self._run_dry()
+        before, self._flight = self._flight, self._start()
+        return self._settle(before) + ([] if self._wish.ahead else self.land())
+
+    def land(self) -> list[Output]:
+        """What the step under way brings, if there is one."""
+        flight, self._flight = self._flight, None
+        return self._settle(flight)
+
+    def _careful(self, key: str) -> bool:
+        return device_sampling.careful(self.seated[key].row, self._vocab_size)
+
+    def _look_on(self) -> list[Output]:
+        """A step whose tokens are chosen here."""
+        if not self._make_room():
+            return self._run_dry()
+        riders = self._run(device_sampling.FREE)
+        assert self._logits is not None
+        ints = self._seats.ints
+        where = torch.tensor([seat.index for seat in riders], device=ints.device)
+        scores, rows = self._logits[where], [seat.row for seat in riders]
+        for row, logits in zip(rows, scores, strict=True):
+            if row.noted is not None:
+                row.noted.append(logits.clone())
+        self._sampler.apply(rows, scores)
+        tokens = best(scores)
+        ints[where, batch_slots.TOKEN] = tokens.clamp(min=0)
+        _advance(ints)
+        return [self._say(seat, token) for seat, token in zip(riders, tokens.tolist(), strict=True)]
+
+    def _start(self) -> Flight | None:
+        """None where all that are seated end with the step that is under way."""
+        if all(_ending(seat) for seat in self.seated.values()):
+            return None
+        kinds = {seat.kind for seat in self.seated.values()}
+        riders = self._run(
+            Manner(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
+        )
+        self._heard.reverse()
+        reach = max(seat.index for seat in riders) + 1
+        heard = self._heard[0][:reach].copy_(self._chosen[:reach], non_blocking=True)
+        arrived = None
+        if heard.is_pinned():
+            cuda: Any = torch.cuda  # untyped in part
+            arrived = cuda.Event()
+            arrived.record()
+        return Flight(riders, heard, arrived)
+
+    def _settle(self, flight: Flight | None) -> list[Output]:
+        if flight is None:
+            return []
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        tokens = flight.tokens.tolist()
+        return [self._say(seat, tokens[seat.index]) for seat in flight.riders if seat.taken]
+
+    def _say(self, seat: Seat, token: int) -> Output:
+        row = seat.row
+        seat.done += 1
+        output = row.push(token)
+        output.cached_tokens = row.cached_tokens or 0
+        if seat.done % self.pages.size == 0:
+            seat.said()
+            self.pages.complete(seat.state)
+            self._lay(seat)  # a block may have been exchanged for an equal one
+        if output.finish or output.error:
+            self._end(seat)
+        return row, output
+
+    def _end(self, seat: Seat) -> None:
+        key = seat.row.key
+        self.leave(key)
+        self._scheduler.finish_request(key)
+        self._scheduler.block_new_requests = False
+        seat.state.status = RequestStatus.FINISHED
+        del self._rows[key]
+
+    # ---- room
+
+    def _make_room(self) -> bool:
+        for seat in self.seated.values():
+            if seat.started < seat.room or _ending(seat):
+                continue
+            seat.state.position_offset = seat.started
+            if not self.pages.reserve(seat.state):
+                return False
+            self._lay(seat)
+        return True
+
+    def _run_dry(self) -> list[Output]:
+        outputs = self.land()
+        self.give_back()
+        return outputs
+
+    def _lay(self, seat: Seat) -> None:
+        pages = self._pages_of(seat.row.key)
+        seat.room = len(pages) * self.pages.size
+        self._seats.lay(seat, pages)
+
+    def _pages_of(self, key: str) -> list[int]:
+        return [block * self.pages.stride for block in self.pages.of(key)]
+
+    # ---- on the device
+
+    def _run(self, manner: Manner) -> list[Seat]:
+        """Start a step of all that are seated; they are returned."""
+        self._seats.upload()
+        size = bucket(self._seats.reach, self._seats.count)
+        work = partial(self._work, size, manner)
+        self._graphs.run((size, manner), work, self._seats.ints)
+        riders = list(self.seated.values())
+        for seat in riders:
+            seat.started += 1
+        return riders
+
+    def _work(self, size: int, manner: Manner) -> None:
+        """The step itself: nothing here depends on anything but tensors, and waits for none."""
+        ints, floats = self._seats.ints[:size], self._seats.floats[:size]
+        logits = self._forward(ints, self._seats.table[:size])
+        if manner.free:
+            if self._logits is None:
+                shape = (self._seats.count, logits.shape[-1])
+                self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
+            self._logits[:size].copy_(logits)
+            return
+        tokens = device_sampling.choose(logits.float(), ints, floats, manner)
+        self._chosen[:size].copy_(tokens)
+        ints[:, batch_slots.TOKEN].copy_(
+            tokens.clamp(min=0)
+        )  # what is no token ends its row, later
+        _advance(ints)
+
+    def _forward(self, ints: Tensor, table: Tensor) -> Tensor:
+        """Logits of each seat, [seats, vocabulary]."""
+        position, size = ints[:, batch_slots.POSITION].contiguous(), self.pages.size
+        place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
+        page = table.gather(1, place).squeeze(1).long()
+        slots, lengths = page * size + position % size, (position + 1).int()
+        self._holder.layout = Step(self.pages, self._wish.kernel.attend, table, slots, lengths)
+        logits: Tensor = self._model(
+            input_ids=ints[:, batch_slots.TOKEN].unsqueeze(0),
+            position_ids=position.unsqueeze(0),
+            attention_mask=None,
+            use_cache=False,
+            cache=self._holder,
+        ).logits
+        return logits[0]
+
+
+def bucket(seated: int, most: int) -> int:
+    """The batch that so many seats are run in: few sizes, each with a graph of its own."""
+    return min(most, 1 << (seated - 1).bit_length())
+
+
+def _advance(ints: Tensor) -> None:
+    ints[:, batch_slots.POSITION : batch_slots.COUNT + 1].add_(ints[:, batch_slots.ALIVE :])
+
+
+def _ending(seat: Seat) -> bool:
+    """Its last token is under way."""
+    return seat.row.remaining <= seat.started - seat.done

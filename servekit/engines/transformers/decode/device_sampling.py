@@ -1,0 +1,89 @@
+"""Choosing tokens on the device, for all seats at once and without waiting: as `sampling` does.
+
+The draw is the same arithmetic; what differs is where its parameters are. What cannot be done so is
+`careful`: what changes the logits by what the host knows (penalties, biases, grammars), what the
+host is to be told beside the token, and a top-p that may reach deeper than the candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from servekit.engines.text.sampling_params import CANDIDATES
+from servekit.engines.transformers.decode import batch_slots
+from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.sampling import sampler
+
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK32 = 0xFFFFFFFF
+
+
+class Manner(NamedTuple):
+    """What a step has to be able to do beside taking the best token. `free`: it chooses none."""
+
+    plain: bool = False
+    ranked: bool = False
+    free: bool = False
+
+
+FREE = Manner(free=True)
+
+
+def careful(row: Row, vocab_size: int) -> bool:
+    """Its tokens are to be chosen by `sampling`, with the host looking on."""
+    if row.steered or row.wants_logprobs or row.noted is not None or row.constraint is not None:
+        return True
+    how = row.sampling
+    bounded = 0 < how.top_k <= CANDIDATES or vocab_size <= CANDIDATES
+    return not how.greedy and how.ranked and not bounded
+
+
+def kind_of(row: Row) -> int:
+    """One of GREEDY, PLAIN and RANKED."""
+    if row.sampling.greedy:
+        return batch_slots.GREEDY
+    return batch_slots.RANKED if row.sampling.ranked else batch_slots.PLAIN
+
+
+def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: Manner) -> Tensor:
+    """A token for each seat, [seats] int64; see `sampling.best` where logits are NaN.
+
+    `logits` [seats, vocabulary] float32 are kept.
+    """
+    tokens = sampler.best(logits)
+    if not (manner.plain or manner.ranked):
+        return tokens
+    warm = logits / floats[:, batch_slots.TEMPERATURE, None]
+    keys = noise_keys(ints[:, batch_slots.NOISE], ints[:, batch_slots.COUNT])
+    floor, kind = floats[:, batch_slots.FLOOR, None], ints[:, batch_slots.KIND]
+    if manner.ranked:
+        width = min(CANDIDATES, logits.shape[1])
+        limit, top_p = ints[:, batch_slots.LIMIT, None], floats[:, batch_slots.TOP_P, None]
+        drawn, _ = sampler.among(warm, keys, sampler.Bounds(limit, top_p, floor), width)
+        tokens = torch.where((kind == batch_slots.RANKED) & (tokens >= 0), drawn, tokens)
+    if manner.plain:
+        warm.masked_fill_(warm < warm.amax(-1, keepdim=True) + floor, -torch.inf)
+        drawn = sampler.loudest(warm, keys)
+        tokens = torch.where((kind == batch_slots.PLAIN) & (tokens >= 0), drawn, tokens)
+    return tokens
+
+
+def noise_keys(base: Tensor, position: Tensor) -> Tensor:
+    """`choosing.noise_keys` of seats, [seats, 2]; int64 wraps as its 64 bits do."""
+    mixed = base + position + _signed(_GAMMA)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_FIRST)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_SECOND)
+    mixed = mixed ^ _shifted(mixed, 31)
+    return torch.stack([mixed & _MASK32, _shifted(mixed, 32)], 1)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,258 @@
+"""Attention of one query for each request over its pages: which kernel, and what they all do.
+
+A kernel is called as
+
+    kernel(query, keys, values, table, lengths, scale) -> [requests, heads, width]
+
+    query    [requests, heads, width]
+    keys     [pages, page size, kv heads, width]; values alike
+    table    [requests, pages of a request], int32: which page has its tokens from i x size on
+    lengths  [requests], int32: its tokens, this step's own among them; never 0
+
+without waiting for the device, so that a CUDA graph can hold it. Beside our own (Triton comes with
+torch) there are packages, told here by what they need:
+
+    flash-attn-4   `flash_attn.cute`; needs nvidia-cutlass-dsl, and compiles at its first call
+    FlashAttention-3 (`flash_attn_interface`) as built from source. `fa3-fwd` has no paged cache.
+    flash-attn     FlashAttention-2: pages of 256 tokens or a multiple; a source package
+    torch          `torch.nn.attention.varlen` with `block_table`; FlashAttention-2's pages, too
+
+What is chosen has to agree with `reference` on the spot: `agrees`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+#: FlashAttention-2 reads pages of a multiple of so many tokens.
+_FLASH2_PAGE = 256
+#: Relative error that rounding makes, and a wrong page by far exceeds.
+_TOLERANCE = {torch.float32: 1e-3}
+_HALF_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One way to attend; `captured` if a CUDA graph can hold it."""
+
+    name: str
+    attend: Attend
+    captured: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a kernel is asked to do."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def choose(wish: str, shape: Shape) -> Kernel:
+    """The kernel that is wished for, or with "auto" the first that works here.
+
+    Raises LookupError, which says why there is none.
+    """
+    if wish != "auto":
+        return _tried(wish, shape)
+    reasons = []
+    for name in ("flash4", "flash3", "triton", "flash2", "torch"):
+        try:
+            return _tried(name, shape)
+        except LookupError as error:
+            reasons.append(str(error))
+    raise LookupError("; ".join(reasons))
+
+
+def _tried(name: str, shape: Shape) -> Kernel:
+    try:
+        kernel = MAKERS[name](shape)
+        if kernel.captured:
+            agrees(kernel, shape)
+    except Exception as error:  # a compiler's own, a missing symbol: whatever it is, not this one
+        first = next(iter(str(error).splitlines()), "")
+        raise LookupError(f"{name}: {type(error).__name__}: {first}"[:300]) from error
+    return kernel
+
+
+@torch.no_grad()
+def agrees(kernel: Kernel, shape: Shape) -> None:
+    """Raise ValueError unless it says what `reference` says, of requests of all lengths."""
+    size = shape.page_size
+    lengths = [1, size, size + 1, 3 * size - 1, 777, 2050]
+    case = example(shape, lengths)
+    found, expected = kernel.attend(*case).float(), reference(*case).float()
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= _TOLERANCE.get(shape.dtype, _HALF_TOLERANCE):  # NaN is no agreement
+        raise ValueError(f"its attention is off by {error:.1%}")
+
+
+def example(shape: Shape, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Any]:
+    """Random arguments for a kernel, with requests of these lengths on scattered pages."""
+    made = torch.Generator().manual_seed(7)
+    size = shape.page_size
+    counts = [-(-length // size) for length in lengths]
+    order = torch.randperm(sum(counts) + 1, generator=made)  # the last page stays no one's
+    table = order[-1].repeat(len(lengths), max(counts) + 1)
+    for row, (page, own) in enumerate(zip(table, counts, strict=True)):
+        first = sum(counts[:row])
+        page[:own] = order[first : first + own]
+    draw = partial(torch.randn, generator=made)
+    pages = (len(order), size, shape.kv_heads, shape.width)
+    states = [draw(len(lengths), shape.heads, shape.width), draw(*pages), draw(*pages)]
+    for tokens in states[1:]:  # what nobody has written may be anything
+        tokens[order[-1]] = torch.nan
+        for row, length in zip(table, lengths, strict=True):
+            tokens[row[(length - 1) // size], (length - 1) % size + 1 :] = torch.nan
+    query, keys, values = (state.to(shape.device, shape.dtype) for state in states)
+    whole = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
+    return query, keys, values, table.to(shape.device, torch.int32), whole, shape.width**-0.5
+
+
+# ---------------------------------------------------------------- without a package
+
+
+def reference(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """In torch alone, on any device; it waits for the device to know the longest request."""
+    size = keys.shape[1]
+    offsets = torch.arange(-(-int(lengths.max()) // size) * size, device=query.device)
+    whole = lengths.unsqueeze(1)
+    # Beyond the end is what nobody has written, NaN perhaps: the last token is read again instead.
+    at = torch.minimum(offsets, whole - 1)
+    index = table.gather(1, at // size) * size + at % size
+    key, value = (states.flatten(0, 1)[index].transpose(1, 2) for states in (keys, values))
+    shared = query.view(len(query), keys.shape[2], -1, query.shape[-1])
+    mask = (offsets < whole)[:, None, None, :]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        shared, key, value, attn_mask=mask, scale=scale
+    )
+    return out.reshape(query.shape[0], query.shape[1], -1)
+
+
+def _reference(shape: Shape) -> Kernel:
+    return Kernel("reference", reference, captured=False)
+
+
+def _triton(shape: Shape) -> Kernel:
+    if shape.device.type != "cuda":
+        raise LookupError("Triton runs on a GPU only")
+    from servekit.engines.transformers.decode import paged_triton
+
+    return Kernel("triton", paged_triton.attend)
+
+
+# ---------------------------------------------------------------- of packages
+
+
+def _torch(shape: Shape) -> Kernel:
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    if "block_table" not in inspect.signature(varlen).parameters:
+        raise LookupError(f"torch {torch.__version__} has no paged attention")
+    _need_big_pages(shape)
+
+    def attend(
+        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+        longest = table.shape[1] * keys.shape[1]
+        out: Tensor = varlen(
+            *(query, keys, values, starts, None, 1, longest),
+            scale=scale,
+            enable_gqa=True,
+            seqused_k=lengths,
+            block_table=table,
+        )
+        return out
+
+    return Kernel("torch", attend)
+
+
+def _flash2(shape: Shape) -> Kernel:
+    _need_big_pages(shape)
+    return _with_cache("flash2", "flash_attn", "block_table")
+
+
+def _flash3(shape: Shape) -> Kernel:
+    return _with_cache("flash3", "flash_attn_interface", "page_table")
+
+
+def _with_cache(name: str, module: str, table_argument: str) -> Kernel:
+    """`flash_attn_with_kvcache`, as FlashAttention 2 and 3 have it."""
+    if find_spec(module) is None:
+        raise LookupError(f"{module} is not installed")
+    with_cache: Any = importlib.import_module(module).flash_attn_with_kvcache
+
+    def attend(
+        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        out: Tensor = with_cache(
+            *(query.unsqueeze(1), keys, values),
+            cache_seqlens=lengths,
+            softmax_scale=scale,
+            causal=True,
+            **{table_argument: table},
+        )
+        return out.squeeze(1)
+
+    return Kernel(name, attend)
+
+
+def _flash4(shape: Shape) -> Kernel:
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        raise LookupError("flash-attn-4 is not installed")
+    varlen: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+
+    def attend(
+        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        out = varlen(
+            *(query.unsqueeze(1), keys, values),
+            seqused_k=lengths,
+            page_table=table,
+            softmax_scale=scale,
+            causal=True,
+        )
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first.view(query.shape)
+
+    return Kernel("flash4", attend)
+
+
+def _need_big_pages(shape: Shape) -> None:
+    if shape.page_size % _FLASH2_PAGE:
+        raise LookupError(f"it needs block_size: {_FLASH2_PAGE}")
+
+
+MAKERS: dict[str, Callable[[Shape], Kernel]] = {
+    "reference": _reference,
+    "triton": _triton,
+    "torch": _torch,
+    "flash2": _flash2,
+    "flash3": _flash3,
+    "flash4": _flash4,
+}
+
+
+def names() -> Iterable[str]:
+    """All there are, whether installed or not."""
+    return MAKERS

@@ -1,0 +1,166 @@
+"""From a specification to a model that can be run: what the transformers engine does at its start.
+
+Several devices are another matter only here and in `spread`: whoever runs the model has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+from transformers import PreTrainedModel
+
+from servekit.engines.api.base import Report
+from servekit.engines.api.load_phases import phase
+from servekit.engines.model_files.source import resolve
+from servekit.engines.text.tokenizer import TokenizerCodec
+from servekit.engines.transformers import (
+    embedding,
+    packed_linear,
+    pooling,
+    preload,
+    weights,
+)
+from servekit.engines.transformers.runner_factory import (
+    Runner,
+    assemble,
+    cpu_threads,
+    head_size,
+    vocab_size,
+)
+from servekit.engines.transformers.sleep import weight_offload
+from servekit.engines.transformers.tensor_parallel import plan
+from servekit.engines.transformers.tensor_parallel.controller import Ranks, threads_each
+from servekit.protocol.messages import ModelInfo, WorkerSpec
+
+#: torch threads beside a GPU. What is left for them is small, and more wait for each other, one
+#: worker's for another's too: verifying an adapter under traffic took 5.4 s with 32, 1.7 with 4.
+HOST_THREADS = 4
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A model that can be run, and what is known of it."""
+
+    folder: Path
+    tokenizer: Any
+    codec: TokenizerCodec
+    model: PreTrainedModel
+    attention: str  # as the library would run it
+    runner: Runner[Any]
+    info: ModelInfo
+    ranks: Ranks | None
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.model)
+
+    @property
+    def head_size(self) -> int:
+        return head_size(self.model)
+
+
+def load(spec: WorkerSpec, report: Report) -> Loaded:
+    """Fetch and load. Raises LoadError."""
+    threads = _threads(spec)
+    torch.set_num_threads(threads)
+    with phase("files"):
+        folder = Path(resolve(spec.path, spec.revision, report))
+    embeds = pooling.is_embedder(folder)
+    ranks = _ranks(folder, spec, for_embeddings=embeds)
+    try:
+        with phase("tokenizer"):
+            tokenizer = preload.tokenizer(folder, spec)
+        with (
+            phase("weights"),
+            weights.explained(folder, spec),
+            _with_all(ranks, folder, threads, for_embeddings=embeds),
+        ):
+            model = _model(folder, spec, report, for_embeddings=embeds)
+        if ranks is not None:
+            ranks.follow(model)
+        codec = TokenizerCodec(tokenizer)
+        attention = str(model.config._attn_implementation)
+        with weights.explained(folder, spec):
+            packed = _pack(model, spec, embeds=embeds) if spec.device == "cpu" else ""
+            runner, info = _run(folder, spec, model, codec, tokenizer, ranks)
+        info = structs.replace(info, detail=info.detail + packed)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+    return Loaded(folder, tokenizer, codec, model, attention, runner, info, ranks)
+
+
+def bed(loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors) -> weight_offload.Bed:
+    """Where the model sleeps, and on a GPU `more` with it."""
+    embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
+    again = partial(_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
+    load_again = None if loaded.ranks else again
+    return weight_offload.bed_for(loaded.model, loaded.model.device, more, load_again)
+
+
+def _threads(spec: WorkerSpec) -> int:
+    if spec.device != "cpu":
+        return HOST_THREADS
+    threads = cpu_threads(spec.options.get("threads"))
+    return threads_each(threads, spec.gpus) if plan.over_ranks(spec) else threads
+
+
+def _ranks(folder: Path, spec: WorkerSpec, *, for_embeddings: bool) -> Ranks | None:
+    """The other ranks, started: they import what they need while the tokenizer is loaded."""
+    if not plan.over_ranks(spec):
+        return None
+    with weights.explained(folder, spec):
+        plan.check(weights.outline(folder, spec, for_embeddings=for_embeddings), spec)
+    return Ranks(spec)
+
+
+def _with_all(
+    ranks: Ranks | None, folder: Path, threads: int, *, for_embeddings: bool
+) -> contextlib.AbstractContextManager[None]:
+    if ranks is None:
+        return contextlib.nullcontext()
+    return ranks.loading(folder, threads, for_embeddings=for_embeddings)
+
+
+def _model(
+    folder: Path, spec: WorkerSpec, report: Report, *, for_embeddings: bool
+) -> PreTrainedModel:
+    attention = spec.options.get("attention")
+    return weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
+
+
+def _pack(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:
+    """Returns what there is to say of it, for people."""
+    half = embeds and model.config.is_encoder_decoder
+    with phase("packing"):
+        size = packed_linear.pack(model.get_encoder() if half else model, spec)
+        if size:
+            weight_offload.release(weight_offload.storages(weight_offload.tensors_of(model)))
+    if not size:
+        return ""
+    return f"; weights packed, {size / 2**20:.0f} MiB"
+
+
+def _run(
+    folder: Path,
+    spec: WorkerSpec,
+    model: PreTrainedModel,
+    codec: TokenizerCodec,
+    tokenizer: Any,
+    ranks: Ranks | None,
+) -> tuple[Runner[Any], ModelInfo]:
+    if pooling.is_embedder(folder):
+        how = pooling.read(folder, model.device)
+        return embedding.assemble(model, how, tokenizer, spec)
+    runner, info = assemble(model, spec, codec.chat, ranks)
+    if plan.is_spread(spec):
+        refused = {adapter.name: plan.NO_ADAPTERS for adapter in spec.adapters}
+        info = structs.replace(info, refused_adapters=refused)
+    return runner, info

@@ -1,0 +1,153 @@
+"""How an adapter shares batches, and why.
+
+mixed     plain low-rank factors on linear layers, and virtual tokens before the prompt: what is
+          added to each token is its own adapter's, so all of them and the base share a step
+merged    tuners whose layers cost more than the base's own: the weights are worked out once,
+          in copies, if there is memory for these
+grouped   all others, and those for whose copies there is no memory: their own layers over the
+          base's weights, in steps of their own, taken in turns
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from servekit.engines.transformers.batching import kv_cache
+from servekit.engines.transformers.lora.adapter import Factors
+from servekit.engines.transformers.lora.adapter_files import PARAM
+from servekit.engines.transformers.lora.module_clone import Skeletons
+from servekit.engines.transformers.lora.peft_model import NAME
+from servekit.errors import RequestError
+from servekit.protocol.adapters import AdapterMode
+
+#: Tuners that work out a whole weight, or invert a matrix, in each layer and each step.
+COSTLY = {
+    *("DORA", "BOFT", "OFT", "LOHA", "LOKR", "HRA", "HIRA", "FOURIERFT", "WAVEFT", "RANDLORA"),
+    *("VBLORA", "C3A", "DELORA", "SHIRA", "PSOFT", "GRALORA", "TINYLORA", "UNILORA", "ADALORA"),
+}
+#: Tuners whose virtual tokens are all there is to them.
+PROMPTS = {"PROMPT_TUNING", "P_TUNING", "CPT"}
+#: Of the memory that is free, what copies for merging may take.
+MERGE_FRACTION = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    mode: AdapterMode
+    why: str  # a sentence
+
+
+def choose(kind: str, model: Any, skeletons: Skeletons) -> Choice:
+    """The mode for a PeftModel of this kind; its weights are loaded."""
+    if kind in PROMPTS:
+        return Choice("mixed", "Its virtual tokens stand before the prompt as tokens of its own.")
+    obstacle = _unmixable(kind, model, skeletons)
+    if not obstacle:
+        return Choice("mixed", "Low-rank factors are added token by token, beside all others.")
+    if kind not in COSTLY:
+        return Choice("grouped", f"{obstacle}, and its own layers are cheap to run.")
+    needed, free = copied_bytes(model), _free_bytes(skeletons)
+    if needed > free * MERGE_FRACTION:
+        return Choice(
+            "grouped",
+            f"{obstacle}, and merging needs {needed / 2**20:.0f} MiB for copies of the weights "
+            f"where {free / 2**20:.0f} MiB are free.",
+        )
+    return Choice(
+        "merged",
+        f"{obstacle}, and its own layers are costly: it is merged into copies of the weights that "
+        f"it changes, {needed / 2**20:.1f} MiB.",
+    )
+
+
+def factors_of(model: Any) -> dict[str, Factors]:
+    """The low-rank factors of a LoRA without anything else to it, by module name of the base.
+
+    Raises RequestError if one of them is no number: in a batch it would be everybody's.
+    """
+    found = {}
+    for name, layer in tuner_layers(model):
+        up = layer.lora_B[NAME].weight.detach()
+        scaled = (up.float() * layer.scaling[NAME]).to(up.dtype)
+        down = layer.lora_A[NAME].weight.detach()
+        if not (torch.isfinite(scaled).all() and torch.isfinite(down).all()):
+            dtype = str(up.dtype).removeprefix("torch.")
+            raise RequestError(
+                f"The factors of layer {name} are beyond the range of {dtype}, the model's own "
+                "type. Serve the model in bfloat16, or save the adapter with a smaller scaling.",
+                param=PARAM,
+            )
+        found[name] = Factors(down, scaled.T.contiguous())
+    return found
+
+
+def tuner_layers(model: Any) -> list[tuple[str, Any]]:
+    """PEFT's layers in a PeftModel, by the names that their bases have in the base model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    named = model.get_base_model().named_modules()
+    return [(name, module) for name, module in named if isinstance(module, BaseTunerLayer)]
+
+
+def copied_bytes(model: Any) -> int:
+    """What copies of all the weights that the tuner changes take."""
+    bases = (layer.get_base_layer() for _, layer in tuner_layers(model))
+    return sum(p.numel() * p.element_size() for base in bases for p in base.parameters())
+
+
+def _unmixable(kind: str, model: Any, skeletons: Skeletons) -> str:
+    """Why tokens of this adapter cannot share a step with others, or ""."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if kind != "LORA":
+        return f"{kind} does more to a layer than to add low-rank factors to it"
+    inner = model.get_base_model()
+    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in inner.modules()):
+        return "It replaces whole modules of the base"
+    if _changes_the_base(inner, skeletons):
+        return "It brings weights of the base, changed"
+    layers = tuner_layers(model)
+    head = inner.get_output_embeddings()
+    odd = next((n for n, layer in layers if not _plain(layer) or layer.base_layer is head), "")
+    return f"Its layer {odd} is more than low-rank factors on a linear layer" if odd else ""
+
+
+def _plain(layer: Any) -> bool:
+    from peft.tuners.lora.layer import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    bare = type(layer) is Linear and isinstance(layer.base_layer, (nn.Linear, Conv1D))
+    return bare and not layer.lora_variant and not layer.lora_bias[NAME]
+
+
+def _changes_the_base(inner: nn.Module, skeletons: Skeletons) -> bool:
+    marks = ("lora_", f".{NAME}")
+    return any(
+        not skeletons.owns(tensor) and not any(mark in name for mark in marks)
+        for name, tensor in inner.named_parameters()
+    )
+
+
+def _free_bytes(skeletons: Skeletons) -> int:
+    device = next(skeletons.base.parameters()).device
+    if device.type != "cuda":
+        return kv_cache.available_host_bytes()
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
+
+
+@torch.no_grad()
+def merge(model: Any) -> Any:
+    """Merge a PeftModel into copies of the weights that it changes; the bare model is returned."""
+    for _, layer in tuner_layers(model):
+        base = layer.get_base_layer()
+        for name, parameter in list(base.named_parameters(recurse=False)):
+            copied = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            setattr(base, name, copied)
+    merged = model.merge_and_unload()
+    merged.requires_grad_(False)
+    return merged.eval()

@@ -1,0 +1,158 @@
+"""PEFT's own layers on a skeleton, and their weights, checked against each other by shape.
+
+PEFT builds the layers from the configuration; what they expect is compared with the header of the
+file before a weight is read, so an adapter of another base is refused by the name of the layer that
+differs. Weights then go from the file straight onto the worker's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from servekit.engines.transformers.lora import boft
+from servekit.engines.transformers.lora.adapter_files import PARAM, WEIGHTS, AdapterFiles
+from servekit.engines.transformers.lora.module_clone import BaseChanged, Skeletons
+from servekit.errors import LoadError, RequestError
+
+#: PEFT's name for the one adapter that each of its models holds.
+NAME = "default"
+_PREFIX = "base_model.model."
+
+
+def build(files: AdapterFiles, skeletons: Skeletons, base: str) -> tuple[Any, str]:
+    """A PeftModel over a skeleton, its weights loaded, and its kind ("LORA", "DORA", …).
+
+    `base` is what to call the model.
+
+    Raises RequestError if the adapter does not fit, LoadError if memory does not suffice.
+    """
+    with explained(base), offline():
+        model, kind = _layers(files, skeletons)
+    _require_fit(files, model, base)
+    with explained(base), offline():
+        _load(files, model, skeletons)
+    device = next(skeletons.base.parameters()).device
+    _bring_constants(model, device)
+    _require_device(model, device)
+    model.requires_grad_(False)
+    return model.eval(), kind
+
+
+def _layers(files: AdapterFiles, skeletons: Skeletons) -> tuple[Any, str]:
+    import peft
+    from peft import PeftConfig, PeftModelForCausalLM
+
+    kind = str(files.config["peft_type"])
+    if kind not in peft.PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise RequestError(f"peft {peft.__version__} has no tuner {kind}.", param=PARAM)
+    config: Any = PeftConfig.from_pretrained(str(files.folder))
+    config.inference_mode = True
+    if kind == "BOFT":
+        boft.use_torch()
+    # Low-rank factors are multiplied with activations as they are. Other tuners invert and solve,
+    # which is done in float32 whatever the model's own type, as PEFT does by default.
+    model = PeftModelForCausalLM(
+        skeletons.new(), config, NAME, autocast_adapter_dtype=kind != "LORA"
+    )
+    return model, "DORA" if getattr(config, "use_dora", False) else kind
+
+
+def _require_fit(files: AdapterFiles, model: Any, base: str) -> None:
+    """Compare the file's header with what the layers expect."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    # Beside its own tensors an adapter's file may bring some of the base's, such as embeddings.
+    known = dict(model.named_parameters(remove_duplicate=False)) | state
+    for name, shape in files.shapes.items():
+        wanted = known.get(name)
+        if wanted is None:
+            _refuse(files, f"changes {_plain(name)}, which {base} does not have")
+        elif tuple(wanted.shape) != shape:
+            needed = f"where {base} needs {list(wanted.shape)}"
+            _refuse(files, f"has {list(shape)} for {_plain(name)}, {needed}")
+    missing = [name for name in state if name not in files.shapes]
+    if missing:
+        _refuse(files, f"lacks {_plain(missing[0])}, and {len(missing)} tensors in all")
+
+
+def _refuse(files: AdapterFiles, what: str) -> NoReturn:
+    made_for = files.config.get("base_model_name_or_path") or "a model that it does not name"
+    raise RequestError(
+        f"The adapter does not fit: it {what}. It was made for {made_for}.", param=PARAM
+    )
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(_PREFIX)
+
+
+def _load(files: AdapterFiles, model: Any, skeletons: Skeletons) -> None:
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    _give_own_memory(model, files.shapes, skeletons)
+    device = next(skeletons.base.parameters()).device
+    state = load_file(files.folder / WEIGHTS, device=str(device))
+    set_peft_model_state_dict(model, state, NAME)
+
+
+def _give_own_memory(model: Any, names: Container[str], skeletons: Skeletons) -> None:
+    """Where the file holds weights of the base itself, they must not be written into the base."""
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name in names and skeletons.owns(parameter):
+            owner, _, leaf = name.rpartition(".")
+            fresh = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            setattr(model.get_submodule(owner), leaf, fresh)
+
+
+def _bring_constants(model: Any, device: torch.device) -> None:
+    """Have buffers where the weights are: BOFT makes permutations on the CPU, and leaves them."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _require_device(model: Any, device: torch.device) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.device != device:
+            raise RequestError(
+                f"{_plain(name)} of the adapter is on {tensor.device}, not on {device}.",
+                param=PARAM,
+            )
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Have the hub's library refuse to fetch: an adapter is built of its own files."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def explained(base: str) -> Iterator[None]:
+    """PEFT's and torch's own errors, of many kinds, as a sentence."""
+    try:
+        yield
+    except (RequestError, LoadError, BaseChanged):
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise LoadError(f"There is no memory for the adapter: {error}", permanent=False) from error
+    except Exception as error:
+        text = " ".join(str(error).split()).rstrip(".")
+        raise RequestError(
+            f"The adapter cannot be built on {base}: {type(error).__name__}: {text}.", param=PARAM
+        ) from error

@@ -1,0 +1,333 @@
+"""Choosing how a loaded model is run: batching, cache size, context, defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from servekit.engines.api.base import StepOutput
+from servekit.engines.api.load_phases import phase
+from servekit.engines.text.tool_format_detection import turn_ends
+from servekit.engines.transformers.batching import kv_cache, paged_attention, self_check
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.decode import options as wishes
+from servekit.engines.transformers.decode.decode_loop import Wish
+from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.sequential import StaticRunner
+from servekit.engines.transformers.sleep import device_memory
+from servekit.engines.transformers.tensor_parallel import plan
+from servekit.engines.transformers.tensor_parallel.controller import Ranks
+from servekit.errors import LoadError
+from servekit.protocol.messages import ModelInfo, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+#: Context of a model that states none, such as a recurrent one.
+UNSTATED_CONTEXT = 8192
+#: Smaller than this a context serves nobody.
+LEAST_CONTEXT = 16
+#: What the library raises for a model whose layers it cannot page, and the probe for wrong text.
+_NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+
+
+R = TypeVar("R")  # what it takes for a row
+
+
+class Runner(Protocol[R]):
+    """Runs rows step by step; called by the engine's thread only."""
+
+    capacity: int
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_used(self) -> float: ...
+    def add(self, row: R) -> None: ...
+    def cancel(self, row: R) -> None: ...
+    def step(self) -> list[tuple[R, StepOutput]]: ...
+    def make_pages(self) -> None: ...
+    def drop_pages(self) -> None: ...
+    def tensors(self) -> Iterable[Tensor]: ...
+    def close(self) -> None: ...
+
+
+class CausalRunner(Runner[Row], Protocol):
+    """One that has adapters, too."""
+
+    def add_first(self, row: Row) -> None: ...
+    def install(self, adapter: Adapter) -> None: ...
+    def remove(self, adapter: Adapter) -> None: ...
+
+
+def assemble(
+    model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
+) -> tuple[CausalRunner, ModelInfo]:
+    """The runner for this model, and what it can do. Raises LoadError."""
+    wish = spec.options.get("batching", "auto")
+    reason = "the configuration says static" if wish == "static" else _obstacle(model, spec)
+    if not reason:
+        attention = str(model.config._attn_implementation)
+        for way in _ways(model, spec):
+            try:
+                return _continuous(model, spec, chat, way, attention, ranks)
+            except LoadError:
+                raise
+            except Exception as error:
+                if way.decode is None and not _not_pageable(error):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+                model.set_attn_implementation(attention)
+                log.warning("%s: %s failed its test: %s", spec.model, way, reason)
+    if wish == "continuous":
+        raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
+    log.info("%s runs one request at a time: %s", spec.model, reason)
+    return _static(model, spec, chat, "" if wish == "static" else f": {reason}")
+
+
+def _not_pageable(error: Exception) -> bool:
+    """torch says a plain RuntimeError of shapes: keys wider than values, for example.
+
+    A device that failed, or is full, is a subclass, and no reason to try it another way.
+    """
+    return isinstance(error, _NOT_PAGEABLE) or type(error) is RuntimeError
+
+
+class _Way(NamedTuple):
+    """How to run batches; `why` the library decodes, for people, where that says something."""
+
+    by_request: bool
+    decode: Wish | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return "decoding by itself" if self.decode else "continuous batching"
+
+
+def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
+    """What to try: attention request by request, and else the library's over the whole batch."""
+    own = model.config._attn_implementation == "sdpa" and spec.options.get("attention") is None
+    if own and paged_attention.suits(model.config.get_text_config()):
+        why = ""
+        try:
+            context, size = _context(model, spec), _block_size(spec)
+            with phase("kernels", lacks=LookupError):
+                wish = wishes.wish(model, spec, context, size)
+            yield _Way(True, wish)
+            why = "its decoding failed its test"
+        except LookupError as error:
+            why = str(error)
+        if why and spec.options.get("decode") == "graph":
+            raise LoadError(f"options.decode is graph, and {why}.")
+        yield _Way(True, None, why)
+    yield _Way(False)
+
+
+def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
+    """Why this model cannot share a batch, or "". Silence here would mean wrong text."""
+    if plan.over_layers(spec):
+        return "its layers are on several GPUs, and the library's paged cache on one"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if getattr(model, "_is_stateful", False):
+        return "it is recurrent"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced by a paged one"
+    return ""
+
+
+def _continuous(
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    chat: bool,
+    way: _Way,
+    attention: str,
+    ranks: Ranks | None,
+) -> tuple[CausalRunner, ModelInfo]:
+    context = _context(model, spec)
+    size = _plan(model, spec, context, ranks)
+    with phase("cache"):
+        runner = _with_less_on_failure(
+            lambda halvings: ContinuousRunner(
+                model,
+                size.halved(halvings),
+                by_request=way.by_request,
+                ranks=ranks,
+                decode=way.decode,
+            )
+        )
+    try:
+        with phase("proof"):
+            self_check.check(model, runner, attention)
+    except BaseException:
+        runner.close()
+        raise
+    size = runner.plan
+    detail = f"continuous batching, {runner.attention}, {size.blocks} × {size.block_size} tokens"
+    how = runner.decodes or (way.why and f"the library's, since {way.why}")
+    detail += f"; decoding: {how}" if how else ""
+    log.info("%s runs with %s", spec.model, detail)
+    total = size.bytes * (1 if ranks is None else ranks.size)
+    info = _info(model, spec, chat, runner, size.slots, total, detail, context)
+    if runner.shares_prefixes:
+        info = replace(info, prefix_block=size.block_size, prefix_tokens=size.tokens)
+    return runner, info
+
+
+def _static(
+    model: PreTrainedModel, spec: WorkerSpec, chat: bool, why: str
+) -> tuple[CausalRunner, ModelInfo]:
+    context = _context(model, spec)
+    default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
+    chunk = spec.options.get("max_batch_tokens") or default
+    runner = StaticRunner(model, context, chunk)
+    detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}{why}"
+    return runner, _info(model, spec, chat, runner, 1, 0, detail, context)
+
+
+def _info(
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    chat: bool,
+    runner: CausalRunner,
+    slots: int,
+    kv_bytes: int,
+    detail: str,
+    context: int,
+) -> ModelInfo:
+    context = min(context, runner.capacity)
+    if context < LEAST_CONTEXT:
+        raise LoadError(
+            f"Memory is enough for a context of {context} tokens only.", permanent=False
+        )
+    return ModelInfo(
+        max_context=context,
+        slots=slots,
+        chat=chat,
+        architecture=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kv_cache_bytes=kv_bytes,
+        detail=f"{detail}{spread_how(spec)}",
+        sleeps=True,
+    )
+
+
+def spread_how(spec: WorkerSpec) -> str:
+    """How the model is spread, for people; "" where it is not."""
+    if plan.over_ranks(spec):
+        return f"; tensor parallel, {spec.gpus} ranks"
+    return f"; layers over {spec.gpus} GPUs" if plan.over_layers(spec) else ""
+
+
+def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    stated = [value for name in names if isinstance(value := getattr(config, name, None), int)]
+    own = next((value for value in stated if value > 0), UNSTATED_CONTEXT)
+    return min(own, spec.max_context or own)
+
+
+# ---------------------------------------------------------------- the cache's size
+
+
+def _plan(
+    model: PreTrainedModel, spec: WorkerSpec, context: int, ranks: Ranks | None
+) -> kv_cache.Plan:
+    """Of one rank's part, where there are several: sizes that are stated are for all of them."""
+    options, count = spec.options, 1 if ranks is None else ranks.size
+    shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
+    stated = options.get("kv_cache_bytes")
+    return kv_cache.plan(
+        shape.part(count),
+        cuda=spec.device == "cuda",
+        available_bytes=_available_bytes(model, spec, ranks),
+        max_context=context,
+        block_size=_block_size(spec),
+        slots=options.get("slots"),
+        batch_tokens=options.get("max_batch_tokens"),
+        cache_bytes=stated and stated // count,
+    )
+
+
+def _block_size(spec: WorkerSpec) -> int:
+    return spec.options.get("block_size") or 32
+
+
+def _available_bytes(model: PreTrainedModel, spec: WorkerSpec, ranks: Ranks | None) -> int:
+    own = device_memory.available_bytes(spec, model.device)
+    if ranks is None:
+        return own
+    if model.device.type == "cpu":
+        return own // ranks.size
+    return min(own, ranks.free_bytes or own)
+
+
+def _with_less_on_failure(make: Callable[[int], ContinuousRunner]) -> ContinuousRunner:
+    """Another process may have taken memory meanwhile; try twice with half of it."""
+    for halvings in range(3):
+        try:
+            return make(halvings)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            log.warning("no room for the KV cache as planned: %s", error)
+    raise LoadError("There is no room for the KV cache.", permanent=False)
+
+
+# ---------------------------------------------------------------- what the model says of itself
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """All token ids that end a completion, from wherever the model names them."""
+    found: list[Any] = []
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    known = range(head_size(model))
+    stated = [token for token in found if isinstance(token, int)]
+    return frozenset(token for token in (*stated, *turn_ends(tokenizer)) if token in known)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the embedding: every token id that the model can read."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def head_size(model: PreTrainedModel) -> int:
+    """Rows of the head: every token id that the model can say.
+
+    There may be fewer of them than of the embedding: ids that stand for images are read only.
+    """
+    library: Any = model  # untyped there
+    rows = getattr(library.get_output_embeddings(), "out_features", None)
+    size = vocab_size(model)
+    return min(rows, size) if isinstance(rows, int) else size
+
+
+def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
+    """The sampling that the model's generation config asks for, by `Sampling` field."""
+    config = model.generation_config
+    stated = {} if config is None else config.to_diff_dict()
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: stated[name] for name in names if stated.get(name) is not None}
+
+
+def cpu_threads(asked: int | None) -> int:
+    """torch threads: as asked, as OMP_NUM_THREADS says, or half the cores.
+
+    More are slower for models small enough for a CPU, and erratic when the cores are shared.
+    """
+    if asked is not None:
+        return asked
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    return int(stated) if stated.isdigit() else max(1, len(os.sched_getaffinity(0)) // 2)

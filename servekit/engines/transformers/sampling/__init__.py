@@ -1,0 +1,4 @@
+"""Choosing tokens on the host: masks, penalties, temperature, log probabilities.
+
+Only the transformers engine may import from here.
+"""

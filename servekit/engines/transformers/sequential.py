@@ -1,0 +1,156 @@
+"""One request at a time, for models that cannot share a batch (recurrent ones, for example).
+
+The model's own `forward` and cache are used, by the same two methods that `generate` uses, so
+whatever `generate` can run, this can. A step is one token, or one chunk of the prompt where the
+cache allows reading it in pieces, so a request can be cancelled between any two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from servekit.engines.api.base import StepOutput
+from servekit.engines.transformers import prompt_scores
+from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.lora.batched_lora import Mixing, Part
+from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.sampling.sampler import Sampler, best
+
+
+class StaticRunner:
+    """Runs one row, and lets the others wait; all calls come from the engine's thread."""
+
+    def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
+        self._model: Any = model
+        self._mixing = Mixing(model)
+        self._sampler = Sampler()
+        self._chunk = chunk
+        self._waiting: deque[Row] = deque()
+        self._row: Row | None = None
+        self._unread: list[int] = []
+        self._seen = 0
+        self._cache: dict[str, Any] = {}
+        self.capacity = capacity
+
+    @property
+    def running(self) -> int:
+        return int(self._row is not None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_used(self) -> float:
+        row = self._row
+        return 0.0 if row is None else min(1.0, row.length / self.capacity)
+
+    def add(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def add_first(self, row: Row) -> None:
+        self._waiting.appendleft(row)
+
+    def install(self, adapter: Adapter) -> None:
+        """Let rows with this adapter run."""
+        self._mixing.install(adapter)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter that no row has."""
+        self._mixing.remove(adapter)
+
+    def cancel(self, row: Row) -> None:
+        if self._row is row:
+            self._drop()
+        else:
+            self._waiting = deque(other for other in self._waiting if other is not row)
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Row, StepOutput]]:
+        """Read a chunk of the prompt, or make a token."""
+        row = self._row or self._begin(self._waiting.popleft())
+        logits = self._read(row)
+        if self._unread:
+            return []
+        if row.noted is not None:
+            row.noted.append(logits[0].clone())
+        self._sampler.apply([row], logits)
+        token = int(best(logits))
+        output = row.push(token)
+        if row.prompt_scores:
+            row.tell_prompt(output)
+        self._unread = [token]
+        if output.finish or output.error:
+            self._drop()
+        return [(row, output)]
+
+    def make_pages(self) -> None:
+        """There are none: each request makes a cache of its own."""
+
+    def drop_pages(self) -> None:
+        """Free what is left of the last request."""
+        self._drop()
+        self._mixing.step = None
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """What adapters have put into the model."""
+        return self._mixing.tensors()
+
+    def close(self) -> None:
+        self._drop()
+        self._waiting.clear()
+
+    # ---- one row
+
+    def _begin(self, row: Row) -> Row:
+        self._row = row
+        self._unread = row.context
+        return row
+
+    def _drop(self) -> None:
+        self._row, self._unread, self._seen, self._cache = None, [], 0, {}
+
+    def _read(self, row: Row) -> torch.Tensor:
+        """Feed unread tokens; returns the logits after the last one, float32 [1, vocabulary]."""
+        size = self._chunk if self._in_pieces() else len(self._unread)
+        now, self._unread = self._unread[:size], self._unread[size:]
+        adapter = row.adapter
+        own = None if adapter is None else adapter.model
+        model, first = self._model if own is None else own, self._seen == 0
+        self._mixing.lay_out([Part(adapter, self._seen, len(now))])
+        wanted = prompt_scores.span(row, 0, self._seen, len(now))
+        self._seen += len(now)
+        inputs = model.prepare_inputs_for_generation(
+            torch.tensor([now], device=model.device),
+            attention_mask=torch.ones(1, self._seen, dtype=torch.int64, device=model.device),
+            is_first_iteration=first,
+            use_cache=True,
+            **self._cache,
+        )
+        if wanted is None:
+            outputs = model(**inputs, return_dict=True)
+        else:
+            hidden = prompt_scores.Hidden(model)
+            with hidden.kept():
+                outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+            prompt_scores.score(hidden, [wanted], outputs.logits.shape[-1])
+        self._cache = model._update_model_kwargs_for_generation(outputs, {})
+        logits: torch.Tensor = outputs.logits[:, -1].float()
+        return logits
+
+    @staticmethod
+    def _last_logits(model: Any) -> dict[str, int]:
+        """Have the model make no logits but the last token's, where it can be told to."""
+        supports = getattr(model, "_supports_logits_to_keep", lambda: False)
+        return {"logits_to_keep": 1} if supports() else {}
+
+    def _in_pieces(self) -> bool:
+        """A recurrent model reads its prompt at one go; attention may read it bit by bit."""
+        cache = self._cache.get("past_key_values")
+        attends = not getattr(self._model, "_is_stateful", False)
+        return attends and (cache is None or isinstance(cache, DynamicCache))

@@ -1,0 +1,84 @@
+"""Whether the engine sleeps, and how it goes from one to the other. In the engine's thread.
+
+    awake ── cache dropped, weights put to bed ──▶ asleep
+      ▲                                              │
+      └────── weights awake, cache made again ───────┘
+
+What fails on the way is undone, on all ranks, before it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from typing import Any
+
+import torch
+
+from servekit.engines.transformers.runner_factory import Runner
+from servekit.engines.transformers.sleep.weight_offload import Bed
+from servekit.engines.transformers.tensor_parallel.controller import Ranks
+from servekit.errors import LoadError
+
+_NO_ROOM = (MemoryError, torch.OutOfMemoryError, LoadError)
+
+
+class Rest:
+    """One engine's sleep."""
+
+    def __init__(self, runner: Runner[Any], bed: Bed, ranks: Ranks | None) -> None:
+        self._runner = runner
+        self._bed = bed
+        self._ranks = ranks
+        self.asleep = False
+
+    def sleep(self) -> None:
+        """As `Engine.sleep`."""
+        if self.asleep:
+            return
+        if self._runner.running or self._runner.waiting:
+            raise LoadError("Requests are under way; the model stays awake.", permanent=False)
+        self._runner.drop_pages()
+        try:
+            self._lie_down()
+        except _NO_ROOM as error:
+            self._runner.make_pages()
+            raise _told(error) from error
+        self.asleep = True
+        gc.collect()
+        _trim()
+
+    def wake(self) -> None:
+        """As `Engine.wake`."""
+        if not self.asleep:
+            return
+        try:
+            with self._ranks.waking() if self._ranks else contextlib.nullcontext():
+                self._bed.wake()
+        except _NO_ROOM as error:
+            raise _told(error) from error
+        try:
+            self._runner.make_pages()
+        except _NO_ROOM as error:
+            self._lie_down()
+            raise _told(error) from error
+        self.asleep = False
+
+    def _lie_down(self) -> None:
+        with self._ranks.falling_asleep() if self._ranks else contextlib.nullcontext():
+            self._bed.sleep()
+
+
+def _told(error: Exception) -> LoadError:
+    if isinstance(error, LoadError):
+        return error
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return LoadError(f"There is no room for the model: {first}", permanent=False)
+
+
+def _trim() -> None:
+    """Have the C library give back what it keeps of freed memory."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,241 @@
+"""Weights that leave their device and come back: where they are meanwhile, and how.
+
+    on a GPU    every byte is copied to the host's memory, page-locked where the system lets it be,
+                and the device's is freed under the tensors, which stay what they are: whoever
+                shares them (a tied head, an adapter's model) need not be told
+    on a CPU    weights that are mapped from their file are left to the kernel, which reads them
+                again by itself; those that were converted are dropped, and loaded again; so are
+                packed copies, which are made again
+
+Source for freeing under a tensor: `UntypedStorage.resize_`, as FSDP does it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from servekit.engines.transformers import packed_linear
+from servekit.engines.transformers.batching import kv_cache
+from servekit.errors import LoadError
+
+log = logging.getLogger(__name__)
+
+_SMAPS = Path("/proc/self/smaps")
+
+Tensors = Callable[[], Iterable[Tensor]]
+
+
+class Bed(Protocol):
+    """Weights, awake or asleep. Both calls may come twice."""
+
+    def sleep(self) -> None:
+        """Raises LoadError, and is awake then."""
+
+    def wake(self) -> None:
+        """Raises LoadError, and is asleep then."""
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """A module's weights and buffers."""
+    return chain(module.parameters(), module.buffers())
+
+
+def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Their memory, each piece once; of a tensor that is spread over ranks, this rank's part."""
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    found = (tensor.untyped_storage() for tensor in local)
+    return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
+
+
+def bed_for(
+    model: nn.Module,
+    device: torch.device,
+    more: Tensors = list,
+    load: Callable[[], nn.Module] | None = None,
+) -> Bed:
+    """Where this model sleeps, and on a GPU `more` with it; `load` makes it once more."""
+    if device.type == "cuda":
+        return HostBed(lambda: chain(tensors_of(model), more()))
+    return DiskBed(model, load)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+class HostBed:
+    """Weights of GPUs, which sleep in the host's memory."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._kept: list[tuple[UntypedStorage, Tensor]] = []  # and its bytes
+        self._host: Tensor | None = None
+
+    def sleep(self) -> None:
+        if self._kept:
+            return
+        on_gpu = [each for each in storages(self._tensors()) if each.device.type == "cuda"]
+        if not all(storage.resizable() for storage in on_gpu):
+            raise LoadError("The model's weights are in memory that another library holds.")
+        self._host = host = _host_memory(sum(storage.nbytes() for storage in on_gpu))
+        parts = torch.split(host, [storage.nbytes() for storage in on_gpu])
+        kept = list(zip(on_gpu, parts, strict=True))
+        for storage, part in kept:
+            part.copy_(_bytes(storage), non_blocking=True)
+        _synchronize(on_gpu)
+        for storage in on_gpu:
+            storage.resize_(0)
+        self._kept = kept
+        _empty_caches()
+
+    def wake(self) -> None:
+        try:
+            for storage, part in self._kept:
+                storage.resize_(len(part))
+                _bytes(storage).copy_(part, non_blocking=True)
+        except torch.OutOfMemoryError as error:
+            self._fall_back()
+            raise LoadError(
+                f"The GPU has no room to wake the model: {str(error).splitlines()[0]}",
+                permanent=False,
+            ) from error
+        _synchronize([storage for storage, _ in self._kept])
+        self._kept = []
+        if self._host is not None:
+            _unlock(self._host)
+            self._host = None
+
+    def _fall_back(self) -> None:
+        _synchronize([storage for storage, _ in self._kept])
+        for storage, _ in self._kept:
+            storage.resize_(0)
+        _empty_caches()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """A storage as a tensor, uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_memory(size: int) -> Tensor:
+    """So many bytes of the host, page-locked if that can be. Raises LoadError.
+
+    Locked in place: torch's own pinned memory comes in powers of two.
+    """
+    room = kv_cache.available_host_bytes()
+    if size > room:
+        raise LoadError(
+            f"The weights take {size / 2**30:.1f} GiB, and the host has {room / 2**30:.1f} GiB to "
+            "keep them in.",
+            permanent=False,
+        )
+    host = torch.empty(size, dtype=torch.uint8)
+    if size and int(_cudart().cudaHostRegister(host.data_ptr(), size, 0)):
+        log.warning("the host's memory cannot be page-locked; sleeping and waking take longer")
+    return host
+
+
+def _unlock(host: Tensor) -> None:
+    if len(host):
+        _cudart().cudaHostUnregister(host.data_ptr())
+
+
+def _cudart() -> Any:
+    runtime: Any = torch.cuda
+    return runtime.cudart()
+
+
+def _synchronize(on_gpu: Iterable[UntypedStorage]) -> None:
+    for device in {storage.device for storage in on_gpu}:
+        torch.cuda.synchronize(device)
+
+
+def _empty_caches() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- on a CPU
+
+
+class DiskBed:
+    """Weights of the CPU. `load` makes the model once more; None: only what is mapped can go."""
+
+    def __init__(self, model: nn.Module, load: Callable[[], nn.Module] | None) -> None:
+        self._model = model
+        self._load = load
+        self._packed = packed_linear.packed_in(model)
+        self._dropped: dict[int, tuple[UntypedStorage, int]] = {}  # and its bytes
+
+    def sleep(self) -> None:
+        if self._dropped:
+            return
+        packed_linear.drop(self._packed)
+        own = storages(tensors_of(self._model))
+        release(own)
+        if self._load is not None:
+            converted = [storage for storage in own if storage.resizable()]
+            self._dropped = {each._cdata: (each, each.nbytes()) for each in converted}
+        for storage, _ in self._dropped.values():
+            storage.resize_(0)
+
+    def wake(self) -> None:
+        if self._dropped and self._load is not None:
+            self._read_again(self._load)
+        if self._packed and packed_linear.make(self._packed):
+            release(storages(tensors_of(self._model)))
+
+    def _read_again(self, load: Callable[[], nn.Module]) -> None:
+        again = dict(_named(load()))
+        for name, tensor in _named(self._model):
+            found = self._dropped.pop(tensor.untyped_storage()._cdata, None)
+            if found is not None:
+                storage, size = found
+                storage.resize_(size)
+                storage.copy_(again[name].untyped_storage())
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+
+
+def release(own: Iterable[UntypedStorage]) -> None:
+    """Have the kernel forget the pages of files that are mapped; it reads them again when used.
+
+    Not where anything was written into them, which would be lost, nor where the kernel does not
+    tell that.
+    """
+    places = [storage.data_ptr() for storage in own if not storage.resizable()]
+    if not places or not _SMAPS.exists():
+        return
+    libc = ctypes.CDLL(None)
+    for start, end, written_kb in _mappings(_SMAPS):
+        if not written_kb and any(start <= place < end for place in places):
+            size = ctypes.c_size_t(end - start)
+            libc.madvise(ctypes.c_void_p(start), size, mmap.MADV_DONTNEED)
+
+
+def _mappings(path: Path) -> Iterator[tuple[int, int, int]]:
+    """(start, end, KiB that are not the file's any more) of this process's mappings of files."""
+    place: tuple[int, int] | None = None
+    anonymous_kb = 0
+    for line in path.read_text().splitlines():
+        name, *words = line.split()
+        if not name.endswith(":"):
+            start, _, end = name.partition("-")
+            mapped = len(words) > 4 and words[4].startswith("/")
+            place = (int(start, 16), int(end, 16)) if mapped else None
+        elif name == "Anonymous:":
+            anonymous_kb = int(words[0])
+        elif name == "Swap:" and place is not None:
+            yield *place, anonymous_kb + int(words[0])

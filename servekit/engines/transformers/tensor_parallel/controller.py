@@ -1,0 +1,182 @@
+"""The other ranks, as rank 0 has them: told what to do, and asked whether it is done.
+
+All calls come from one thread at a time: the one that loads, then the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from servekit.engines.transformers.batching.kv_cache import Plan
+from servekit.engines.transformers.tensor_parallel import (
+    messages,
+    process_group,
+    tensor_transfer,
+)
+from servekit.engines.transformers.tensor_parallel.rank_processes import (
+    Children,
+    end_process,
+)
+from servekit.errors import LoadError
+from servekit.protocol.messages import WorkerSpec
+
+#: From the end of a rank's connections, as rank 0's step sees it, to the end of its lifeline.
+_DYING_S = 0.1
+#: How long the worker may take to exit once it knows of a rank's death.
+_EXIT_S = 3.0
+
+
+class Ranks:
+    """Ranks 1 to `size` - 1 of a replica whose rank 0 is this process."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.size = spec.gpus
+        self.free_bytes: int | None = None  # the least that any of them could have, where asked
+        self._spec = spec
+        self._device = process_group.device_of(spec, 0)
+        try:
+            self._children = Children(self.size)
+        except OSError as error:
+            message = f"The other ranks of {spec.model} cannot be started: {error.strerror}."
+            raise LoadError(message, permanent=False) from error
+
+    @property
+    def pids(self) -> list[int]:
+        return self._children.pids
+
+    @contextmanager
+    def loading(
+        self, folder: Path, threads: int, *, for_embeddings: bool = False
+    ) -> Iterator[None]:
+        """Load their shards, while the block loads rank 0's. Raises LoadError."""
+        store = self._children.store
+        self._tell(messages.Begin(self._spec, str(folder), store, threads, for_embeddings))
+        try:
+            process_group.join(self._device, 0, self.size, store)
+        except Exception as error:  # the others wait for us, and would for ever
+            self.close()
+            raise LoadError(f"The ranks do not come together: {error}") from error
+        with self._answered():
+            yield
+
+    def report_death(self, died: Callable[[str], None]) -> None:
+        """Have `died` told which rank has died, and why, instead of the process ended at once.
+
+        It is ended all the same where it does not exit by itself.
+        """
+
+        def tell(reason: str) -> None:
+            died(reason)
+            if not self._children.await_end(_EXIT_S):
+                end_process(reason)
+
+        self._children.died = tell
+
+    @property
+    def dying(self) -> bool:
+        """Whether a rank has died, which ends rank 0's step with an error of its own."""
+        return self._children.dying.wait(_DYING_S)
+
+    def follow(self, model: Any) -> None:
+        """Have every forward pass of rank 0's model run in all ranks, from now on."""
+
+        def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if args:
+                raise TypeError("the ranks are told of arguments by name only")
+            self._run(str(module.config._attn_implementation), kwargs)
+
+        model.register_forward_pre_hook(mirror, with_kwargs=True)
+
+    @contextmanager
+    def paging(self, plan: Plan, attention: str) -> Iterator[None]:
+        """Make their KV caches, while the block makes rank 0's; none is left where one fails.
+
+        Raises what the block raises, and MemoryError where a rank has no room.
+        """
+        make = messages.MakePages(
+            plan.blocks,
+            plan.block_size,
+            plan.batch_tokens,
+            plan.slots,
+            plan.token_bytes,
+            attention,
+        )
+        with self._together(make, undo=messages.DropPages()):
+            yield
+
+    def drop_pages(self) -> None:
+        with self._together(messages.DropPages()):
+            pass
+
+    @contextmanager
+    def falling_asleep(self) -> Iterator[None]:
+        """Put them to sleep, while the block puts rank 0; all are awake where one fails."""
+        with self._together(messages.FallAsleep(), undo=messages.WakeUp()):
+            yield
+
+    @contextmanager
+    def waking(self) -> Iterator[None]:
+        """The reverse; all are asleep where one fails."""
+        with self._together(messages.WakeUp(), undo=messages.FallAsleep()):
+            yield
+
+    def close(self) -> None:
+        """End them, and return when they are reaped."""
+        self._children.close()
+        process_group.leave()
+
+    # ---- what is said
+
+    def _run(self, attention: str, kwargs: dict[str, Any]) -> None:
+        arguments, tensors = tensor_transfer.pack(kwargs)
+        whole = tensor_transfer.join(tensors, self._device)
+        self._tell(messages.Run(attention, arguments, tensor_transfer.forms(tensors), len(whole)))
+        process_group.broadcast(whole)
+
+    def _tell(self, order: messages.ToRank) -> None:
+        for channel in self._children.channels:
+            messages.send(channel, order)
+
+    @contextmanager
+    def _together(
+        self, order: messages.ToRank, undo: messages.ToRank | None = None
+    ) -> Iterator[None]:
+        """Have something done by all; where any fails, have it undone by the others."""
+        self._tell(order)
+        with self._answered(undo):
+            yield
+
+    @contextmanager
+    def _answered(self, undo: messages.ToRank | None = None) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._await_answers()
+            self._undo(undo)
+            raise
+        failures = self._await_answers()
+        if failures:
+            self._undo(undo)
+            told = "; ".join(failure.message for failure in failures)
+            if any(failure.out_of_memory for failure in failures):
+                raise MemoryError(told)
+            raise LoadError(told, permanent=any(failure.permanent for failure in failures))
+
+    def _undo(self, undo: messages.ToRank | None) -> None:
+        if undo is not None:
+            self._tell(undo)
+            self._await_answers()
+
+    def _await_answers(self) -> list[messages.Failed]:
+        answers = [messages.receive_answer(channel) for channel in self._children.channels]
+        done = [answer.free_bytes for answer in answers if isinstance(answer, messages.Done)]
+        self.free_bytes = min(done, default=None)
+        return [answer for answer in answers if isinstance(answer, messages.Failed)]
+
+
+def threads_each(threads: int, size: int) -> int:
+    """torch threads of one rank, where together they are to have `threads`."""
+    return max(1, threads // size)

@@ -1,0 +1,124 @@
+"""A rank other than 0: begin, then run what rank 0 runs, until rank 0 is gone.
+
+Begin      join the group, load the shards
+Run        one forward pass; an error in it ends the process, and so the replica: the ranks
+           would no longer be in step
+the rest   answered by Done or Failed
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from servekit.engines.transformers import weights
+from servekit.engines.transformers.batching import batch_processor, kv_cache
+from servekit.engines.transformers.sleep import device_memory, weight_offload
+from servekit.engines.transformers.tensor_parallel import (
+    messages,
+    process_group,
+    tensor_transfer,
+)
+from servekit.errors import LoadError
+from servekit.protocol.messages import WorkerSpec
+
+
+class Follower:
+    """One rank's part of the model, and of the KV cache."""
+
+    def __init__(self, channel: socket.socket, rank: int, size: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._size = size
+        self._device = torch.device("cpu")
+        self._model: Any = None
+        self._attention = ""  # as the library would run it
+        self._spec: WorkerSpec
+        self._bed: weight_offload.Bed
+        self._processor: Any = None
+        self._past: Any = None  # of the request that runs alone, where none share a batch
+
+    def live(self) -> None:
+        """Until rank 0 is gone."""
+        while (order := messages.receive_order(self._channel)) is not None:
+            if isinstance(order, messages.Run):
+                self._run(order)
+            else:
+                messages.send(self._channel, self._answer(order))
+
+    def _answer(self, order: messages.ToRank) -> messages.FromRank:
+        try:
+            self._carry_out(order)
+        except Exception as error:
+            if self._model is None and not dist.is_initialized():
+                raise  # the others wait for this rank, and are told by its death only
+            traceback.print_exception(error)
+            scarce = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            permanent = isinstance(error, LoadError) and error.permanent
+            return messages.Failed(f"rank {self._rank}: {error}", scarce, permanent)
+        return messages.Done(self._free_bytes())
+
+    def _free_bytes(self) -> int:
+        return device_memory.available_bytes(self._spec, self._device)
+
+    def _carry_out(self, order: messages.ToRank) -> None:
+        match order:
+            case messages.Begin():
+                self._begin(order)
+            case messages.MakePages():
+                self._make_pages(order)
+            case messages.DropPages():
+                self._drop_pages()
+            case messages.FallAsleep():
+                self._drop_pages()
+                self._bed.sleep()
+            case messages.WakeUp():
+                self._bed.wake()
+
+    def _begin(self, order: messages.Begin) -> None:
+        torch.set_num_threads(order.threads)
+        self._device = process_group.device_of(order.spec, self._rank)
+        self._spec = order.spec
+        process_group.join(self._device, self._rank, self._size, order.store)
+        self._model = weights.load_model(
+            Path(order.folder),
+            order.spec,
+            order.spec.options.get("attention"),
+            lambda progress: None,
+            for_embeddings=order.for_embeddings,
+            device=self._device,
+        )
+        self._attention = str(self._model.config._attn_implementation)
+        self._bed = weight_offload.bed_for(self._model, self._device)
+
+    def _make_pages(self, order: messages.MakePages) -> None:
+        self._drop_pages()
+        plan = kv_cache.Plan(
+            order.blocks, order.block_size, order.batch_tokens, order.slots, order.token_bytes
+        )
+        self._model.set_attn_implementation(self._attention)
+        manager = batch_processor.manager(self._model, plan, ranks=self._size)
+        self._model.set_attn_implementation(order.attention)
+        self._processor = batch_processor.create(manager)
+
+    def _drop_pages(self) -> None:
+        self._processor = self._past = None
+        gc.collect()
+
+    @torch.no_grad()
+    def _run(self, order: messages.Run) -> None:
+        whole = torch.empty(order.size_bytes, dtype=torch.uint8, device=self._device)
+        tensors = tensor_transfer.split(process_group.broadcast(whole), order.tensors)
+        pages = None if self._processor is None else self._processor.cache
+        arguments = tensor_transfer.unpack(order.arguments, tensors, self._past, pages)
+        if str(self._model.config._attn_implementation) != order.attention:
+            self._model.set_attn_implementation(order.attention)
+        outputs = self._model(**arguments)
+        if arguments.get("use_cache"):
+            self._past = outputs.past_key_values

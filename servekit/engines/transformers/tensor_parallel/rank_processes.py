@@ -1,0 +1,202 @@
+"""The other ranks as processes: started, watched, ended.
+
+Each is a fresh interpreter and a child of the worker, in its process group, so that whoever ends
+the one ends all; and the kernel ends it when the worker dies. A rank that dies takes the worker
+with it, at once: what rank 0 has begun with it can never be completed, and the thread that waits
+for it waits in C code that nothing can interrupt. So a thread of our own watches a lifeline to each
+rank and says what became of it: to the engine, whose worker then exits, and until there is one, or
+where the worker does not exit, as the last line of a process that it ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+EXIT_RANK_DIED = os.EX_SOFTWARE  # as `worker.EXIT_ENGINE_DIED`
+#: From the end of a rank's lifeline to its exit code, and from being told to end to SIGKILL.
+_GRACE_S = 2.0
+#: Of the last lines that a rank wrote, so many are told, and so much of them.
+_LINES = 3
+_LINE_CHARS = 300
+
+
+@dataclass(slots=True)
+class _Child:
+    """One rank: `channel` for messages, `lifeline` for its death, `errors` for what it writes."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    lifeline: socket.socket
+    errors: IO[bytes]
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
+    unfinished: bytes = b""
+
+    def read(self) -> bool:
+        """Pass on what it has written; False at the end."""
+        data = os.read(self.errors.fileno(), 65536)
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+        *lines, self.unfinished = (self.unfinished + data).split(b"\n")
+        texts = (line.decode(errors="replace").strip() for line in lines)
+        self.tail.extend(text[:_LINE_CHARS] for text in texts if text)
+        return bool(data)
+
+
+def end_process(reason: str) -> None:
+    """Say why, as the last line, and be gone."""
+    sys.stderr.flush()
+    os.write(2, f"{reason}\n".encode())
+    os._exit(EXIT_RANK_DIED)
+
+
+class Children:
+    """Ranks 1 to `size` - 1. `died` is called with a sentence, in the watching thread.
+
+    `dying` is set as soon as a rank is gone, before it is known why.
+    """
+
+    def __init__(self, size: int, died: Callable[[str], None] = end_process) -> None:
+        self._size = size
+        self.died = died
+        self.dying = threading.Event()
+        self._children: list[_Child] = []
+        self._closing = threading.Event()
+        self._ready = threading.Event()
+        self._failure: OSError | None = None
+        self._store = os.memfd_create("servekit-ranks", os.MFD_CLOEXEC)
+        # The kernel ends a child when the thread that has started it ends: so this one does.
+        self._thread = threading.Thread(target=self._live, name="ranks", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def store(self) -> str:
+        """The file to meet in, as every rank can open it."""
+        return f"/proc/self/fd/{self._store}"
+
+    @property
+    def channels(self) -> list[socket.socket]:
+        return [child.channel for child in self._children]
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    def await_end(self, within_s: float) -> bool:
+        """Wait until they are to be closed; False if that does not come in time."""
+        return self._closing.wait(within_s)
+
+    def close(self) -> None:
+        """End all, and return when they are reaped."""
+        self._closing.set()
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.channel.shutdown(socket.SHUT_RDWR)
+                child.lifeline.shutdown(socket.SHUT_RDWR)
+        self._thread.join()  # a matter of _GRACE_S
+
+    # ---- in the thread
+
+    def _live(self) -> None:
+        try:
+            self._children = [self._start(rank) for rank in range(1, self._size)]
+        except OSError as error:
+            self._failure = error
+        self._ready.set()
+        dead = self._watch()
+        if dead is not None and not self._closing.is_set():
+            self.dying.set()
+            self.died(self._explain(dead))
+        self._end_all()
+
+    def _start(self, rank: int) -> _Child:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline, its_end = socket.socketpair()
+        reading, writing = os.pipe()
+        with theirs, its_end:
+            try:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, *(["-P"] if sys.flags.safe_path else [])),
+                        *("-m", "servekit.engines.transformers.tensor_parallel.rank"),
+                        *("--rank", str(rank), "--size", str(self._size)),
+                        *("--channel-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())),
+                    ],
+                    env={**os.environ, "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=writing,
+                    stderr=writing,
+                    pass_fds=(theirs.fileno(), its_end.fileno(), self._store),
+                )
+            finally:
+                os.close(writing)
+        return _Child(rank, process, channel, lifeline, os.fdopen(reading, "rb", buffering=0))
+
+    def _watch(self) -> _Child | None:
+        """Until one is gone: that one."""
+        with selectors.DefaultSelector() as selector:
+            for child in self._children:
+                selector.register(child.lifeline, selectors.EVENT_READ, child)
+                selector.register(child.errors, selectors.EVENT_READ, child)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    heard: _Child = key.data
+                    if key.fileobj is heard.lifeline:
+                        return heard
+                    if not heard.read():
+                        selector.unregister(heard.errors)
+        return None
+
+    def _explain(self, child: _Child) -> str:
+        try:
+            code = child.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._drain(child)
+        end = f"rank {child.rank} of {self._size} (pid {child.process.pid}) {_in_words(code)}"
+        said = " | ".join(child.tail)
+        return f"{end}: {said}" if said else end
+
+    def _drain(self, child: _Child) -> None:
+        os.set_blocking(child.errors.fileno(), False)
+        with contextlib.suppress(BlockingIOError):
+            while child.read():
+                pass
+
+    def _end_all(self) -> None:
+        deadline = time.monotonic() + (_GRACE_S if self._closing.is_set() else 0)
+        for child in self._children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            for end in (child.channel, child.lifeline, child.errors):
+                end.close()
+        os.close(self._store)
+
+
+def _in_words(code: int | None) -> str:
+    if code is None:
+        return "has closed its lifeline"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,110 @@
+"""The arguments of a forward pass, from rank 0 to the others.
+
+Plain values and the shapes of tensors go as a message; all tensors, one behind the other in one
+piece of memory on the device, are broadcast. Caches stay where they are: each rank has its own,
+and is told which is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from servekit.engines.transformers.batching.paged_attention import Layout
+from servekit.engines.transformers.tensor_parallel.messages import TensorForm
+
+#: What a tensor of any dtype may begin at.
+_ALIGN_BYTES = 16
+#: The library's sampling arguments, which no model reads.
+_NOT_SENT = {"logits_processor_args"}
+
+
+def pack(arguments: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+    """What can be sent as a message, and the tensors that go with it.
+
+    Raises TypeError where something can be sent neither way.
+    """
+    tensors: list[Tensor] = []
+    kept = {name: value for name, value in arguments.items() if name not in _NOT_SENT}
+    return _packed(kept, tensors), tensors
+
+
+def _packed(value: Any, tensors: list[Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Mapping):
+        return {"dict": {name: _packed(item, tensors) for name, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_packed(item, tensors) for item in value]
+    if isinstance(value, Cache):
+        return {"past": True}
+    if hasattr(value, "layout"):
+        layout: Layout | None = value.layout
+        return {"pages": None if layout is None else [layout.pasts, layout.queries]}
+    raise TypeError(f"a forward pass takes a {type(value).__name__}, which is no tensor or cache")
+
+
+def unpack(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any:
+    """The arguments again, with this rank's `past` and `pages` where caches are meant."""
+    if isinstance(packed, list):
+        return [unpack(item, tensors, past, pages) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, value),) = packed.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {name: unpack(item, tensors, past, pages) for name, item in value.items()}
+    if kind == "past":
+        return past
+    pages.layout = None if value is None else Layout.of(value[0], value[1], pages.device)
+    return pages
+
+
+# ---------------------------------------------------------------- all tensors in one
+
+
+def forms(tensors: Sequence[Tensor]) -> tuple[TensorForm, ...]:
+    return tuple(
+        TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for tensor in tensors
+    )
+
+
+def size_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+
+def join(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All of them behind each other, uint8 [size_bytes]."""
+    whole = torch.empty(size_bytes(tensors), dtype=torch.uint8, device=device)
+    at = 0
+    for tensor in tensors:
+        flat = tensor.to(device).reshape(-1).view(torch.uint8)
+        whole[at : at + len(flat)] = flat
+        at += _aligned(len(flat))
+    return whole
+
+
+def split(whole: Tensor, shapes: Sequence[TensorForm]) -> list[Tensor]:
+    """Views of `join`'s tensor, as those were that it was made of."""
+    tensors, at = [], 0
+    for form in shapes:
+        dtype: torch.dtype = getattr(torch, form.dtype)
+        length = dtype.itemsize
+        for count in form.shape:
+            length *= count
+        tensors.append(whole[at : at + length].view(dtype).view(form.shape))
+        at += _aligned(length)
+    return tensors
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,0 +1,236 @@
+"""Loading a model and its tokenizer from a folder, straight onto their device.
+
+The folder has been checked by `source`. Only safetensors are read, the hub is never asked, and
+code that comes with the model runs only where the specification says so. Whatever goes wrong
+becomes a LoadError that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging as library_logging
+
+from servekit.engines.api.base import Report
+from servekit.engines.transformers.sleep import device_memory
+from servekit.engines.transformers.tensor_parallel import device_map, plan
+from servekit.errors import LoadError
+from servekit.protocol.messages import Progress, WorkerSpec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
+    """The model's tokenizer, with the configuration's chat template, or its own if it has one."""
+    with explained(folder, spec):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
+        )
+    if spec.chat_template:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
+
+
+def load_model(
+    folder: Path,
+    spec: WorkerSpec,
+    attention: str | None,
+    report: Report,
+    *,
+    for_embeddings: bool = False,
+    device: torch.device | None = None,
+) -> transformers.PreTrainedModel:
+    """The model in evaluation mode on `spec.device`, every tensor loaded straight there.
+
+    A causal language model, or `for_embeddings` the bare transformer. `device` is this rank's,
+    where there are several; by default the first.
+    """
+    device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
+    for each in _devices(spec, device):
+        device_memory.bound(spec, each)
+    if not for_embeddings:
+        _require_a_head(folder)
+    kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
+    with explained(folder, spec), _progress(report):
+        model: transformers.PreTrainedModel = kind.from_pretrained(
+            folder,
+            dtype=_dtype(spec),
+            **_placing(spec, device),
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=spec.trust_remote_code,
+        )
+    wanted = {str(each) for each in _devices(spec, device)}
+    strays = {str(tensor.device) for tensor in model.parameters()} - wanted
+    if "meta" in strays:
+        raise LoadError(f"{spec.model} does not fit into the memory of its {spec.gpus} GPUs.")
+    if strays:
+        raise LoadError(
+            f"Parameters of {spec.model} landed on {', '.join(strays)}, not {', '.join(wanted)}."
+        )
+    if plan.over_ranks(spec):
+        model._device_mesh = None  # the library's batching would have all ranks schedule
+    model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
+    return model
+
+
+def _placing(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
+    """What tells the library where the weights belong."""
+    if plan.over_ranks(spec):
+        return {"distributed_config": DistributedConfig(tp_size=spec.gpus)}
+    return device_map.placing(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
+
+
+def _devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:
+    if plan.over_layers(spec):
+        return [torch.device("cuda", index) for index in range(spec.gpus)]
+    return [device]
+
+
+def outline(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> Any:
+    """The model without weights: its class is imported, and its parameters have shapes."""
+    trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(folder, **trust)
+    kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=spec.trust_remote_code)
+
+
+def _require_a_head(folder: Path) -> None:
+    """The library would make an encoder, or a model without its head, say random words."""
+    named = _architectures(folder)
+    heads = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    others = {
+        *_flat(modeling_auto.MODEL_MAPPING_NAMES.values()),
+        *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(),
+        *modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(),
+    }
+    if named in others - heads:
+        raise LoadError(
+            f"{named} cannot generate text. If it is an embedding model, its folder needs the "
+            "modules.json and 1_Pooling/config.json that say how its output becomes a vector."
+        )
+
+
+def _flat(names: Iterable[Any]) -> Iterator[str]:
+    for name in names:
+        yield from [name] if isinstance(name, str) else name
+
+
+def _dtype(spec: WorkerSpec) -> torch.dtype | str:
+    if spec.dtype != "auto":
+        return _DTYPES[spec.dtype]
+    return "auto" if spec.device == "cuda" else torch.float32
+
+
+@contextmanager
+def explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise LoadError(
+                f"{spec.model} does not fit into the memory of {spec.device}: {_first_line(error)}",
+                permanent=False,
+            ) from error
+        raise LoadError(_explanation(folder, spec, error)) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has an error of its own for a GPU, and a plain RuntimeError for the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        "can't allocate memory" in str(error)
+    )
+
+
+def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:
+    text = str(error)
+    named = _architectures(folder)
+    if "trust_remote_code" in text:
+        return (
+            f"{spec.model} comes with its own Python code. If you trust it, set "
+            "`trust_remote_code: true` for this model."
+        )
+    if "model type" in text or "Unrecognized" in text:
+        return (
+            f"transformers {transformers.__version__} does not know this model ({named}): "
+            f"{_first_line(error)}"
+        )
+    return f"{spec.model} ({named}) cannot be loaded: {type(error).__name__}: {_first_line(error)}"
+
+
+def _architectures(folder: Path) -> str:
+    try:
+        stated = json.loads((folder / "config.json").read_text())["architectures"]
+        return ", ".join(stated) or "an unnamed architecture"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unnamed architecture"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+# ---------------------------------------------------------------- progress
+
+
+@contextmanager
+def _progress(report: Report) -> Iterator[None]:
+    """Hear the library's progress bars; none is drawn."""
+
+    def hook(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bar:
+        return _Bar(report, *args, **kwargs)
+
+    previous = library_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        library_logging.set_tqdm_hook(previous)
+
+
+class _Bar:
+    """As much of tqdm as the library uses, reporting about a hundred times in all."""
+
+    def __init__(self, report: Report, iterable: Any = None, **kwargs: Any) -> None:
+        self._report = report
+        self._iterable = iterable
+        total = kwargs.get("total")
+        self._total = int(total if total is not None else len(iterable or ()))
+        self._loads = "weights" in str(kwargs.get("desc", "")).lower()
+        self._done = 0
+        self._tell(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            yield item
+            self.update(1)
+
+    def update(self, count: float = 1) -> None:
+        step = max(1, self._total // 100)
+        before, self._done = self._done, self._done + int(count)
+        if self._done // step != before // step or self._done >= self._total:
+            self._tell(self._done)
+
+    def _tell(self, done: int) -> None:
+        if self._loads:
+            self._report(Progress("load", done, self._total, "tensors"))
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None  # set_postfix, close, refresh, …

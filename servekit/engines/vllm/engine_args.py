@@ -1,0 +1,154 @@
+"""From what a worker is told to the arguments that vLLM takes (`vllm.EngineArgs`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from servekit.engines.transformers.batching import kv_cache
+from servekit.errors import LoadError
+from servekit.model_metadata import kv_cache_shape
+from servekit.protocol.messages import WorkerSpec
+
+#: What a process holds on a GPU beyond what vLLM accounts for: the CUDA context and its modules,
+#: 0.5 to 0.7 GiB on an H100, and NCCL's buffers where there are several.
+OVERHEAD_BYTES = 3 * 2**28
+NCCL_BYTES = 2**30
+#: Of a GPU never more; the rest is for what others take while it loads, and for its own peaks.
+SHARE = 0.95
+#: LoRA adapters in one batch, where the file names some and says nothing else.
+LORAS = 8
+#: KV cache on a CPU for a model whose configuration does not tell what a token takes.
+CPU_CACHE_BYTES = 2**30
+
+
+def arguments(
+    spec: WorkerSpec, folder: Path, memory: tuple[int, int], *, embeds: bool
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.EngineArgs`.
+
+    `memory` is total and free on the smallest of the worker's GPUs, or of the host for one on the
+    CPU, in bytes. Raises LoadError if what the worker may take is not enough for anything.
+    """
+    made = _common(spec, folder, embeds=embeds)
+    made |= _on_cpu(spec, folder, memory[1]) if spec.device == "cpu" else _on_gpus(spec, memory)
+    options = spec.options
+    given = {
+        "max_num_seqs": options.get("slots"),
+        "max_num_batched_tokens": options.get("max_batch_tokens"),
+        "kv_cache_memory_bytes": options.get("kv_cache_bytes"),
+        "quantization": options.get("quantization"),
+        "enforce_eager": options.get("enforce_eager"),
+    }
+    made |= {name: value for name, value in given.items() if value is not None}
+    return made | lora_arguments(spec, embeds=embeds)
+
+
+def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
+    options = spec.options
+    return {
+        "model": str(folder),
+        "runner": "pooling" if embeds else "generate",
+        "max_model_len": spec.max_context or -1,  # -1: the longest that there is room for
+        "trust_remote_code": spec.trust_remote_code,
+        "tensor_parallel_size": spec.gpus,
+        "enable_prefix_caching": bool(options.get("prefix_caching", True)) and not embeds,
+        "load_format": options.get("load_format", "auto"),
+        "structured_outputs_config": {"backend": "guidance"},
+        "disable_log_stats": False,  # from which its load is known
+    }
+
+
+def _on_gpus(spec: WorkerSpec, memory: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "dtype": spec.dtype,
+        "gpu_memory_utilization": utilization(spec, *memory),
+        "enforce_eager": False,
+        "enable_sleep_mode": spec.sleeps,
+        "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
+    }
+
+
+def _on_cpu(spec: WorkerSpec, folder: Path, free_bytes: int) -> dict[str, Any]:
+    """As the transformers engine there: float32, few slots, and a cache that these can use.
+
+    Compiling takes a C++ compiler and a minute, for little. There is no sleep mode, and vLLM runs
+    its model in a process of its own.
+    """
+    return {
+        "dtype": "float32" if spec.dtype == "auto" else spec.dtype,
+        "max_num_seqs": kv_cache.CPU_SLOTS,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": cpu_cache_bytes(spec, folder, free_bytes),
+        "distributed_executor_backend": "mp",
+    }
+
+
+def cpu_cache_bytes(spec: WorkerSpec, folder: Path, free_bytes: int) -> int:
+    """A KV cache for all slots or for one full context, within the memory that there is."""
+    room = int(min(free_bytes, spec.host_memory_bytes or free_bytes) * kv_cache.CPU_FRACTION)
+    try:
+        shape = kv_cache_shape.of_config(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError):  # recurrent, or of a kind that is not known
+        return min(room, CPU_CACHE_BYTES)
+    context = spec.max_context or shape.max_context
+    slots = spec.options.get("slots") or kv_cache.CPU_SLOTS
+    # rounded up: vLLM's blocks there have 128 tokens, of which the last is never full
+    tokens = max(slots * kv_cache.CPU_TOKENS_PER_SLOT, context + 2 * 128)
+    number = 4 if spec.dtype in ("auto", "float32") else 2
+    return min(room, tokens * shape.numbers(1024, latent=True) // 1024 * number)
+
+
+def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:
+    """Those of adapters; none where the model takes none."""
+    slots = spec.options.get("max_loras") or (LORAS if spec.adapters else 0)
+    if not slots or embeds:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": max(slots, 256),  # a capacity, not memory: beyond, they are read again
+        "max_lora_rank": spec.options.get("max_lora_rank", 64),
+    }
+
+
+def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
+    """The part of a GPU for weights, activations and KV cache. Raises LoadError."""
+    overhead = OVERHEAD_BYTES + (NCCL_BYTES if spec.gpus > 1 else 0)
+    claim = min(spec.memory_bytes or total_bytes, int(total_bytes * SHARE))
+    room = min(claim, free_bytes) - overhead
+    if room <= 0:
+        raise LoadError(
+            f"{spec.model} may take {claim / 2**30:.1f} GiB of its GPU, of which "
+            f"{free_bytes / 2**30:.1f} GiB are free, and vLLM needs {overhead / 2**30:.2f} GiB "
+            "for itself alone.",
+            permanent=claim <= overhead,
+        )
+    return room / total_bytes
+
+
+def memory_of(visible: str) -> tuple[int, int]:
+    """Total and free bytes of the smallest of the GPUs that CUDA_VISIBLE_DEVICES names.
+
+    By NVML, which makes no CUDA context in this process. Raises LoadError where there is none.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            found = [pynvml.nvmlDeviceGetMemoryInfo(_handle(entry)) for entry in visible.split(",")]
+        finally:
+            pynvml.nvmlShutdown()
+    except (pynvml.NVMLError, ValueError) as error:
+        raise LoadError(f"vLLM needs a GPU, and NVML says of {visible!r}: {error}") from error
+    return min(int(one.total) for one in found), min(int(one.free) for one in found)
+
+
+def _handle(entry: str) -> Any:
+    import pynvml
+
+    if entry.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(entry))
+    return pynvml.nvmlDeviceGetHandleByUUID(entry)

@@ -1,0 +1,68 @@
+"""Whether the processes of this process group work: vLLM says little while it loads.
+
+What they have used of the CPU and read from files is progress, however slow; a load that hangs uses
+neither. Source: proc(5), /proc/PID/stat and /proc/PID/io.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from servekit.engines.api.base import Report
+from servekit.protocol.messages import Progress
+
+_LOOK_EVERY_S = 1.0
+#: Clock ticks and bytes in a look below which nothing happens: a loop that polls uses some.
+_IDLE_TICKS = 2
+_IDLE_BYTES = 2**20
+
+
+@contextmanager
+def reported(report: Report) -> Iterator[None]:
+    """Report a load as under way for as long as it does something."""
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(report, done), name="activity", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _watch(report: Report, done: threading.Event) -> None:
+    report(Progress("load"))
+    ticks, read = used()
+    while not done.wait(_LOOK_EVERY_S):
+        now_ticks, now_read = used()
+        if abs(now_ticks - ticks) > _IDLE_TICKS or abs(now_read - read) > _IDLE_BYTES:
+            report(Progress("load"))
+        ticks, read = now_ticks, now_read
+
+
+def used() -> tuple[int, int]:
+    """Clock ticks and bytes read, of all processes in this process group together."""
+    group = os.getpgrp()
+    ticks = read = 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            try:
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == group:
+                    ticks += int(fields[11]) + int(fields[12])
+                    read += _bytes_read(process)
+            except (OSError, IndexError):
+                continue  # it has ended
+    return ticks, read
+
+
+def _bytes_read(process: Path) -> int:
+    try:
+        lines = (process / "io").read_text().splitlines()
+    except OSError:  # not ours to know
+        return 0
+    return int(lines[0].partition(":")[2])

@@ -1,0 +1,87 @@
+"""Questions that the engine asks itself, beside the requests of its clients."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from typing import Any
+
+from servekit.engines.vllm.adapters import Scores
+from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.requests import request
+from servekit.errors import LoadError
+
+_PATIENCE_S = 120.0
+_LOGPROBS = 20
+_TOKENS = 2
+
+
+class Probes:
+    """Asks from any thread but the loop's, which brings the answers by `take`."""
+
+    def __init__(self, core: Core, patience_s: float = _PATIENCE_S) -> None:
+        self._core = core
+        self._patience_s = patience_s
+        self._serial = itertools.count()
+        self._open: dict[str, tuple[Future[Any], list[Any]]] = {}
+
+    def scores(self, prompt: list[int], adapter: int) -> Scores:
+        """The log probabilities of the likeliest tokens after a prompt, the likeliest first.
+
+        One tuple for each of two tokens; `adapter` is a LoRA's number, 0 for none. Raises
+        LoadError if no answer comes.
+        """
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=_TOKENS,
+            ignore_eos=True,
+            logprobs=_LOGPROBS,
+            detokenize=False,
+        )
+        lora = LoRARequest(f"probe#{adapter}", adapter, "/") if adapter else None
+        outputs = self._ask(prompt, lora, sampling_params=params)
+        return [
+            tuple(map(float, row))
+            for output in outputs
+            if output.new_logprobs is not None
+            for row in output.new_logprobs.logprobs[: len(output.new_token_ids)]
+        ]
+
+    def width(self) -> int:
+        """How many numbers an embedding has. Raises LoadError."""
+        from vllm.pooling_params import PoolingParams
+
+        outputs = self._ask([0, 1], None, pooling_params=PoolingParams(task="embed"))
+        return next(int(one.pooling_output.numel()) for one in outputs if one.finished)
+
+    def _ask(self, prompt: list[int], lora: Any, **params: Any) -> list[Any]:
+        name = f"probe#{next(self._serial)}"
+        answer: Future[Any] = Future()
+        self._open[name] = (answer, [])
+        try:
+            self._core.add([request(name, prompt, lora, **params)])
+            answer.result(self._patience_s)
+            return self._open[name][1]
+        except TimeoutError:
+            raise LoadError("vLLM did not answer a probe.", permanent=False) from None
+        finally:
+            del self._open[name]
+            if not answer.done():  # nobody asks any more
+                self._core.abort([name])
+
+    def take(self, output: Any) -> None:
+        """Take an output that is no client's."""
+        answer, outputs = self._open.get(output.request_id, (None, []))
+        if answer is not None:
+            outputs.append(output)
+            if output.finished:
+                answer.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """The core is dead: nothing will come any more."""
+        for answer, _ in list(self._open.values()):
+            if not answer.done():
+                answer.set_exception(error)

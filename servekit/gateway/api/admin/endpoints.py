@@ -1,0 +1,251 @@
+"""Administration over HTTP, for keys with `admin: true`: what `servekit ps`, `why`, `reload` do.
+
+The supervisor answers, over the operators' socket, which is this user's alone: whoever could open
+it needs no key. There is no shutdown here; who may end an instance is at its machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from servekit.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ModelUnavailable,
+    RequestError,
+    ServekitError,
+)
+from servekit.gateway.auth.authorization import Access
+from servekit.protocol.messages import (
+    Accepted,
+    FromSupervisor,
+    GetStatus,
+    GetWhy,
+    Refused,
+    Reload,
+    Status,
+    ToSupervisor,
+    Why,
+)
+from servekit.protocol.residency import Reside, Want
+from servekit.protocol.transport.rpc import Way, put
+from servekit.protocol.types import as_builtins
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+ANSWER_S = 10.0
+#: It loads nothing, but reads the file and all that it names, and waits for a reload before it.
+RELOAD_S = 20.0
+
+#: A model may have to be loaded, and others to finish what they run before.
+RESIDE_S = 3600.0
+
+A = TypeVar("A", bound=FromSupervisor)
+
+
+class FileRefused(ConfigError):
+    """The file that a reload would read is wrong; the message tells of all of it."""
+
+    status = 400
+
+
+class NothingSuch(ServekitError):
+    """No model and no process has that name."""
+
+    status = 404
+    code = "not_found"
+
+
+class NotNow(ServekitError):
+    """The supervisor refuses, and the request is not to blame."""
+
+    status = 409
+    code = "conflict"
+
+
+class NoSupervisor(ServekitError):
+    """There is none, or it hung up: servekit is about to end."""
+
+    status = 503
+    code = "supervisor_unavailable"
+
+
+class Supervisor:
+    """Answers what may be asked over HTTP; `way` leads to the supervisor, such as its socket."""
+
+    def __init__(self, way: Way | None, access: Access) -> None:
+        self._way = way
+        self._access = access
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The instance's directory, where the socket is; None on another machine than that."""
+        return self._way.parent if isinstance(self._way, Path) else None
+
+    async def status(self) -> Response:
+        """As `servekit ps --json`. Raises Forbidden and what `answer_to` raises."""
+        self._access.require_admin()
+        return _json(as_builtins(await self.answer_to(GetStatus(), Status, ANSWER_S)))
+
+    async def why(self, name: str) -> Response:
+        """As `servekit why NAME --json`. Raises Forbidden, NothingSuch, what `answer_to` raises."""
+        self._access.require_admin()
+        return _json(as_builtins(await self.answer_to(GetWhy(name), Why, ANSWER_S, NothingSuch)))
+
+    async def reload(self) -> Response:
+        """As `servekit reload`. Raises Forbidden, FileRefused and what `answer_to` raises."""
+        caller = self._access.require_admin()
+        log.info("reload asked for over HTTP", key=caller.rule.name)
+        done = await self.answer_to(Reload(), Accepted, RELOAD_S, FileRefused)
+        return _json({"message": done.message})
+
+    async def reside(self, want: Want, name: str, wait: bool) -> Response:
+        """As `servekit load NAME` and its like. Raises Forbidden, and what `answer_to` raises."""
+        caller = self._access.require_admin()
+        log.info(f"{want} asked for over HTTP", model=name, key=caller.rule.name)
+        wish = Reside(name, want, wait)
+        done = await self.answer_to(wish, Accepted, RESIDE_S, NothingSuch)
+        return _json({"message": done.message})
+
+    async def answer_to(
+        self,
+        question: ToSupervisor,
+        kind: type[A],
+        deadline_s: float,
+        invalid: type[ServekitError] = NotNow,
+    ) -> A:
+        """The answer; `invalid` is raised where what was asked for is wrong, not the moment.
+
+        Raises NotNow, ModelUnavailable where nobody can do it yet, and what `ask` raises.
+        """
+        if self._way is None:
+            raise NoSupervisor("there is no supervisor to ask")
+        answer = await ask(self._way, question, deadline_s)
+        if isinstance(answer, Refused) and answer.retry_after_s:
+            raise ModelUnavailable(answer.message, retry_after_s=answer.retry_after_s)
+        if isinstance(answer, Refused):
+            raise (invalid if answer.invalid else NotNow)(answer.message)
+        if not isinstance(answer, kind):
+            raise ServekitError("the supervisor's answer does not belong to the question")
+        return answer
+
+
+async def ask(way: Way, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
+    """What the supervisor answers that is reached that way.
+
+    Raises NoSupervisor where none does, and DeadlineExceeded after `deadline_s`.
+    """
+    try:
+        if isinstance(way, Path):
+            return await put(way, question, deadline_s)
+        return await way(question, deadline_s)
+    except EOFError as error:
+        raise NoSupervisor(f"{error}; ask again in a moment") from None
+    except TimeoutError:
+        late = f"the supervisor did not answer within {deadline_s:g} s; it may yet do as asked"
+        raise DeadlineExceeded(late) from None
+    except OSError:
+        raise NoSupervisor("the supervisor takes no questions now: servekit is ending") from None
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+# ---- the routes
+
+
+def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
+    """GET /admin/status and /admin/why/NAME; POST /admin/reload and /admin/load/NAME, …."""
+    common: dict[str, Any] = {"tags": ["administration"], "response_model": dict[str, Any]}
+
+    @app.get(
+        "/admin/status",
+        summary="All processes, as `servekit ps --json` tells",
+        responses=_refusals(403, 409, 503, 504),
+        **common,
+    )
+    async def status() -> Response:
+        return await supervisor.status()
+
+    @app.get(
+        "/admin/why/{name:path}",
+        summary="What became of a model, or of a process such as MODEL/0",
+        responses=_refusals(403, 404, 409, 503, 504),
+        **common,
+    )
+    async def why(name: str) -> Response:
+        return await supervisor.why(name)
+
+    @app.post(
+        "/admin/reload",
+        summary="Read the file again; only what changed is touched",
+        responses=_refusals(400, 401, 403, 409, 429, 503, 504),
+        **common,
+    )
+    async def reload() -> Response:
+        return await supervisor.reload()
+
+    for want, summary in _WANTS.items():
+        _add_reside(app, supervisor, want, summary)
+
+
+def _add_reside(app: FastAPI, supervisor: Supervisor, want: Want, summary: str) -> None:
+    @app.post(
+        f"/admin/{want}/{{name:path}}",
+        summary=summary,
+        name=want,
+        tags=["administration"],
+        response_model=dict[str, Any],
+        responses=_refusals(400, 401, 403, 404, 409, 429, 503, 504) | _WRONG_WAIT,
+        openapi_extra={"parameters": [_NAME, _WAIT]},
+    )
+    async def reside(request: Request) -> Response:
+        wait = request.query_params.get("wait", "true")
+        if wait not in ("true", "false"):
+            raise RequestError("wait: expected true or false", param="wait")
+        return await supervisor.reside(want, request.path_params["name"], wait == "true")
+
+
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_WAIT = {
+    "name": "wait",
+    "in": "query",
+    "description": "false: answer when it is begun, not when it is done",
+    "schema": {"type": "boolean", "default": True},
+}
+
+
+_WANTS: dict[Want, str] = {
+    "load": "Load a model, as `servekit load`; answered when it is, or with wait=false at once",
+    "unload": "Unload a model once what it runs is done, as `servekit unload`",
+    "sleep": "Put a model to sleep once what it runs is done, as `servekit sleep`",
+    "wake": "Wake a model, as `servekit wake`",
+}
+_REFUSALS = {
+    400: "The file is wrong, and nothing was changed; the message says what",
+    401: "An API key is needed, or this one is not known",
+    403: "The key has no `admin: true`; the same for all where the file has no keys",
+    404: "No model and no process has that name",
+    409: "Not at this moment, such as during a shutdown",
+    429: "The key's limits are reached; see Retry-After",
+    503: "The supervisor takes no questions now",
+    504: "The supervisor did not answer in time",
+}
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    schema = {"$ref": "#/components/schemas/OpenAIError"}
+    content = {"application/json": {"schema": schema}}
+    return {code: {"description": _REFUSALS[code], "content": content} for code in statuses}
+
+
+_WRONG_WAIT: dict[int | str, dict[str, Any]] = {
+    400: _refusals(400)[400] | {"description": "`wait` is neither true nor false"}
+}

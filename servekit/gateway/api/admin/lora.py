@@ -1,0 +1,151 @@
+"""Adapters that come and go over HTTP, by vLLM's names: who may, and what the supervisor says.
+
+With keys in the file it takes one with `admin: true`. Without any it is refused, unless the file
+says `server: {runtime_adapters: true}`: whoever may load from any path may read files, and have the
+engine read what he has put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from servekit.errors import Forbidden, RequestError, ServekitError
+from servekit.gateway.api.admin.endpoints import NothingSuch, Supervisor
+from servekit.gateway.api.endpoint import Endpoint
+from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.auth.authorization import ACTING, Access
+from servekit.gateway.http.asgi import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    send_error,
+)
+from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
+from servekit.protocol.messages import Accepted
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+#: All workers verify it, after the changes that came before; what hangs is ended by the supervisor.
+CHANGE_S = 3600.0
+_NEEDS = (
+    "adapters are loaded and unloaded with a key that has `admin: true`; where the file has no"
+    " keys, by `servekit adapter` on this machine, or with `server: {runtime_adapters: true}`"
+)
+
+
+class LoadLoraAdapterRequest(msgspec.Struct, frozen=True):
+    """An adapter to load."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    any_base: bool = False
+
+
+class UnloadLoraAdapterRequest(msgspec.Struct, frozen=True):
+    """An adapter to unload."""
+
+    lora_name: str = ""
+
+
+class AdapterRefused(RequestError):
+    """The adapter is wrong, or its name is; nothing was changed."""
+
+
+class Lora:
+    """The endpoints, as ASGI routes by path."""
+
+    def __init__(self, supervisor: Supervisor, access: Access, max_body_bytes: int) -> None:
+        self._supervisor = supervisor
+        self._access = access
+        self._max_body_bytes = max_body_bytes
+        self.routes: dict[str, Endpoint] = {
+            "/v1/load_lora_adapter": self.load,
+            "/v1/unload_lora_adapter": self.unload,
+        }
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def act(body: bytes) -> str:
+            return await self._load(decode(LoadLoraAdapterRequest, body))
+
+        await self._answer(act, scope, receive, send)
+
+    async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def act(body: bytes) -> str:
+            return await self._unload(decode(UnloadLoraAdapterRequest, body))
+
+        await self._answer(act, scope, receive, send)
+
+    async def _answer(
+        self, act: Callable[[bytes], Awaitable[str]], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            said = await act(await self._body(scope, receive))
+        except ClientGone:
+            return
+        except ServekitError as error:
+            await send_error(send, error)
+            return
+        await _send_text(send, said)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of one who may. No web page can send it without asking: it has to be JSON."""
+        require_right(self._access)
+        kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+        if not kinds or kinds[0].partition(b";")[0].strip().lower() != b"application/json":
+            raise RequestError("the body has to be sent as content-type: application/json")
+        return await read_body(scope, receive, self._max_body_bytes)
+
+    async def _load(self, request: LoadLoraAdapterRequest) -> str:
+        name, path = request.lora_name, request.lora_path
+        if not name or not path:
+            raise RequestError(
+                "Both 'lora_name' and 'lora_path' must be provided.",
+                param="lora_path" if name else "lora_name",
+            )
+        if not path.isprintable():
+            raise RequestError("'lora_path' has characters that no path has.", param="lora_path")
+        log.info("adapter asked for over HTTP", adapter=name, path=path)
+        wish = AddAdapter(
+            request.base_model_name or "",
+            AdapterSpec(name, path, any_base=request.any_base),
+            request.load_inplace,
+        )
+        await self._supervisor.answer_to(wish, Accepted, CHANGE_S, AdapterRefused)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def _unload(self, request: UnloadLoraAdapterRequest) -> str:
+        name = request.lora_name
+        if not name:
+            raise RequestError(
+                "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"
+            )
+        log.info("an adapter's end asked for over HTTP", adapter=name)
+        await self._supervisor.answer_to(RemoveAdapter(name), Accepted, CHANGE_S, NothingSuch)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+
+def require_right(access: Access) -> None:
+    """Raise Forbidden unless the caller of this moment may change adapters."""
+    if not access.closed and access.rules.runtime_adapters:
+        return
+    caller = ACTING.get()
+    if caller is None or not caller.rule.admin:
+        raise Forbidden(_NEEDS)
+
+
+async def _send_text(send: Send, text: str) -> None:
+    body = text.encode()
+    head = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", b"%d" % len(body)),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,79 @@
+"""Anthropic's Messages API: POST /v1/messages, and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from servekit.gateway.api.anthropic.request import (
+    CountRequest,
+    MessagesRequest,
+    conversation,
+    sampling,
+)
+from servekit.gateway.api.anthropic.response import MessageForm, refuse
+from servekit.gateway.api.anthropic.tools import tool_choice, tools
+from servekit.gateway.api.endpoint import Door, Endpoint, Refuse
+from servekit.gateway.api.openai.embeddings import Asked
+from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.responder import Form
+from servekit.gateway.generation.generation import Ask
+from servekit.gateway.http.request_limits import check_free
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.router import Router
+from servekit.gateway.tool_parsing import check_tools, choose
+from servekit.protocol.messages import Delta, SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Anthropic:
+    """The endpoints, as ASGI routes by path, and how they refuse."""
+
+    def __init__(self, router: Router, max_body_bytes: int) -> None:
+        self._router = router
+        door = Door(router, max_body_bytes, refuse)
+        self.routes: dict[str, Endpoint] = {
+            "/v1/messages": door.turn(self._message),
+            "/v1/messages/count_tokens": door.calls(self._count),
+        }
+        self.envelopes: dict[str, Refuse] = dict.fromkeys(self.routes, refuse)
+
+    def _message(self, body: bytes, key: str) -> tuple[Ask, Form]:
+        request = decode(MessagesRequest, body)
+        talk = conversation(request)
+        choice, parallel = tool_choice(request.tool_choice, request.tools)
+        ask = Ask(
+            model=request.model,
+            params=sampling(request),
+            messages=talk.messages,
+            tools=tools(request.tools),
+            tool_choice=choice,
+            parallel=parallel,
+            template=talk.template,
+            continues=talk.continues,
+            stream=bool(request.stream),
+            key=key,
+        )
+        return ask, MessageForm(thoughts=talk.thinks, max_tokens=request.max_tokens)
+
+    def _count(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+        request = decode(CountRequest, body)
+        talk = conversation(request)
+        choice, _ = tool_choice(request.tool_choice, request.tools)
+        chosen = choose(check_tools(tools(request.tools)), choice).tools
+        check_free([*chosen], talk.template, None, self._router.access.rules.limits)
+        more = {
+            "task": "tokenize",
+            "template": talk.template,
+            "continues": talk.continues,
+            "tools": [*chosen],
+        }
+        params = SamplingParams()
+        call = Call(request.model, params, messages=talk.messages, stream=False, key=key, more=more)
+        return Asked(self._router, [call], None), _count_of
+
+
+def _count_of(answers: list[Delta]) -> bytes:
+    return _encode({"input_tokens": answers[0].prompt_tokens})

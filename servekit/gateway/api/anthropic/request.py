@@ -1,0 +1,286 @@
+"""From the bodies of Anthropic's Messages API to our own terms.
+
+Parameters that Anthropic knows and that mean nothing here are ignored (caching, service tiers, who
+the user is); those that would change the answer and are not served are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.anthropic.tools import Tool, ToolChoice
+from servekit.gateway.api.openai.request import schema_grammar
+from servekit.gateway.api.openai.schema import (
+    MAX_STOPS,
+    Count,
+    StopString,
+    Temperature,
+    TopP,
+)
+from servekit.protocol.messages import ChatMessage, SamplingParams, ToolCall
+
+
+class Block(msgspec.Struct):
+    """A block of content, of whatever type; which fields it has goes by that."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class Message(msgspec.Struct):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Thinking(msgspec.Struct):
+    """Whether to think; `adaptive` is as `enabled`, without a budget."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """A JSON schema that the answer has to fit."""
+
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(msgspec.Struct):
+    """What is asked of the answer."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/messages/count_tokens: what a prompt is made of."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    model: str = ""
+    system: str | list[Block] | None = None
+    thinking: Thinking | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # what older clients say instead
+    # declared to be refused by name where they ask for something:
+    mcp_servers: Any = None
+    container: Any = None
+    context_management: Any = None
+
+
+class Metadata(msgspec.Struct):
+    """Who the user is."""
+
+    user_id: str | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Any = None
+    inference_geo: Any = None
+    cache_control: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the chat template gets, and whether thoughts are wanted."""
+
+    messages: list[ChatMessage]
+    template: dict[str, Any]
+    continues: bool
+    thinks: bool
+
+
+def sampling(request: MessagesRequest) -> SamplingParams:
+    """The request's sampling. Clients name a large max_tokens whatever the model's context."""
+    output = request.output_config
+    format = (output and output.format) or request.output_format
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        clamp=True,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=tuple(request.stop_sequences or ()),
+        grammar=None if format is None else schema_grammar(format.schema),
+    )
+
+
+def conversation(request: CountRequest) -> Conversation:
+    """Raises RequestError for what is not text, and Unsupported for what is not served."""
+    for name in ("mcp_servers", "container", "context_management"):
+        if getattr(request, name):
+            raise Unsupported(f"{name} is not supported; leave it out", param=name)
+    messages = _messages(request)
+    last = messages[-1]
+    if last.role == "assistant" and last.tool_calls:
+        raise RequestError(
+            "messages: the last one calls tools; a user's message with their tool_results has to"
+            " follow",
+            param="messages",
+        )
+    if last.role == "assistant" and not last.content and len(messages) > 1:
+        messages.pop()  # an empty beginning is none
+    return Conversation(
+        messages, _template(request), messages[-1].role == "assistant", _thinks(request.thinking)
+    )
+
+
+def _thinks(thinking: Thinking | None) -> bool:
+    return thinking is not None and thinking.type != "disabled"
+
+
+def _template(request: CountRequest) -> dict[str, Any]:
+    """What the chat template gets beside the messages; with Anthropic, who thinks has to be asked.
+
+    Templates look for either name; a few know of a budget, and for the others it is a wish.
+    """
+    thinks = _thinks(request.thinking)
+    given: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
+    if request.thinking and request.thinking.type == "enabled":
+        budget = request.thinking.budget_tokens
+        if budget is None:
+            raise RequestError("thinking.budget_tokens is required", param="thinking")
+        if isinstance(request, MessagesRequest) and budget >= request.max_tokens:
+            raise RequestError(
+                f"thinking.budget_tokens is {budget}: it has to be less than max_tokens, which"
+                " counts thoughts, too",
+                param="thinking",
+            )
+        given["thinking_budget"] = budget
+    if request.output_config and request.output_config.effort:
+        given["reasoning_effort"] = request.output_config.effort
+    return given
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _messages(request: CountRequest) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    if request.system:
+        messages.append(ChatMessage("system", _text(request.system, "system")))
+    names: dict[str, str] = {}  # of the tools called so far, by the ids of the calls
+    for at, message in enumerate(request.messages):
+        where = f"messages[{at}].content"
+        messages += _convert(message, where, names)
+    return [one for _, row in groupby(messages, _role) for one in _joined(list(row))]
+
+
+def _role(message: ChatMessage) -> str:
+    return message.role
+
+
+def _joined(row: list[ChatMessage]) -> list[ChatMessage]:
+    """The user's or assistant's messages in a row are one, as Anthropic has it."""
+    first = row[0]
+    if len(row) == 1 or first.role not in ("user", "assistant"):
+        return row
+    content = "\n".join([one.content for one in row if one.content])
+    calls = tuple(call for one in row for call in one.tool_calls)
+    reasoning = "\n".join([one.reasoning for one in row if one.reasoning]) or None
+    return [replace(first, content=content, tool_calls=calls, reasoning=reasoning)]
+
+
+def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
+    content = message.content
+    if isinstance(content, str):
+        yield ChatMessage(message.role, content)
+    elif message.role == "assistant":
+        yield _assistant(content, where, names)
+    elif message.role == "system":
+        yield ChatMessage("system", _text(content, where))
+    else:
+        yield from _user(content, where, names)
+
+
+def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
+    """Results of tools are messages of their own, in their places between the texts."""
+    texts: list[str] = []
+    for at, block in enumerate(blocks):
+        if block.type != "tool_result":
+            texts.append(_block_text(block, f"{where}[{at}]"))
+            continue
+        if texts:
+            yield ChatMessage("user", "\n".join(texts))
+            texts = []
+        yield _result(block, f"{where}[{at}]", names)
+    if texts or not blocks:
+        yield ChatMessage("user", "\n".join(texts))
+
+
+def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
+    id = block.tool_use_id
+    if id is None:
+        raise RequestError(f"{where}.tool_use_id is required", param=where)
+    if id not in names:
+        raise RequestError(f"{where}: no tool_use block before it has the id {id!r}", param=where)
+    text = "" if block.content is None else _text(block.content, f"{where}.content")
+    if block.is_error:
+        text = f"Error: {text}"  # templates have no other place for it
+    return ChatMessage("tool", text, names[id], (), id)
+
+
+def _assistant(blocks: list[Block], where: str, names: dict[str, str]) -> ChatMessage:
+    texts, thoughts, calls = [], [], []
+    for at, block in enumerate(blocks):
+        place = f"{where}[{at}]"
+        match block.type:
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass  # another service's secret
+            case "tool_use":
+                calls.append(_call(block, place))
+                names[block.id] = block.name
+            case _:
+                texts.append(_block_text(block, place))
+    content, reasoning = "\n".join(texts), "\n".join(thoughts)
+    return ChatMessage("assistant", content, None, tuple(calls), None, reasoning or None)
+
+
+def _call(block: Block, where: str) -> ToolCall:
+    if not block.id or not block.name:
+        raise RequestError(f"{where}: a tool_use block needs `id` and `name`", param=where)
+    return ToolCall(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
+
+
+def _text(content: str | list[Block], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(content))
+
+
+def _block_text(block: Block, where: str) -> str:
+    if block.type != "text":
+        raise Unsupported(f"{where}: the model takes text, not {block.type[:40]!r}", param=where)
+    if block.text is None:
+        raise RequestError(f"{where}: a text block needs `text`", param=where)
+    return block.text

@@ -1,0 +1,191 @@
+"""Answers as Anthropic's Messages API writes them: blocks of content, whole or event by event.
+
+message_start · ping · (content_block_start · content_block_delta … · content_block_stop) …
+message_delta · message_stop, or error
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from servekit.errors import ServekitError
+from servekit.gateway.api.openai.response import new_id
+from servekit.gateway.api.responder import Form
+from servekit.gateway.api.tool_arguments import arguments_of
+from servekit.gateway.generation.generation import Choice, Piece, Turn
+from servekit.gateway.http.asgi import Send, error_headers, send_json
+from servekit.gateway.tool_parsing import CallArguments, CallBegins, Event, Reasoning, Text
+from servekit.protocol.messages import ToolCall
+
+_encode = msgspec.json.Encoder().encode
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_object(error: ServekitError) -> dict[str, Any]:
+    """`{"type": "error", "error": {"type", "message"}}`."""
+    status = error.status
+    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    # the worker speaks of the parameter by OpenAI's name
+    message = error.message.replace("response_format", "output_config.format")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+async def refuse(send: Send, error: ServekitError) -> None:
+    """Answer with Anthropic's error envelope."""
+    await send_json(send, _encode(error_object(error)), error.status, error_headers(error))
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), _encode(data))
+
+
+class MessageForm(Form):
+    """The answer to POST /v1/messages. `thoughts`: they were asked for; else they are left out."""
+
+    def __init__(self, *, thoughts: bool, max_tokens: int) -> None:
+        self._id = new_id("msg_")
+        self._thoughts = thoughts
+        self._max_tokens = max_tokens
+        self._index = -1  # of the block that was begun last
+        self._open = ""  # its type, while it is open
+        self._space = ""  # white space that may yet be between calls only, where it says nothing
+        self._called = False
+        self._last = Piece(0, [])
+
+    async def refuse(self, send: Send, error: ServekitError) -> None:
+        await refuse(send, error)
+
+    def late_error(self, error: ServekitError) -> bytes:
+        return _event(error_object(error))
+
+    def _message(self, turn: Turn, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": turn.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(turn),
+        }
+
+    def _end(self, turn: Turn, finish: str | None, stop: str, called: bool) -> dict[str, Any]:
+        """Why it ended. The context's end is one reason, the limit that was asked for another."""
+        if finish == "length":
+            cut = turn.completion_tokens < self._max_tokens
+            return _reason("model_context_window_exceeded" if cut else "max_tokens")
+        if called and not (stop and finish == "stop"):  # that is one which was cut off
+            return _reason("tool_use")
+        return _reason("stop_sequence", stop) if stop else _reason("end_turn")
+
+    # ---- whole
+
+    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+        choice = choices[0]
+        content: list[dict[str, Any]] = []
+        if choice.reasoning and self._thoughts:
+            content.append(_begun("thinking") | {"thinking": choice.reasoning})
+        if choice.text.strip() or not choice.calls:
+            content.append({"type": "text", "text": choice.text})
+        content += [
+            _tool_use(call) | {"input": arguments_of(call.arguments)} for call in choice.calls
+        ]
+        end = self._end(turn, choice.finish, choice.stop, bool(choice.calls))
+        return _encode(self._message(turn, content) | end)
+
+    # ---- streamed
+
+    def opening(self, turn: Turn) -> bytes:
+        message = self._message(turn, [])
+        message["usage"]["output_tokens"] = 0  # some clients add the counts of the end to these
+        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+
+    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+        self._last = pieces[-1]
+        return b"".join([self._tell(event) for piece in pieces for event in piece.events])
+
+    def _tell(self, event: Event) -> bytes:
+        match event:
+            case Text(text):
+                return self._tell_text(text)
+            case Reasoning(text) if self._thoughts:
+                begun = self._begin("thinking")
+                return begun + self._delta({"type": "thinking_delta", "thinking": text})
+            case CallBegins(_, id, name):
+                self._called = True
+                return self._begin("tool_use", _tool_use(ToolCall(id, name, "")))
+            case CallArguments(_, text):
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case _:
+                return b""
+
+    def _tell_text(self, text: str) -> bytes:
+        text, self._space = self._space + text, ""
+        if self._open != "text" and not text.strip():
+            self._space = text
+            return b""
+        return self._begin("text") + self._delta({"type": "text_delta", "text": text})
+
+    def _begin(self, kind: str, block: dict[str, Any] | None = None) -> bytes:
+        """Open a block, unless it is the one that is open; calls are blocks of their own each."""
+        if self._open == kind != "tool_use":
+            return b""
+        ended = self._stop()
+        self._index += 1
+        self._open, self._space = kind, ""
+        start = {"type": "content_block_start", "index": self._index}
+        return ended + _event(start | {"content_block": block or _begun(kind)})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _stop(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return _event({"type": "content_block_stop", "index": self._index})
+
+    def closing(self, turn: Turn) -> bytes:
+        rest = b""
+        if self._index < 0 or (self._space and not self._called):
+            rest, space = b"", self._space
+            rest = self._begin("text")
+            rest += self._delta({"type": "text_delta", "text": space}) if space else b""
+        end = self._end(turn, self._last.finish, self._last.stop, self._called)
+        delta = {"type": "message_delta", "delta": end, "usage": _usage(turn)}
+        return rest + self._stop() + _event(delta) + _event({"type": "message_stop"})
+
+
+def _begun(kind: str) -> dict[str, Any]:
+    if kind == "thinking":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+
+
+def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    return {  # there the prompt is the sum of what is new and what was cached
+        "input_tokens": turn.prompt_tokens - turn.cached_tokens,
+        "output_tokens": turn.completion_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": turn.cached_tokens,
+    }

@@ -1,0 +1,115 @@
+"""POST endpoints off the short way: a body in, an answer out, errors as each API writes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.gateway.api.responder import Form, Watch, respond
+from servekit.gateway.generation.generation import Ask, open_turn
+from servekit.gateway.http.asgi import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    api_key,
+    read_body,
+    send_json,
+    session_of,
+)
+from servekit.gateway.routing.router import Router
+from servekit.protocol.messages import Delta
+
+Refuse = Callable[[Send, ServekitError], Awaitable[None]]
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+#: From a body and the client's key to what is asked, and how it is answered; or to the answer.
+ParseTurn = Callable[[bytes, str], tuple[Ask, Form] | bytes]
+ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
+ParsePlain = Callable[[bytes], bytes]
+
+
+class Calls(Protocol):
+    """Calls of one HTTP request that are answered together, or fail together."""
+
+    def cancel(self) -> None: ...
+
+    async def answers(self) -> list[Delta]: ...
+
+
+class Door:
+    """Makes the endpoints of one API. `refuse` writes an error as its clients expect it."""
+
+    def __init__(self, router: Router, max_body_bytes: int, refuse: Refuse) -> None:
+        self._router = router
+        self._max_body_bytes = max_body_bytes
+        self._refuse = refuse
+
+    def turn(self, parse: ParseTurn) -> Endpoint:
+        """An endpoint whose answer is a turn, streamed or whole."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                body = await read_body(scope, receive, self._max_body_bytes)
+                parsed = parse(body, api_key(scope))
+                del body  # or it is held for as long as the answer takes
+                if isinstance(parsed, bytes):
+                    turn = None
+                else:
+                    parsed[0].session = session_of(scope) or parsed[0].session
+                    turn = await open_turn(self._router, parsed[0])
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await self._refuse(send, error)
+                return
+            if isinstance(parsed, bytes):
+                await send_json(send, parsed)
+            elif turn is not None:
+                await respond(turn, parsed[1], receive, send)
+
+        return endpoint
+
+    def calls(self, parse: ParseCalls) -> Endpoint:
+        """An endpoint whose answer is made of some calls that come as a whole."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                body = await read_body(scope, receive, self._max_body_bytes)
+                asked, write = parse(body, api_key(scope))
+                del body
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await self._refuse(send, error)
+                return
+            watch = Watch(asked, receive)
+            try:
+                answers = await asked.answers()
+                # thousands of vectors are not written on the loop that streams live on
+                await send_json(send, await asyncio.to_thread(write, answers))
+            except ClientClosed:
+                return
+            except RequestError as error:
+                await self._refuse(send, error)
+            finally:
+                watch.end()
+                asked.cancel()
+
+        return endpoint
+
+    def plain(self, parse: ParsePlain) -> Endpoint:
+        """An endpoint that is answered from what the gateway knows."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                answer = parse(await read_body(scope, receive, self._max_body_bytes))
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await self._refuse(send, error)
+                return
+            await send_json(send, answer)
+
+        return endpoint

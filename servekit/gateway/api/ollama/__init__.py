@@ -1,0 +1,4 @@
+"""Ollama's API.
+
+Only the gateway may import from here.
+"""

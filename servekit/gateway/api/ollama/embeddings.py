@@ -1,0 +1,107 @@
+"""Ollama's embeddings: unit vectors, and texts cut to the model's context unless told otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from servekit.errors import ContextLengthExceeded
+from servekit.gateway.api.ollama.response import TimedCall
+from servekit.gateway.api.openai.embeddings import GROUP, Asked, Input, numbers, shortened
+from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.router import Router
+from servekit.protocol.messages import Delta, SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+#: Tokens that a tokenizer adds to a text, at most.
+_ADDED = 8
+
+
+class Embedding:
+    """The calls of one request. Raises what `Router.open` does."""
+
+    def __init__(
+        self, router: Router, route: Route, key: str, inputs: Sequence[str], *, truncate: bool
+    ) -> None:
+        self._router = router
+        self._route = route
+        self._key = key
+        self._inputs = inputs
+        self._truncate = truncate
+        self.began_s = time.monotonic()
+        self._calls: list[TimedCall] = []
+        self._asked = self._ask(inputs)
+
+    def cancel(self) -> None:
+        """The client is gone."""
+        self._asked.cancel()
+
+    async def answers(self) -> list[Delta]:
+        """The last delta of each call, in order. Raises RequestError."""
+        try:
+            return await self._asked.answers()
+        except ContextLengthExceeded:
+            if not self._truncate:
+                raise
+        self._asked = self._ask(await self._cut())
+        return await self._asked.answers()
+
+    def _ask(self, inputs: Sequence[Input]) -> Asked:
+        groups = [inputs[at : at + GROUP] for at in range(0, len(inputs), GROUP)]
+        self._calls = [self._call("embed", inputs=list(group)) for group in groups]
+        return Asked(self._router, self._calls, None)
+
+    def _call(self, task: str, text: str | None = None, **more: object) -> TimedCall:
+        return TimedCall(
+            self._route.status.name,
+            SamplingParams(),
+            prompt=text,
+            stream=False,
+            key=self._key,
+            more={"task": task, **more},
+        )
+
+    async def _cut(self) -> list[Input]:
+        """The inputs, those that may be too long as token ids. Their last stays: it may end all."""
+        info = self._route.status.info
+        limit = 0 if info is None else info.max_context
+        found: list[Input] = []
+        for text in self._inputs:
+            if len(text.encode()) + _ADDED <= limit:  # no token is less than a byte
+                found.append(text)
+                continue
+            calls: list[Call] = [self._call("tokenize", text)]
+            self._asked = Asked(self._router, calls, None)
+            [answer] = await self._asked.answers()
+            ids = answer.token_ids
+            found.append(ids if len(ids) <= limit else ids[: limit - 1] + ids[-1:])
+        return found
+
+    # ---- its answer
+
+    def write(self, model: str, dimensions: int, answers: list[Delta]) -> bytes:
+        """The body of /api/embed. `dimensions`: only so many, 0 for all."""
+        started_s = min((call.started_s for call in self._calls), default=self.began_s)
+        vectors = [vector for answer in answers for vector in answer.vectors]
+        size = dimensions or 2**20
+        spans = {
+            "total_duration": time.monotonic() - self.began_s,
+            "load_duration": started_s - self.began_s,
+        }
+        return _encode(
+            {
+                "model": model,
+                "embeddings": [numbers(shortened(vector, size)) for vector in vectors],
+                **{name: round(span_s * 1e9) for name, span_s in spans.items()},
+                "prompt_eval_count": sum(answer.prompt_tokens for answer in answers),
+            }
+        )
+
+
+def write_one(answers: list[Delta]) -> bytes:
+    """The body of /api/embeddings, as the engine has it; empty for an empty text."""
+    vectors = [vector for answer in answers for vector in answer.vectors]
+    return _encode({"embedding": numbers(vectors[0]) if vectors else []})

@@ -1,0 +1,184 @@
+"""Ollama's API: /api/chat, /api/generate, /api/embed and what clients ask about the models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from servekit import __version__
+from servekit.errors import Unsupported
+from servekit.gateway.api.endpoint import Door, Endpoint, Refuse
+from servekit.gateway.api.ollama import models
+from servekit.gateway.api.ollama.embeddings import Embedding, write_one
+from servekit.gateway.api.ollama.keep_alive import stay_s
+from servekit.gateway.api.ollama.request import (
+    ChatRequest,
+    Common,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    NameRequest,
+    check_generate,
+    generate_messages,
+    messages,
+    sampling,
+    template,
+)
+from servekit.gateway.api.ollama.response import OllamaForm, TimedCall, refuse
+from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.responder import Form
+from servekit.gateway.generation.generation import Ask
+from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
+from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.router import Router
+from servekit.protocol.messages import Delta
+
+_encode = msgspec.json.Encoder().encode
+#: What Ollama's clients may do to models there; here they are the file's.
+_NOT_HERE = ("/api/push", "/api/create", "/api/copy")
+
+
+class Ollama:
+    """The endpoints, as ASGI routes by path, and how they refuse."""
+
+    def __init__(self, router: Router, max_body_bytes: int) -> None:
+        self._router = router
+        door = Door(router, max_body_bytes, refuse)
+        self.routes: dict[str, Endpoint] = {
+            "/api/chat": door.turn(self._chat),
+            "/api/generate": door.turn(self._generate),
+            "/api/embed": door.calls(self._embed),
+            "/api/embeddings": door.calls(self._embeddings),
+            "/api/show": door.plain(self._show),
+            "/api/pull": door.plain(self._pull),
+            **dict.fromkeys(_NOT_HERE, door.plain(_refuse_changes)),
+        }
+        reads = ("/api/tags", "/api/ps", "/api/version")
+        self.envelopes: dict[str, Refuse] = dict.fromkeys((*self.routes, *reads), refuse)
+
+    # ---- generating
+
+    def _chat(self, body: bytes, key: str) -> tuple[Ask, Form] | bytes:
+        request = decode(ChatRequest, body)
+        route, form = self._begin(request, chat=True)
+        if not request.messages:
+            return self._without_a_question(request, route, form)
+        ask = self._ask(request, route, key)
+        ask.messages = messages(request.messages)
+        ask.tools = request.tools or []
+        return ask, form
+
+    def _generate(self, body: bytes, key: str) -> tuple[Ask, Form] | bytes:
+        request = decode(GenerateRequest, body)
+        check_generate(request)
+        route, form = self._begin(request, chat=False)
+        if not request.prompt:
+            return self._without_a_question(request, route, form)
+        ask = self._ask(request, route, key)
+        info = route.status.info
+        if request.raw or (info is not None and not info.chat and not request.system):
+            ask.prompts = [request.prompt]
+        else:
+            ask.messages = generate_messages(request)
+        return ask, form
+
+    def _begin(self, request: Common, *, chat: bool) -> tuple[Route, OllamaForm]:
+        route = models.find(self._router, request.model)
+        self._keep(route, request.keep_alive)
+        form = OllamaForm(
+            request.model or route.status.name,
+            chat=chat,
+            thoughts=request.think is not False,
+            logprobs=bool(request.logprobs),
+        )
+        return route, form
+
+    def _keep(self, route: Route, keep_alive: float | str | None) -> None:
+        """Pass on how long the model is to stay. Raises RequestError, Forbidden."""
+        if keep_alive is not None:
+            self._router.access.require_model(route.status.name, base_of(route))
+            self._router.demand.keep(route, stay_s(keep_alive))
+
+    def _without_a_question(self, request: Common, route: Route, form: OllamaForm) -> bytes:
+        """Ollama's way to have a model loaded, or with `keep_alive` 0 unloaded. It is begun."""
+        self._router.access.require_model(route.status.name, base_of(route))
+        stays_s = None if request.keep_alive is None else stay_s(request.keep_alive)
+        if stays_s == 0:
+            return form.loaded(goes=True)
+        route.check_available()
+        self._router.demand.keep(route, stays_s, loads=True)
+        return form.loaded()
+
+    def _ask(self, request: Common, route: Route, key: str) -> Ask:
+        status = route.status
+        return Ask(
+            model=status.name,
+            params=sampling(request),
+            template=template(request.think, status.name, status.info),
+            calling=TimedCall,
+            stream=request.stream is not False,
+            key=key,
+        )
+
+    # ---- embedding
+
+    def _embed(self, body: bytes, key: str) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
+        request = decode(EmbedRequest, body)
+        inputs = [request.input] if isinstance(request.input, str) else request.input
+        route = models.find(self._router, request.model)
+        self._keep(route, request.keep_alive)
+        truncate = request.truncate is not False
+        embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
+        name = request.model or route.status.name
+        return embedding, partial(embedding.write, name, request.dimensions or 0)
+
+    def _embeddings(
+        self, body: bytes, key: str
+    ) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
+        request = decode(EmbeddingsRequest, body)
+        route = models.find(self._router, request.model)
+        self._keep(route, request.keep_alive)
+        inputs = [request.prompt] if request.prompt else []
+        return Embedding(self._router, route, key, inputs, truncate=True), write_one
+
+    # ---- models
+
+    def _show(self, body: bytes) -> bytes:
+        return _encode(models.show(self._named(body)))
+
+    def _pull(self, body: bytes) -> bytes:
+        """Of what is served there is nothing to fetch; an adapter that failed to load is not."""
+        route = self._named(body)
+        if isinstance(route, AdapterRoute):
+            route.check_loaded()
+        return _encode({"status": "success"})
+
+    def _named(self, body: bytes) -> Route:
+        request = decode(NameRequest, body)
+        route = models.find(self._router, request.model or request.name)
+        self._router.access.require_model(route.status.name, base_of(route))
+        return route
+
+
+def _refuse_changes(body: bytes) -> bytes:
+    raise Unsupported("the models are those of servekit's configuration file; change that")
+
+
+def add_reads(app: FastAPI, router: Router) -> None:
+    """What clients ask by GET."""
+
+    @app.get("/api/tags", tags=["Ollama"], summary="The models served")
+    async def tags() -> dict[str, Any]:
+        return models.tags(router)
+
+    @app.get("/api/ps", tags=["Ollama"], summary="The models that can serve now")
+    async def ps() -> dict[str, Any]:
+        return models.running(router)
+
+    @app.get("/api/version", tags=["Ollama"], summary="The version of Ollama's API spoken here")
+    async def version() -> dict[str, str]:
+        return {"version": models.API_VERSION, "servekit": __version__}

@@ -1,0 +1,168 @@
+"""What Ollama's clients are told of the models: /api/tags, /api/ps, /api/show."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from typing import Any
+
+from servekit.errors import ModelNotFound
+from servekit.gateway.api.ollama.response import timestamp
+from servekit.gateway.routing.adapter_route import base_of
+from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.router import Router
+from servekit.protocol.messages import ModelInfo
+
+#: The version of Ollama's API that is spoken here: clients ask for a certain one at least.
+API_VERSION = "0.12.6"
+
+LATEST = ":latest"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+#: Engines without weights here: made up, or at a remote endpoint.
+_NO_FILES = ("echo", "openai")
+_KIND = re.compile(r"(For[A-Z]\w*|Model)$")
+#: Of those that stay loaded.
+_NEVER = "9999-12-31T23:59:59Z"
+_FOR_EVER_S = 1e9
+
+
+def find(router: Router, name: str) -> Route:
+    """The route of a model as Ollama's clients name it, with a tag or without.
+
+    Raises ModelNotFound.
+    """
+    try:
+        return router.find(name)
+    except ModelNotFound:
+        if not name.endswith(LATEST):
+            raise
+    return router.find(name.removesuffix(LATEST))
+
+
+def tags(router: Router) -> dict[str, Any]:
+    """/api/tags: all models."""
+    return {"models": [_entry(route) for route in router.models()]}
+
+
+def running(router: Router) -> dict[str, Any]:
+    """/api/ps: those that can serve now."""
+    return {"models": [_running(route) for route in router.models() if route.ready]}
+
+
+def _entry(route: Route) -> dict[str, Any]:
+    status = route.status
+    name = status.name if ":" in status.name else status.name + LATEST
+    identity = f"{status.name}\n{status.engine}\n{status.path}"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": timestamp(status.created),
+        "size": _size_bytes(status.info),
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),  # of the entry, not the weights
+        "details": details(route),
+    }
+
+
+def _running(route: Route) -> dict[str, Any]:
+    gpu_bytes = sum(replica.gpu_bytes for replica in route.status.replicas)
+    info = route.status.info
+    more = {
+        "expires_at": _expires_at(route),
+        "size_vram": gpu_bytes,
+        "context_length": info.max_context if info else 0,
+    }
+    return _entry(route) | more
+
+
+def _expires_at(route: Route) -> str:
+    """When it goes if nobody asks it, as far as is known at this gateway."""
+    residence = route.status.residence
+    stays_s = None if residence is None else residence.stays_s
+    if stays_s is None or stays_s > _FOR_EVER_S:
+        return _NEVER
+    idle_s = 0.0 if route.in_flight else max(0.0, time.monotonic() - route.base.pace.at)
+    return timestamp(time.time() + max(0.0, stays_s - idle_s))
+
+
+def _size_bytes(info: ModelInfo | None) -> int:
+    if info is None:
+        return 0
+    return info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
+
+
+def details(route: Route) -> dict[str, Any]:
+    """A model in a few words; empty ones while it loads for the first time."""
+    status = route.status
+    info = status.info
+    family = _family(info) if info else ""
+    return {
+        "parent_model": base_of(route),
+        "format": _format(status.engine, status.path),
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _count(info.parameters) if info and info.parameters else "",
+        "quantization_level": _LEVELS.get(info.dtype, info.dtype) if info else "",
+    }
+
+
+def _format(engine: str, path: str) -> str:
+    """Of its weights' files; "", as Ollama has it, where there are none here."""
+    if engine in _NO_FILES:
+        return ""
+    return "gguf" if path.endswith(".gguf") else "safetensors"
+
+
+def _family(info: ModelInfo) -> str:
+    """As Ollama would have it: "llama" of LlamaForCausalLM."""
+    return _KIND.sub("", info.architecture).lower()
+
+
+def _count(parameters: int) -> str:
+    """As Ollama writes it: 7.6B, 134.52M, 8B. Source: its format.HumanNumber."""
+    for size, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if parameters >= size:
+            whole = parameters % size == 0
+            return f"{parameters / size:.{0 if whole else digits}f}{letter}"
+    return str(parameters)
+
+
+def show(route: Route) -> dict[str, Any]:
+    """/api/show: one model."""
+    status = route.status
+    return {
+        "modelfile": f"# {status.engine}: {status.path}\n",
+        "parameters": "",
+        "template": "",
+        "modified_at": timestamp(status.created),
+        "details": details(route),
+        "model_info": _info(status.info),
+        "capabilities": _capabilities(status.info),
+    }
+
+
+def _info(info: ModelInfo | None) -> dict[str, Any]:
+    if info is None:
+        return {}
+    family = _family(info)
+    known = {
+        "general.architecture": family,
+        "general.parameter_count": info.parameters,
+        f"{family}.context_length": info.max_context,
+    }
+    if info.embedding_size:
+        known[f"{family}.embedding_length"] = info.embedding_size
+    return known
+
+
+def _capabilities(info: ModelInfo | None) -> list[str]:
+    if info is None:
+        return []
+    has = {
+        "completion": "generate" in info.serves,
+        "tools": "tools" in info.serves and bool(info.dialect.tools),
+        "thinking": bool(info.dialect.think_end) or info.dialect.tools == "harmony",
+        "embedding": "embed" in info.serves,
+    }
+    return [name for name, able in has.items() if able]

@@ -1,0 +1,213 @@
+"""OpenAI's embeddings, and the tokens of a text: what models answer without generating."""
+
+from __future__ import annotations
+
+import array
+import base64
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.endpoint import Door, Endpoint
+from servekit.gateway.api.openai.request import chat_messages
+from servekit.gateway.api.openai.schema import InMessage, Timeout, TokenId, decode
+from servekit.gateway.http.asgi import send_error
+from servekit.gateway.http.request_limits import check_free
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.router import Router
+from servekit.gateway.tool_parsing import check_tools
+from servekit.protocol.messages import Delta, SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+#: Inputs that go to a worker as one request: enough to fill a batch, few enough to share.
+GROUP = 16
+MAX_INPUTS = 2048
+
+Input = str | list[int]
+
+
+class EmbeddingRequest(msgspec.Struct):
+    """Body of POST /v1/embeddings."""
+
+    input: (
+        str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1, max_length=1048576)]
+    )
+    model: str = ""
+    encoding_format: Literal["float", "base64"] | None = None
+    #: So many numbers instead of all: the first ones, made a unit vector again.
+    dimensions: Annotated[int, Meta(ge=1, le=1048576)] | None = None
+    user: str | None = None
+    timeout_s: Timeout | None = None
+
+
+class TokenizeRequest(msgspec.Struct):
+    """Body of POST /tokenize: a prompt, or a conversation by the model's template."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[InMessage], Meta(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=1048576)]
+    model: str = ""
+
+
+class Asked:
+    """Calls of one HTTP request that are answered together, or fail together."""
+
+    def __init__(self, router: Router, calls: Sequence[Call], timeout_s: float | None) -> None:
+        self._calls = calls
+        for call in calls:
+            try:
+                router.open(call, timeout_s)
+            except BaseException:
+                self.cancel()
+                raise
+
+    def cancel(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    async def answers(self) -> list[Delta]:
+        """The last delta of each, in order. Raises RequestError, with nothing left running."""
+        try:
+            return [(await call.deltas())[-1] for call in self._calls]
+        finally:
+            self.cancel()
+
+
+class Vectors:
+    """The endpoints, as ASGI routes by path."""
+
+    def __init__(self, router: Router, max_body_bytes: int) -> None:
+        self._router = router
+        door = Door(router, max_body_bytes, send_error)
+        self.routes: dict[str, Endpoint] = {
+            "/v1/embeddings": door.calls(self._embed),
+            "/tokenize": door.calls(self._tokenize),
+            "/detokenize": door.calls(self._detokenize),
+        }
+
+    # ---- what each asks, and how it is answered
+
+    def _embed(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+        request = decode(EmbeddingRequest, body)
+        route = self._router.find(request.model)
+        info, size = route.status.info, request.dimensions
+        if size and info is not None and info.embedding_size and size > info.embedding_size:
+            raise RequestError(
+                f"dimensions: the vectors of {route.status.name!r} have {info.embedding_size}",
+                param="dimensions",
+            )
+        calls = embedding_calls(request.model, key, _inputs(request.input))
+        asked = Asked(self._router, calls, request.timeout_s)
+        return asked, lambda answers: _vectors(request, route.status.name, answers)
+
+    def _tokenize(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+        request = decode(TokenizeRequest, body)
+        info = self._router.find(request.model).status.info
+        call = _call(request.model, key, task="tokenize")
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if request.add_special_tokens is False or request.add_generation_prompt is False:
+            raise Unsupported(
+                "add_special_tokens and add_generation_prompt: tokens are told as a request has"
+                " them, with both",
+                param="add_special_tokens",
+            )
+        call.prompt = request.prompt
+        if request.messages is not None:
+            call.messages = chat_messages(request.messages)
+            tools, template = check_tools(request.tools), request.chat_template_kwargs or {}
+            check_free(tools, template, None, self._router.access.rules.limits)
+            call.more |= {"tools": tools} if tools else {}
+            call.more |= {"template": template} if template else {}
+
+        def write(answers: list[Delta]) -> bytes:
+            ids = answers[0].token_ids
+            most = None if info is None else info.max_context
+            return _encode({"count": len(ids), "max_model_len": most, "tokens": ids})
+
+        return Asked(self._router, [call], None), write
+
+    def _detokenize(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+        request = decode(DetokenizeRequest, body)
+        call = _call(request.model, key, task="detokenize")
+        call.prompt = request.tokens
+        asked = Asked(self._router, [call], None)
+        return asked, lambda answers: _encode({"prompt": answers[0].text})
+
+
+def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[Call]:
+    """The calls that have the vectors of all inputs, in order."""
+    return [_call(model, key, task="embed", inputs=group) for group in _groups(inputs)]
+
+
+def _call(model: str, key: str, **more: Any) -> Call:
+    return Call(model, SamplingParams(), stream=False, key=key, more=more)
+
+
+def _inputs(given: str | list[int | str | list[int]]) -> list[Input]:
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [cast(list[int], given)]
+    if len(kinds) > 1:
+        raise RequestError("input: text and token ids are mixed in one list", param="input")
+    if len(given) > MAX_INPUTS:
+        raise RequestError(
+            f"input: {len(given)} are over the limit of {MAX_INPUTS} inputs in one request",
+            param="input",
+        )
+    for at, one in enumerate(given):
+        if not one:
+            raise RequestError(f"input[{at}] is empty", param="input")
+    return cast(list[Input], given)
+
+
+def _groups(inputs: list[Input]) -> Iterator[list[Input]]:
+    for at in range(0, len(inputs), GROUP):
+        yield inputs[at : at + GROUP]
+
+
+def _vectors(request: EmbeddingRequest, model: str, answers: list[Delta]) -> bytes:
+    """OpenAI's answer; vectors are float32, as numbers or as base64 of their bytes."""
+    raw = [vector for answer in answers for vector in answer.vectors]
+    if request.dimensions is not None:
+        raw = [shortened(vector, request.dimensions) for vector in raw]
+    base = request.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector).decode() if base else numbers(vector),
+        }
+        for index, vector in enumerate(raw)
+    ]
+    used = sum(answer.prompt_tokens for answer in answers)
+    usage = {"prompt_tokens": used, "total_tokens": used}
+    return _encode({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def numbers(vector: bytes) -> list[float]:
+    """float32 little-endian, as numbers."""
+    return array.array("f", vector).tolist()
+
+
+def shortened(vector: bytes, size: int) -> bytes:
+    """Its first `size` numbers, made a unit vector again."""
+    first = array.array("f", vector)[:size]
+    length = math.sqrt(math.fsum(value * value for value in first)) or 1.0
+    return array.array("f", (value / length for value in first)).tobytes()

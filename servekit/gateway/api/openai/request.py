@@ -1,0 +1,363 @@
+"""From OpenAI's bodies to our own terms: what is asked of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.openai.schema import (
+    PLAIN_MAX_TOKENS,
+    CalledTool,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    ContentPart,
+    InMessage,
+    ResponseFormat,
+    StructuredOutputs,
+    refuse_unserved,
+)
+from servekit.gateway.tool_parsing import without_unknown_formats
+from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
+from servekit.protocol.types import GrammarParam
+
+Prompt = str | list[int]
+#: Choices of one request in all, over its prompts.
+MAX_CHOICES = 128
+ANY_OBJECT = '{"type":"object"}'
+#: Longer GBNF takes more than a tenth of a second to read, on the event loop.
+MAX_GBNF_CHARS = 16 * 1024
+_UNSERVED_FORMS = (
+    *("structural_tag", "whitespace_pattern"),
+    *("disable_any_whitespace", "disable_additional_properties"),
+)
+#: What stands for something else than itself in a regular expression, between slashes or not.
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+
+
+def sampling(request: Common) -> SamplingParams:
+    """The request's sampling, None where it leaves the choice to the model."""
+    stop = request.stop
+    limit = request.max_tokens
+    if isinstance(request, ChatRequest):
+        limit = request.max_completion_tokens or limit
+    if request.min_tokens and limit is not None:
+        _check_min_tokens(request.min_tokens, limit)
+    params = SamplingParams(
+        max_tokens=limit,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k is None else max(0, request.top_k),
+        min_p=request.min_p,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty,
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=bool(request.ignore_eos),
+        min_tokens=request.min_tokens or 0,
+        logit_bias=_bias(request.logit_bias) if request.logit_bias else (),
+    )
+    rarely = (
+        request.stop_token_ids or request.bad_words or request.truncate_prompt_tokens
+        or request.include_stop_str_in_output
+    )  # fmt: skip
+    return _with_vllm_s(params, request) if rarely else params
+
+
+def _with_vllm_s(params: SamplingParams, request: Common) -> SamplingParams:
+    """With what few requests have: each field of a struct costs all that have none of it."""
+    return msgspec.structs.replace(
+        params,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop=bool(request.include_stop_str_in_output),
+        bad_words=tuple(request.bad_words or ()),
+        truncate_prompt=request.truncate_prompt_tokens or 0,
+    )
+
+
+def completion_sampling(request: CompletionRequest) -> SamplingParams:
+    """As `sampling`; OpenAI's default of 16 tokens applies to plain completions."""
+    params = sampling(request)
+    if (form := constraint(request)) is not None:
+        params = msgspec.structs.replace(params, grammar=form)
+    if request.logprobs is not None:
+        params = msgspec.structs.replace(params, logprobs=request.logprobs)
+    if request.echo or request.prompt_logprobs is not None:
+        params = _with_prompt(params, request)
+    if params.max_tokens is not None:
+        return params
+    _check_min_tokens(params.min_tokens, PLAIN_MAX_TOKENS)
+    return msgspec.structs.replace(params, max_tokens=PLAIN_MAX_TOKENS)
+
+
+def _with_prompt(params: SamplingParams, request: CompletionRequest) -> SamplingParams:
+    """With what is to be told of the prompt: an echo has the log probabilities that a text has."""
+    told = max(
+        (n for n in (request.logprobs if request.echo else None, request.prompt_logprobs)
+         if n is not None),
+        default=None,
+    )  # fmt: skip
+    known = _is_text(request.prompt) and not params.truncate_prompt
+    own = request.echo and (told is not None or not known)
+    return msgspec.structs.replace(params, prompt_logprobs=told, echo=bool(own))
+
+
+def _is_text(prompt: Any) -> bool:
+    """Whether an echo is what the client sent; token ids are made text by the worker."""
+    return isinstance(prompt, str) or isinstance(prompt[0], str)
+
+
+def check_prompt_logprobs(request: ChatRequest | CompletionRequest) -> None:
+    """Raise for a stream: vLLM's form has no place for them in one."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise Unsupported(
+            "prompt_logprobs: not in a stream; leave out `stream`, or take `echo` with `logprobs`",
+            param="prompt_logprobs",
+        )
+
+
+def _check_min_tokens(least: int, most: int) -> None:
+    if least > most:
+        raise RequestError(
+            f"min_tokens is {least}, over the limit of {most} tokens; raise max_tokens, too",
+            param="min_tokens",
+        )
+
+
+def chat_sampling(request: ChatRequest) -> SamplingParams:
+    """As `sampling`, with what only chats can ask for."""
+    params = sampling(request)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if request.logprobs:
+        params = msgspec.structs.replace(params, logprobs=request.top_logprobs or 0)
+    if (form := constraint(request)) is not None:
+        params = msgspec.structs.replace(params, grammar=form)
+    if request.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=request.prompt_logprobs)
+    return params
+
+
+def constraint(request: ChatRequest | CompletionRequest) -> Grammar | None:
+    """What the answer has to be, in whichever of the forms it is asked for; None: it is free."""
+    found: list[Grammar | None] = []
+    if request.response_format is not None:
+        found.append(grammar(request.response_format))
+    if request.structured_outputs is not None:
+        found += structured(request.structured_outputs)
+    for param, make in _GUIDED.items():
+        if (value := getattr(request, param)) is not None:
+            found.append(make(value, param))
+    forms = [one for one in found if one is not None]
+    if len(forms) > 1:
+        names = " and ".join(dict.fromkeys(form.param for form in forms))
+        raise RequestError(f"{names}: ask for one form of the answer only", param=forms[1].param)
+    return forms[0] if forms else None
+
+
+def structured(asked: StructuredOutputs) -> list[Grammar]:
+    """vLLM's `structured_outputs`; raises RequestError where nothing is asked for."""
+    param: GrammarParam = "structured_outputs"
+    for name in _UNSERVED_FORMS:
+        refuse_unserved(name, getattr(asked, name), f"{param}.")
+    found = []
+    if asked.json is not None:
+        found.append(_by_schema(asked.json, param))
+    if asked.regex is not None:
+        found.append(_by_regex(asked.regex, param))
+    if asked.choice is not None:
+        found.append(_by_choice(asked.choice, param))
+    if asked.grammar is not None:
+        found.append(_by_grammar(asked.grammar, param))
+    if asked.json_object:
+        found.append(Grammar("json_schema", ANY_OBJECT, param))
+    if not found:
+        raise RequestError(f"{param}: give one of json, regex, choice and grammar", param=param)
+    return found
+
+
+def _by_schema(schema: dict[str, Any] | str, param: GrammarParam) -> Grammar:
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise RequestError(f"{param}: the schema is not valid JSON", param=param) from None
+        if not isinstance(schema, dict | bool):
+            raise RequestError(f"{param}: a JSON schema is an object", param=param)
+    return msgspec.structs.replace(schema_grammar(schema), param=param)
+
+
+def _by_regex(pattern: str, param: GrammarParam) -> Grammar:
+    return Grammar("regex", pattern, param)
+
+
+def _by_choice(texts: list[str], param: GrammarParam) -> Grammar:
+    if not all(texts):
+        raise RequestError(f"{param}: an empty text cannot be chosen", param=param)
+    return Grammar("regex", "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts), param)
+
+
+def _by_grammar(text: str, param: GrammarParam) -> Grammar:
+    """A grammar in Lark as it is; in GBNF, which vLLM takes for its EBNF, as Lark."""
+    if not is_lark_syntax(text):
+        if len(text) > MAX_GBNF_CHARS:
+            said = f"{param}: GBNF of more than {MAX_GBNF_CHARS} characters is not taken; use Lark"
+            raise RequestError(said, param=param)
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # of many kinds: the library raises bare ones
+            why = str(error).partition("\n")[0][:200]
+            raise RequestError(
+                f"{param}: neither Lark (a rule `start:`) nor GBNF (`root ::=`): {why}", param=param
+            ) from None
+    return Grammar("lark", text, param)
+
+
+_GUIDED: dict[str, Callable[[Any, Any], Grammar]] = {
+    "guided_json": _by_schema,
+    "guided_regex": _by_regex,
+    "guided_choice": _by_choice,
+    "guided_grammar": _by_grammar,
+}
+
+
+def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in bias:
+        if not token.isascii() or not token.isdecimal() or int(token) > 2**31 - 1:
+            raise RequestError(
+                f"logit_bias: {token[:40]!r} is no token id; /tokenize tells them",
+                param="logit_bias",
+            )
+    return tuple(sorted((int(token), value) for token, value in bias.items()))
+
+
+def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar | None:
+    """What the answer has to be; None where it is free."""
+    if format.type == "text":
+        return None
+    if format.type == "json_object":
+        return Grammar("json_schema", ANY_OBJECT)
+    if format.json_schema is None:
+        raise RequestError(f"{param}.json_schema is required", param=f"{param}.json_schema")
+    return schema_grammar(format.json_schema.schema)
+
+
+def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
+    """JSON by a schema."""
+    schema = {} if schema is True else schema  # the same, in the form that compilers take
+    return Grammar("json_schema", msgspec.json.encode(without_unknown_formats(schema)).decode())
+
+
+def completion_prompts(request: CompletionRequest) -> list[Prompt]:
+    """The prompts: one or several texts, or lists of token ids."""
+    prompts = _prompts(request.prompt)
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        raise Unsupported(
+            f"best_of is {request.best_of}, and n is {n}: more than are told are not generated;"
+            " ask for n choices and choose among them",
+            param="best_of",
+        )
+    if len(prompts) * n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with {n} choices each are over the limit of {MAX_CHOICES}"
+            " choices in one request",
+            param="prompt",
+        )
+    return prompts
+
+
+def _prompts(prompt: str | list[int | str | list[int]]) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [cast(list[int], prompt)]
+    if len(kinds) > 1:
+        raise RequestError("prompt: text and token ids are mixed in one list", param="prompt")
+    for at, one in enumerate(prompt):
+        if one == []:
+            raise RequestError(f"prompt[{at}]: expected at least one token id", param="prompt")
+    return cast(list[Prompt], prompt)
+
+
+def continues(request: ChatRequest) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    if not request.continue_final_message:
+        if request.add_generation_prompt is False:
+            raise Unsupported(
+                "add_generation_prompt: false goes with continue_final_message: true only",
+                param="add_generation_prompt",
+            )
+        return False
+    if request.messages[-1].role != "assistant":
+        raise RequestError(
+            "continue_final_message: the last message has to be the assistant's",
+            param="continue_final_message",
+        )
+    return True
+
+
+def template_arguments(request: ChatRequest) -> dict[str, Any]:
+    """What the chat template gets beside the messages. Thinking templates look for both names."""
+    given = request.chat_template_kwargs or {}
+    effort = request.reasoning_effort
+    if effort is None:
+        return given
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
+
+
+def chat_messages(messages: Sequence[InMessage]) -> list[ChatMessage]:
+    """The messages as the chat template gets them; raises RequestError for what is not text."""
+    return [_message(message, at) for at, message in enumerate(messages)]
+
+
+def _message(message: InMessage, at: int) -> ChatMessage:
+    where = f"messages[{at}].content"
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if isinstance(content, str) and role in ("user", "system"):
+        return ChatMessage(role, content, message.name)
+    if content is None and not message.tool_calls:
+        if message.refusal is None:
+            raise RequestError(f"{where} is required", param=where)
+        content = message.refusal
+    if isinstance(content, list):
+        content = "\n".join(_part(part, where) for part in content)
+    return ChatMessage(
+        role,
+        content or "",
+        message.name,
+        tuple(_call(call, at) for call in message.tool_calls or ()),
+        message.tool_call_id,
+        message.reasoning_content or message.reasoning,
+    )
+
+
+def _call(call: CalledTool, at: int) -> ToolCall:
+    where = f"messages[{at}].tool_calls"
+    arguments = call.function.arguments or "{}"
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError(f"{where}: the arguments are not valid JSON", param=where) from None
+    if not isinstance(decoded, dict):
+        raise RequestError(f"{where}: the arguments have to be a JSON object", param=where)
+    return ToolCall(call.id, call.function.name, arguments)
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type != "text":
+        raise Unsupported(f"{where}: the model takes text, not {part.type!r}", param=where)
+    if part.text is None:
+        raise RequestError(f"{where}: a text part needs `text`", param=where)
+    return part.text

@@ -1,0 +1,277 @@
+"""The body of OpenAI's POST /v1/responses, and what it asks in our own terms.
+
+servekit keeps no conversations: what refers to an earlier response is refused by name.
+Source: OpenAI API reference, Responses.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.openai.request import schema_grammar
+from servekit.gateway.api.openai.schema import Count, Priority, Temperature, Timeout, TopP
+from servekit.gateway.generation.generation import Ask
+from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
+
+
+class Part(msgspec.Struct):
+    """A piece of a message, or of what a tool gave back."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct):
+    """One item of the input. Which fields belong together is told by `type`."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    id: str | None = None
+    # function_call, and its output
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class Function(msgspec.Struct):
+    """A tool. Only functions: the others are OpenAI's own services."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Format(msgspec.Struct):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct):
+    """What is asked of the text."""
+
+    format: Format | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    """What is asked of the model's thoughts."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
+    model: str = ""
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Function], Meta(max_length=1024)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+    max_tool_calls: Any = None
+    # servekit's own:
+    priority: Priority | None = None
+    timeout_s: Timeout | None = None
+    # refused where they ask for something:
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+
+
+STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
+
+
+def ask_of(request: ResponsesRequest, key: str) -> Ask:
+    """What the body asks for; raises RequestError that names the field."""
+    for name in STATEFUL:
+        if getattr(request, name):
+            raise Unsupported(
+                f"{name}: servekit keeps no responses; send the whole conversation as input",
+                param=name,
+            )
+    return Ask(
+        model=request.model,
+        params=_params(request),
+        messages=_messages(request),
+        tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())],
+        tool_choice=request.tool_choice,
+        parallel=request.parallel_tool_calls is not False,
+        template=_template(request.reasoning),
+        stream=bool(request.stream),
+        key=key,
+        priority=request.priority or 0,
+        timeout_s=request.timeout_s,
+        session=request.prompt_cache_key or "",
+    )
+
+
+def _params(request: ResponsesRequest) -> SamplingParams:
+    params = SamplingParams(
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        grammar=_grammar(request.text.format if request.text else None),
+    )
+    wanted = "message.output_text.logprobs" in (request.include or ())
+    if wanted or request.top_logprobs:
+        return replace(params, logprobs=request.top_logprobs or 0)
+    return params
+
+
+def _grammar(format: Format | None) -> Grammar | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return Grammar("json_schema", '{"type":"object"}', "text.format")
+    if format.schema is None:
+        raise RequestError("text.format.schema is required", param="text.format.schema")
+    return replace(schema_grammar(format.schema), param="text.format")
+
+
+def _template(options: ReasoningOptions | None) -> dict[str, Any]:
+    if options is None or options.effort is None:
+        return {}
+    thinks = options.effort != "none"
+    return {"reasoning_effort": options.effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+def _tool(tool: Function, at: int) -> dict[str, Any]:
+    """A tool in the form that chats have."""
+    if tool.type != "function":
+        raise Unsupported(
+            f"tools[{at}]: {tool.type!r} is a service of OpenAI's; servekit has functions only",
+            param=f"tools[{at}].type",
+        )
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.parameters is not None:
+        function["parameters"] = tool.parameters
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+# ---------------------------------------------------------------- the conversation
+
+
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    if request.instructions:
+        messages.append(ChatMessage("system", request.instructions))
+    if isinstance(request.input, str):
+        return [*messages, ChatMessage("user", request.input)]
+    for at, item in enumerate(request.input):
+        _add(messages, item, f"input[{at}]")
+    return messages
+
+
+def _add(messages: list[ChatMessage], item: Item, where: str) -> None:
+    """Add an item. What an assistant thought, said and called in a row is one message."""
+    if item.type == "message":
+        if item.role is None:
+            raise RequestError(f"{where}.role is required", param=f"{where}.role")
+        role = "system" if item.role == "developer" else item.role
+        _join(messages, ChatMessage(role, _text(item.content, f"{where}.content")))
+    elif item.type == "reasoning":
+        text = _text(item.content or "", f"{where}.content")
+        _join(messages, ChatMessage("assistant", "", reasoning=text or None))
+    elif item.type == "function_call":
+        _join(messages, ChatMessage("assistant", "", tool_calls=(_call(item, where),)))
+    elif item.type == "function_call_output":
+        if item.call_id is None or item.output is None:
+            raise RequestError(f"{where}: call_id and output are required", param=where)
+        text = _text(item.output, f"{where}.output")
+        messages.append(ChatMessage("tool", text, _name(messages, item.call_id),
+                                    tool_call_id=item.call_id))  # fmt: skip
+    else:
+        raise Unsupported(f"{where}: servekit has no items of type {item.type!r}", param=where)
+
+
+def _join(messages: list[ChatMessage], new: ChatMessage) -> None:
+    if not messages or not _goes_on(messages[-1], new):
+        messages.append(new)
+        return
+    last = messages[-1]
+    messages[-1] = replace(
+        last, content=last.content + new.content, tool_calls=last.tool_calls + new.tool_calls
+    )
+
+
+def _goes_on(last: ChatMessage, new: ChatMessage) -> bool:
+    """Whether `new` is a part of the same turn of the assistant: thoughts, text, calls."""
+    if last.role != "assistant" or new.role != "assistant" or new.reasoning:
+        return False
+    return not new.content or not (last.content or last.tool_calls)
+
+
+def _call(item: Item, where: str) -> ToolCall:
+    if not item.name or item.call_id is None:
+        raise RequestError(f"{where}: name and call_id are required", param=where)
+    arguments = item.arguments or "{}"
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict):
+        where = f"{where}.arguments"
+        raise RequestError(f"{where}: expected the text of a JSON object", param=where)
+    return ToolCall(item.call_id, item.name, arguments)
+
+
+def _name(messages: list[ChatMessage], call_id: str) -> str | None:
+    """The function whose answer it is, as far as the conversation tells."""
+    calls = (call for message in messages for call in message.tool_calls)
+    return next((call.name for call in calls if call.id == call_id), None)
+
+
+def _text(content: str | list[Part] | None, where: str) -> str:
+    if content is None:
+        raise RequestError(f"{where} is required", param=where)
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, where) for part in content)
+
+
+def _part(part: Part, where: str) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
+        raise Unsupported(f"{where}: the model takes text, not {part.type!r}", param=where)
+    if part.text is None:
+        raise RequestError(f"{where}: a part of type {part.type} needs `text`", param=where)
+    return part.text

@@ -1,0 +1,193 @@
+"""From a turn to its HTTP answer, whole or streamed, in the form that an API gives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.gateway.generation.generation import Choice, Piece, Turn
+from servekit.gateway.http.asgi import (
+    EVENT_STREAM,
+    Receive,
+    Send,
+    envelope,
+    send_error,
+    send_json,
+)
+from servekit.gateway.http.fast_response import Exchange
+
+#: A client that leaves within this time of its request is noticed only then: most requests on a
+#: fast engine are over before a task that watches the connection would pay.
+WATCH_AFTER_S = 0.01
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Form:
+    """How an API writes its answers. This base has OpenAI's errors and server-sent events."""
+
+    headers: Sequence[tuple[bytes, bytes]] = EVENT_STREAM
+
+    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+        """The body of an answer that is not streamed: JSON."""
+        raise NotImplementedError
+
+    def opening(self, turn: Turn) -> bytes:
+        """What a stream begins with, sent with the first of what comes."""
+        return b""
+
+    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+        """What a stream says of some pieces; their last ones included."""
+        raise NotImplementedError
+
+    def closing(self, turn: Turn) -> bytes:
+        """What a stream ends with when all has gone well."""
+        return b""
+
+    async def refuse(self, send: Send, error: ServekitError) -> None:
+        """Answer with an error, before anything else was sent."""
+        await send_error(send, error)
+
+    def late_error(self, error: ServekitError) -> bytes:
+        """What a stream ends with when it fails."""
+        return b"data: " + envelope(error) + b"\n\n"
+
+
+async def respond(turn: Turn, form: Form, receive: Receive, send: Send) -> None:
+    """Answer by `form` what `turn` brings; cancels it when the client goes away."""
+    watch = Watch(turn, receive)
+    try:
+        if turn.ask.stream:
+            await _stream(turn, form, send)
+        else:
+            await _whole(turn, form, send)
+    finally:
+        watch.end()
+        turn.cancel()
+
+
+async def _whole(turn: Turn, form: Form, send: Send) -> None:
+    try:
+        choices = await turn.whole()
+    except RequestError as error:
+        if not isinstance(error, ClientClosed):
+            await form.refuse(send, error)
+        return
+    await send_json(send, form.whole(turn, choices))
+
+
+async def _stream(turn: Turn, form: Form, send: Send) -> None:
+    """An error after the first byte is an event of its own.
+
+    `send` waits while the client does not read, and with it this request alone.
+    """
+    out = Stream(form, send)
+    try:
+        async for pieces in turn:
+            if pieces:
+                await out.write(out.opening(turn) + form.events(turn, pieces))
+            elif turn.place is not None:
+                await out.write(b": queue position %d\n\n" % turn.place)
+        await out.write(out.opening(turn) + form.closing(turn), more=False)
+    except ClientClosed:
+        return
+    except RequestError as error:
+        if not out.started:
+            await form.refuse(send, error)
+            return
+        await out.write(form.late_error(error), more=False)
+
+
+class Stream:
+    """The body of a streamed answer; its head goes before the first of it."""
+
+    def __init__(self, form: Form, send: Send) -> None:
+        self._form = form
+        self._send = send
+        self._opened = False
+        self.started = False
+
+    def opening(self, turn: Turn) -> bytes:
+        """The form's opening, once."""
+        opened, self._opened = self._opened, True
+        return b"" if opened else self._form.opening(turn)
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        if not self.started:
+            self.started = True
+            head = {"type": "http.response.start", "status": 200, "headers": self._form.headers}
+            await self._send(head)
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class Watch:
+    """Cancels a request when its client goes away."""
+
+    __slots__ = ("_receive", "_request", "_task", "_timer")
+
+    def __init__(self, request: Cancellable, receive: Receive) -> None:
+        self._request = request
+        self._receive = receive
+        self._task: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(WATCH_AFTER_S, self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._request.cancel()
+
+    def end(self) -> None:
+        self._timer.cancel()
+        task, self._task = self._task, None  # which holds this one
+        if task is not None:
+            task.cancel()
+
+
+class OverExchange:
+    """ASGI's `receive` and `send` over an Exchange, for answers that take more than the short way.
+
+    The request's body has been read.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._gone = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._status = 200
+        self._headers: tuple[tuple[bytes, bytes], ...] = ()
+        exchange.on_gone = self._on_gone
+        exchange.on_writable = self._writable.set
+
+    def _on_gone(self) -> None:
+        self._gone.set()
+        self._writable.set()
+
+    async def receive(self) -> dict[str, Any]:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        exchange = self._exchange
+        if message["type"] == "http.response.start":
+            self._status, headers = message["status"], tuple(message["headers"])
+            self._headers = tuple(
+                pair for pair in headers if pair[0] not in (b"content-type", b"content-length")
+            )
+            self._streams = any(value == EVENT_STREAM[0][1] for _, value in headers)
+            return
+        while exchange.protocol.flow.write_paused and not exchange.disconnected:
+            self._writable.clear()
+            await self._writable.wait()
+        if self._streams:
+            exchange.stream(message["body"], last=not message.get("more_body"))
+        elif not exchange.disconnected:
+            exchange.answer(message["body"], self._status, self._headers)

@@ -1,0 +1,192 @@
+"""The holder of a key at this gateway: what it may do, and what it has done of late."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from servekit.errors import Forbidden, RateLimited, RequestError
+from servekit.gateway.auth.token_bucket import Bucket
+from servekit.protocol.messages import Delta, KeyRule, KeyUse
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.request import Call
+
+#: Characters of a prompt that count as a token, where a request ends before its worker has said.
+CHARS_PER_TOKEN = 4
+#: How long another gateway's word of what is under way there holds; it is renewed every second.
+FORGET_S = 3.0
+
+
+class Caller:
+    """One key's rule and its use. A request is charged when it comes, its tokens when it ends."""
+
+    __slots__ = (
+        "_elsewhere",
+        "_models",
+        "_told_active",
+        "_untold",
+        "active",
+        "requests",
+        "rule",
+        "tokens",
+    )
+
+    def __init__(self, rule: KeyRule, now_s: float) -> None:
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.active = 0  # calls under way at this gateway
+        self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: how many, heard when
+        self._untold = [0, 0]  # requests and tokens that the others do not know of
+        self._told_active = 0
+        self.become(rule, now_s)
+
+    def become(self, rule: KeyRule, now_s: float) -> None:
+        """Go by another rule; what has been used stays used."""
+        self.rule = rule
+        self._models = None if rule.models is None else frozenset(rule.models)
+        self.requests = _bucket(self.requests, rule.requests_per_minute, now_s)
+        self.tokens = _bucket(self.tokens, rule.tokens_per_minute, now_s)
+
+    @property
+    def limited(self) -> bool:
+        """Whether its answers carry `x-ratelimit-…` headers."""
+        return self.requests is not None or self.tokens is not None
+
+    def may_use(self, model: str, base: str = "") -> bool:
+        """Whether it may use a model, by the model's own name.
+
+        An adapter may be used by its own name, and by whoever may use its `base`.
+        """
+        models = self._models
+        return models is None or model in models or (bool(base) and base in models)
+
+    # ---- a request
+
+    def charge(self) -> RequestError | None:
+        """Count a request that has come; the error if it is one too many, and not counted."""
+        now_s = time.monotonic()
+        requests, tokens = self.requests, self.tokens
+        if requests is not None and requests.level(now_s) < 1.0:
+            return self._too_many("requests", requests.limit, requests.wait_s(1.0, now_s))
+        if tokens is not None and tokens.level(now_s) <= 0.0:
+            return self._too_many("tokens", tokens.limit, tokens.wait_s(1.0, now_s))
+        if requests is not None:
+            requests.take(1, now_s)
+            self._untold[0] += 1
+        return None
+
+    def _too_many(self, what: str, limit: int, wait_s: float) -> RequestError:
+        return RateLimited(
+            f"the key {self.rule.name!r} has used up its {limit} {what} a minute;"
+            f" try again in {math.ceil(wait_s)} s",
+            retry_after_s=math.ceil(wait_s),
+        )
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """OpenAI's headers: the limits, what is left of them, and until they are whole again."""
+        now_s = time.monotonic()
+        parts: list[tuple[bytes, bytes]] = []
+        for what, bucket in ((b"requests", self.requests), (b"tokens", self.tokens)):
+            if bucket is not None:
+                left = max(0, int(bucket.level(now_s)))
+                reset = _duration(bucket.wait_s(bucket.limit, now_s))
+                parts += (
+                    (b"x-ratelimit-limit-" + what, b"%d" % bucket.limit),
+                    (b"x-ratelimit-remaining-" + what, b"%d" % left),
+                    (b"x-ratelimit-reset-" + what, reset),
+                )
+        return tuple(parts)
+
+    # ---- a call
+
+    def admit(self, call: Call, model: str, adapter: str = "") -> None:
+        """Take a call for a model, by the model's own name, or for an adapter of it.
+
+        Raises Forbidden and RateLimited.
+        """
+        rule = self.rule
+        if not (self.may_use(adapter, model) if adapter else self.may_use(model)):
+            raise Forbidden(f"the key {rule.name!r} may not use {call.model!r}", param="model")
+        most = rule.max_concurrent
+        if most is not None and self.active + self._active_elsewhere() >= most:
+            raise RateLimited(
+                f"the key {rule.name!r} has {most} requests under way already, its limit",
+                retry_after_s=1,
+            )
+        call.caller, call.key = self, rule.name
+        call.priority = max(call.priority, rule.priority) if call.priority else rule.priority
+
+    def begin(self) -> None:
+        """A call that was admitted is under way; `settle` ends it."""
+        self.active += 1
+
+    def settle(self, call: Call, last: Delta | None) -> None:
+        """A call has ended, with its last delta or without: charge what it has used."""
+        self.active -= 1
+        if self.tokens is not None:
+            used = _tokens(call, last)
+            self.tokens.take(used, time.monotonic())
+            self._untold[1] += used
+
+    # ---- the other gateways
+
+    def use(self) -> KeyUse | None:
+        """What the others are to be told; None if there is nothing to tell."""
+        (requests, tokens), active = self._untold, self.active
+        matters = self.rule.max_concurrent is not None and (active or self._told_active)
+        if not (requests or tokens or matters):
+            return None
+        self._untold, self._told_active = [0, 0], active
+        return KeyUse(self.rule.name, requests, tokens, active)
+
+    def hear(self, gateway: str, use: KeyUse) -> None:
+        """Count what the key has used at another gateway."""
+        now_s = time.monotonic()
+        if self.requests is not None:
+            self.requests.take(use.requests, now_s)
+        if self.tokens is not None:
+            self.tokens.take(use.tokens, now_s)
+        self._elsewhere[gateway] = (use.active, now_s)
+
+    def _active_elsewhere(self) -> int:
+        """What others told of lately: one that died tells no more."""
+        since_s = time.monotonic() - FORGET_S
+        return sum(active for active, heard_s in self._elsewhere.values() if heard_s > since_s)
+
+
+def _bucket(old: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:
+    if limit is None:
+        return None
+    if old is None:
+        return Bucket(limit, now_s)
+    if old.limit != limit:
+        old.become(limit, now_s)
+    return old
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes them: 120ms, 12.5s, 1m3s."""
+    if seconds < 1.0:
+        return b"%dms" % math.ceil(seconds * 1000)
+    if seconds < 60.0:
+        return b"%.3gs" % seconds
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return b"%dm%ds" % (minutes, rest)
+
+
+def _tokens(call: Call, last: Delta | None) -> int:
+    """What a call has used: as its worker says, else as far as we can tell."""
+    if last is not None:
+        return last.prompt_tokens + last.completion_tokens
+    if not call.wire_id:  # it has only waited
+        return 0
+    return len(call.emitted) + _prompt_tokens(call)
+
+
+def _prompt_tokens(call: Call) -> int:
+    if isinstance(call.prompt, list):
+        return len(call.prompt)
+    texts = [call.prompt or "", *(message.content or "" for message in call.messages or ())]
+    return sum(map(len, texts)) // CHARS_PER_TOKEN

@@ -1,0 +1,220 @@
+"""Who asks, and may they? One table of keys for all doors: HTTP, the short way, the chat page.
+
+The gate finds out whose key a request brings, and runs what answers it as that caller (`ACTING`).
+The router then asks here before it takes a call, by whichever endpoint it came: none can forget.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from servekit.errors import Forbidden, InvalidKey
+from servekit.gateway.api.unknown_parameters import UNKNOWN
+from servekit.gateway.auth import sessions
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.key_verifier import Verifier
+from servekit.gateway.http import request_limits
+from servekit.protocol.access import RequestLimits
+from servekit.protocol.messages import AccessRules, Spent
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.request import Call
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+#: Whose request is being answered here and now; None without keys.
+ACTING: ContextVar[Caller | None] = ContextVar("acting", default=None)
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Access:
+    """The rules, and the callers they name. Open while there are no keys."""
+
+    def __init__(self) -> None:
+        self.rules = AccessRules()
+        self.closed = False  # a key is needed
+        #: What `admit` has to look at at all: nothing, as a rule.
+        self.watchful = False
+        self._callers: dict[str, Caller] = {}
+        self._verifier = Verifier()
+        self._listeners: list[Callable[[], None]] = []
+
+    def apply(self, rules: AccessRules) -> None:
+        """Go by these rules from now on; what is under way goes on."""
+        if rules == self.rules:
+            return
+        now_s = time.monotonic()
+        callers = self._callers
+        self._callers = {}
+        for rule in rules.keys:
+            caller = callers.get(rule.name)
+            if caller is None:
+                caller = Caller(rule, now_s)
+            else:
+                caller.become(rule, now_s)
+            self._callers[rule.name] = caller
+        self.rules = rules
+        self.closed = bool(rules.keys)
+        self.watchful = self.closed or rules.log_prompts or rules.limits != RequestLimits()
+        self._verifier.apply(rules)
+        UNKNOWN.policy = rules.unknown_parameters
+        for listener in self._listeners:
+            listener()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of the rules."""
+        self._listeners.append(listener)
+
+    @property
+    def callers(self) -> dict[str, Caller]:
+        """By the names of their keys."""
+        return self._callers
+
+    # ---- the other gateways
+
+    def spent(self, gateway: str) -> Spent | None:
+        """What the others are to know of this gateway's callers, if there is anything new."""
+        if not self.closed:
+            return None
+        uses = tuple(use for caller in self._callers.values() if (use := caller.use()))
+        return Spent(gateway, uses) if uses else None
+
+    def hear(self, spent: Spent) -> None:
+        """Count what keys have used at another gateway."""
+        for use in spent.uses:
+            if (caller := self._callers.get(use.name)) is not None:
+                caller.hear(spent.gateway, use)
+
+    # ---- whose request is it
+
+    def known(self, key: bytes) -> Caller | None:
+        """The caller of a key that has been verified before."""
+        name = self._verifier.known(key)
+        return None if name is None else self._callers.get(name)
+
+    async def verify(self, key: bytes) -> Caller:
+        """The caller of a key. Raises InvalidKey, and Busy if too many are being looked at."""
+        name = await self._verifier.verify(key)
+        caller = None if name is None else self._callers.get(name)
+        if caller is None:
+            raise InvalidKey("this API key is not known here")
+        return caller
+
+    async def holder(self, headers: Headers) -> Caller:
+        """Whose page it is: by a session, by a key, or by a key as a browser's password.
+
+        Raises InvalidKey and Busy.
+        """
+        for name, value in headers:
+            if name == b"authorization" and value.startswith(sessions.SCHEME):
+                token = value.removeprefix(sessions.SCHEME).decode("latin-1")
+                return self._signed_in(token)
+        key = key_of(headers, browser=True)
+        return self.known(key) or await self.verify(key)
+
+    def _signed_in(self, token: str) -> Caller:
+        name = sessions.name_in(token, self.rules, time.time())
+        caller = None if name is None else self._callers.get(name)
+        if caller is None:
+            raise InvalidKey("this session is over; sign in again")
+        return caller
+
+    async def visitor(self, authorization: str) -> Caller | None:
+        """Whose page it is, by its header, and one request more of theirs; None without keys.
+
+        Raises InvalidKey, Busy and RateLimited.
+        """
+        if not self.closed:
+            return None
+        caller = await self.holder([(b"authorization", authorization.encode("latin-1"))])
+        if (refused := caller.charge()) is not None:
+            raise refused
+        return caller
+
+    # ---- may they
+
+    def admit(self, call: Call, model: str, adapter: str = "") -> None:
+        """Take a call for a model, by the model's own name, or for an adapter of it.
+
+        Raises Forbidden and RateLimited, RequestError for what is too much, and InvalidKey where
+        nobody is known to ask for it.
+        """
+        if self.closed:
+            caller = call.caller or ACTING.get()
+            if caller is None:
+                raise InvalidKey("an API key is needed")
+            caller.admit(call, model, adapter)
+            if self.rules.prefixes_by_key:
+                call.cache_salt = caller.rule.name
+        request_limits.check_call(call, self.rules.limits)
+        if self.rules.log_prompts:
+            prompt = call.prompt if call.messages is None else call.messages
+            key, name = call.key if self.closed else "", adapter or model
+            log.info("prompt", key=key, model=name, prompt=prompt)
+
+    def may_use(self, model: str, base: str = "") -> bool:
+        """Whether the caller of this moment may use a model, or an adapter of `base`."""
+        caller = ACTING.get()
+        return not self.closed or (caller is not None and caller.may_use(model, base))
+
+    def require_model(self, model: str, base: str = "") -> None:
+        """Raise Forbidden unless the caller of this moment may use a model; as `may_use`."""
+        if not self.may_use(model, base):
+            caller = ACTING.get()
+            name = caller.rule.name if caller else ""
+            raise Forbidden(f"the key {name!r} may not use {model!r}", param="model")
+
+    def require_metrics(self) -> None:
+        """Raise Forbidden unless the caller of this moment may read /metrics."""
+        caller = ACTING.get()
+        if caller is not None and not (caller.rule.metrics or caller.rule.admin):
+            needs = "/metrics needs a key with `metrics: true`"
+            raise Forbidden(f"{needs}, and the key {caller.rule.name!r} has not")
+
+    def require_admin(self) -> Caller:
+        """The caller of this moment, who may administer. Raises Forbidden.
+
+        Without keys nobody may over HTTP: `servekit`'s own commands use the control socket.
+        """
+        caller = ACTING.get()
+        needs = "this needs a key with `admin: true`"
+        if caller is None:
+            raise Forbidden(f"{needs}; on this machine use servekit's command line")
+        if not caller.rule.admin:
+            raise Forbidden(f"the key {caller.rule.name!r} may not administer: {needs}")
+        return caller
+
+
+def key_of(headers: Headers, *, browser: bool = False) -> bytes:
+    """The key that a request brings; a browser also brings one as a password. Raises InvalidKey."""
+    other = b""
+    for name, value in headers:
+        if name == b"authorization":
+            if key := _credentials(value, browser):
+                return key
+        elif name in (b"x-api-key", b"api-key"):
+            other = value.strip()
+    if other:
+        return other
+    raise InvalidKey("an API key is needed: send it as `Authorization: Bearer KEY`")
+
+
+def _credentials(value: bytes, browser: bool) -> bytes:
+    scheme, _, rest = value.strip().partition(b" ")
+    scheme, rest = scheme.lower(), rest.strip()
+    if scheme == b"bearer":
+        return rest
+    if scheme != b"basic" or not browser:
+        return b""
+    try:
+        return base64.b64decode(rest, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

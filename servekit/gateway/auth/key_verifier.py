@@ -1,0 +1,148 @@
+"""Which key a request brings: a microsecond for one that is known, and a bound for all others.
+
+known                 a dictionary by keyed digest: no time tells anything about a key
+given in the clear    (from a file or the environment) the same, by the supervisor's digest
+hashed in the file    scrypt in a thread, of the hashes that have the key's prefix; then known
+unknown               no hash has its prefix: nothing is computed; else scrypt, then remembered
+
+scrypt runs for one key at a time, pauses after each that was wrong, and few may wait for it: a
+flood of wrong keys costs a quarter of a core at most, and no request with a known key waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from servekit.config import keys
+from servekit.errors import RequestError
+from servekit.protocol.messages import AccessRules
+
+#: Wrong keys that are remembered, 16 bytes each: a client that repeats one costs nothing more.
+MAX_WRONG = 4096
+#: Keys that may wait to be verified. More are told to come back.
+MAX_WAITING = 32
+#: After a wrong key, in lengths of its verification.
+PAUSE = 3.0
+
+
+Candidates = Sequence[tuple[keys.Hash, str]]
+
+
+class Busy(RequestError):
+    """Too many keys are being looked at."""
+
+    status = 503
+    code = "busy"
+
+
+class Verifier:
+    """Knows keys by name. All but `_scrypt` runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._rules = AccessRules()
+        self._known: dict[bytes, str] = {}
+        self._wrong: OrderedDict[bytes, None] = OrderedDict()
+        self._clear: dict[bytes, str] = {}
+        self._hashes: dict[bytes, list[tuple[keys.Hash, str]]] = {}
+        self._verifying: dict[bytes, asyncio.Task[str | None]] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    def apply(self, rules: AccessRules) -> None:
+        """Go by these rules from now on; keys that they have as before stay known."""
+        same = _unchanged(self._rules, rules)
+        self._known = {digest: name for digest, name in self._known.items() if name in same}
+        self._wrong.clear()
+        self._verifying = {}  # whoever waits there begins anew, see `verify`
+        self._rules = rules
+        self._clear = {rule.digest: rule.name for rule in rules.keys if rule.digest}
+        self._hashes = {}
+        for rule in rules.keys:
+            if rule.hash:
+                parsed = keys.parse(rule.hash)
+                self._hashes.setdefault(parsed.prefix, []).append((parsed, rule.name))
+
+    def known(self, key: bytes) -> str | None:
+        """The name of a key that has been seen before."""
+        return self._known.get(self._digest(key))
+
+    async def verify(self, key: bytes) -> str | None:
+        """The name of a key; None for one that is not ours. Raises Busy."""
+        digest = self._digest(key)
+        while True:
+            rules = self._rules
+            found = self._known.get(digest) or self._look_up(key, digest)
+            if found is not None or digest in self._wrong:
+                return found
+            candidates = self._hashes.get(keys.prefix_of(key))
+            if not candidates or len(key) > keys.MAX_KEY_BYTES:
+                return None
+            found = await asyncio.shield(self._begin(key, digest, candidates))
+            if rules is self._rules:
+                return found
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret, digest_size=16).digest()
+
+    def _look_up(self, key: bytes, digest: bytes) -> str | None:
+        if not self._clear or len(key) > keys.MAX_KEY_BYTES:
+            return None
+        name = self._clear.get(keys.fast_digest(key, self._rules.salt))
+        if name is not None:
+            self._known[digest] = name
+        return name
+
+    def _begin(self, key: bytes, digest: bytes, candidates: Candidates) -> asyncio.Task[str | None]:
+        """The verification of this key, begun by now if it had not been."""
+        task = self._verifying.get(digest)
+        if task is None:
+            if len(self._verifying) >= MAX_WAITING:
+                raise Busy("too many unknown keys are being looked at; try later", retry_after_s=2)
+            verifying = self._verify(key, digest, candidates, self._rules)
+            task = self._verifying[digest] = asyncio.get_running_loop().create_task(verifying)
+            task.add_done_callback(partial(_forget, self._verifying, digest))
+        return task
+
+    async def _verify(
+        self, key: bytes, digest: bytes, candidates: Candidates, rules: AccessRules
+    ) -> str | None:
+        """By the rules of the moment it was asked for; nothing comes of it under others."""
+        async with self._one_at_a_time:
+            if rules is not self._rules:
+                return None
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            name = await asyncio.to_thread(_matching, key, candidates)
+            if name is None:
+                await asyncio.sleep(PAUSE * (loop.time() - began_s))
+        if rules is self._rules:
+            self._remember(digest, name)
+        return name
+
+    def _remember(self, digest: bytes, name: str | None) -> None:
+        if name is not None:
+            self._known[digest] = name
+            return
+        self._wrong[digest] = None
+        if len(self._wrong) > MAX_WRONG:
+            self._wrong.popitem(last=False)
+
+
+def _forget(verifying: dict[bytes, Any], digest: bytes, _: Any) -> None:
+    verifying.pop(digest, None)
+
+
+def _matching(key: bytes, candidates: Candidates) -> str | None:
+    return next((name for known, name in candidates if known.matches(key)), None)
+
+
+def _unchanged(old: AccessRules, new: AccessRules) -> set[str]:
+    """Names of keys that are recognised by the same as before."""
+    before = {(rule.name, rule.hash, rule.digest) for rule in old.keys}
+    return {rule.name for rule in new.keys if (rule.name, rule.hash, rule.digest) in before}

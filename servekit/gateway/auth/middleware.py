@@ -1,0 +1,221 @@
+"""The gate before every door: whose key is it, how often, and from which web page.
+
+Nothing stands in the way while there are neither keys nor CORS: the hot routes' handlers are then
+the very ones that the endpoints made. Every path but the few in `OPEN` needs a key; a path nobody
+thought of needs one, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+
+from servekit.errors import InvalidKey, RequestError, ServekitError
+from servekit.gateway.api.openapi import docs_pages
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.authorization import ACTING, Access, Headers, key_of
+from servekit.gateway.auth.csrf import Strangers
+from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_error
+from servekit.gateway.http.fast_response import Exchange, Handler, Header
+from servekit.gateway.ui import login
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+#: What load balancers and readers of the documentation ask for; no key is needed.
+OPEN = {"/", "/livez", "/readyz", "/version", "/openapi.json", "/docs/oauth2-redirect"}
+OPEN |= {"/health", "/v1/health", "/ping"}
+#: Of these the one that tells who has a key more.
+READY = "/readyz"
+OPEN |= login.PATHS | docs_pages.PATHS
+#: Open where the file says so.
+METRICS = "/metrics"
+#: Files that /docs/swagger is made of.
+OPEN_FOLDER = "/static-offline-docs/"
+METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+#: Headers that a page may read beside those that every page may.
+EXPOSED = b", ".join(
+    [b"retry-after", b"www-authenticate", b"x-request-id", b"servekit-warning"]
+    + [
+        b"x-ratelimit-%b-%b" % (which, what)
+        for what in (b"requests", b"tokens")
+        for which in (b"limit", b"remaining", b"reset")
+    ]
+)
+PREFLIGHT_MAX_AGE_S = 600
+
+Refuse = Callable[[Send, ServekitError], Awaitable[None]]
+
+
+class Gate:
+    """Stands before the application, on the short way and on ASGI's."""
+
+    def __init__(self, access: Access, handlers: Mapping[bytes, Handler]) -> None:
+        self._access = access
+        self._handlers = handlers
+        #: The hot routes as the protocol is to call them; changed in place with the rules.
+        self.exchanges: dict[bytes, Handler] = dict(handlers)
+        self.open = True
+        self._strangers: Strangers | None = None
+        #: How a refusal looks where it is not OpenAI's envelope, by path.
+        self.envelopes: dict[str, Refuse] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        access.on_change(self._on_change)
+
+    def _on_change(self) -> None:
+        rules = self._access.rules
+        self.open = not (self._access.closed or rules.cors or rules.hosts)
+        self._strangers = Strangers(rules.hosts, rules.cors) if rules.hosts else None
+        for path, handler in self._handlers.items():
+            self.exchanges[path] = handler if self.open else partial(self._pass, handler)
+
+    # ---- the short way
+
+    def _pass(self, handler: Handler, exchange: Exchange) -> None:
+        """Answer a request once it is known whose it is: nearly always at once."""
+        exchange.extra = self._cors(exchange.headers)
+        if self._strangers is not None:
+            self._strangers.refuse(exchange.headers)
+        if not self._access.closed:
+            handler(exchange)
+            return
+        key = key_of(exchange.headers)
+        caller = self._access.known(key)
+        if caller is not None:
+            self._act(handler, exchange, caller)
+            return
+        task = asyncio.get_running_loop().create_task(self._verify(handler, exchange, key))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _verify(self, handler: Handler, exchange: Exchange, key: bytes) -> None:
+        """Find out whose key it is, off the event loop, and go on."""
+
+        def go_on(exchange: Exchange) -> None:
+            if not exchange.disconnected:
+                self._act(handler, exchange, caller)
+
+        try:
+            caller = await self._access.verify(key)
+        except ServekitError as error:
+            exchange.fail(error)
+        except Exception:
+            log.exception("unexpected error")
+            exchange.fail(ServekitError("an internal error; see the logs"))
+        else:
+            exchange.begin_with(go_on)
+
+    def _act(self, handler: Handler, exchange: Exchange, caller: Caller) -> None:
+        refused = caller.charge()
+        if caller.limited:
+            exchange.extra += caller.headers()
+        if refused is not None:
+            raise refused
+        before = ACTING.set(caller)
+        try:
+            handler(exchange)
+        finally:
+            ACTING.reset(before)
+
+    # ---- ASGI
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
+        """Answer by `app`, as the caller; raises nothing of ours."""
+        headers = scope["headers"]
+        extra = self._cors(headers)
+        path: str = scope["path"]
+        if extra and scope["method"] == "OPTIONS" and _asks_leave(headers):
+            await _preflight(send, extra, headers)
+            return
+        try:
+            if self._strangers is not None and path not in OPEN:
+                self._strangers.refuse(headers)
+            if self._access.closed and path == READY:
+                with contextlib.suppress(RequestError):
+                    ACTING.set(await self._caller(scope))
+            elif self._access.closed and not self._is_open(path):
+                caller = await self._caller(scope)
+                ACTING.set(caller)  # of this request's own task
+                if scope["method"] == "POST" and not _is_page(path):
+                    refused = caller.charge()
+                    extra += caller.headers()
+                    if refused is not None:
+                        raise refused
+        except RequestError as error:
+            if isinstance(error, InvalidKey) and _is_page(path) and await login.lead(scope, send):
+                return
+            await self.envelopes.get(path, send_error)(_with(send, extra), error)
+            return
+        await app(scope, receive, _with(send, extra) if extra else send)
+
+    def _is_open(self, path: str) -> bool:
+        if path == METRICS:
+            return self._access.rules.open_metrics
+        return path in OPEN or path.startswith(OPEN_FOLDER)
+
+    async def _caller(self, scope: Scope) -> Caller:
+        if _is_page(scope["path"]):
+            login.refuse_strangers(scope)
+            login.find_session(scope)
+            return await self._access.holder(scope["headers"])
+        key = key_of(scope["headers"])
+        return self._access.known(key) or await self._access.verify(key)
+
+    # ---- web pages
+
+    def _cors(self, headers: Headers) -> tuple[Header, ...]:
+        """The headers that let the page of this request read the answer."""
+        allowed = self._access.rules.cors
+        if not allowed:
+            return ()
+        origin = next((value for name, value in headers if name == b"origin"), b"")
+        if "*" in allowed and origin:
+            return (
+                (b"access-control-allow-origin", b"*"),
+                (b"access-control-expose-headers", EXPOSED),
+            )
+        vary = (b"vary", b"Origin")
+        if origin.decode("latin-1") not in allowed:
+            return (vary,)
+        return (
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", EXPOSED),
+            vary,
+        )
+
+
+def _is_page(path: str) -> bool:
+    """The pages of the browser: a session or a password will do, too."""
+    return path == "/ui" or path.startswith("/ui/")
+
+
+def _asks_leave(headers: Headers) -> bool:
+    return any(name == b"access-control-request-method" for name, _ in headers)
+
+
+async def _preflight(send: Send, extra: tuple[Header, ...], headers: Headers) -> None:
+    """What the browser asks before it lets a page send a request with a key."""
+    wanted = next((v for n, v in headers if n == b"access-control-request-headers"), b"")
+    head: list[Header] = [
+        *extra,
+        (b"access-control-allow-methods", METHODS),
+        (b"access-control-allow-headers", wanted or b"authorization, content-type"),
+        (b"access-control-max-age", b"%d" % PREFLIGHT_MAX_AGE_S),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": head})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _with(send: Send, extra: tuple[Header, ...]) -> Send:
+    """`send` that adds headers to the answer."""
+
+    def sending(message: Any) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *extra]}
+        return send(message)
+
+    return sending

@@ -1,0 +1,105 @@
+"""What the supervisor is told of models that come and go: how much each is in use here.
+
+Nothing of it stands in the way of a request for a model that is there: what its route knows anyway
+is looked at ten times a second, and only a request that has to wait is told of at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from servekit.errors import DeadlineExceeded, QueueFull
+from servekit.gateway.routing.model_queue import Route
+from servekit.protocol.residency import KeepAlive, Wanted
+
+EVERY_S = 0.1
+
+
+class Demand:
+    """Watches the routes of models that come and go; `tell` sends to the supervisor."""
+
+    def __init__(self, tell: Callable[[Wanted | KeepAlive], None]) -> None:
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._watched: list[Route] = []
+        self._told: dict[str, tuple[int, int, float]] = {}  # waiting, running, last used
+        self._tiers: dict[str, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+
+    def apply(self, routes: Iterable[Route]) -> None:
+        """These are the models from now on, and how they stand.
+
+        Of one that has come or gone it is told anew what waits for it: what was told before may be
+        of requests that it has answered in between.
+        """
+        self._watched = []
+        for route in routes:
+            residence = route.status.residence
+            route.on_wait = None if residence is None else self._on_wait
+            if residence is None:
+                continue
+            self._watched.append(route)
+            if self._tiers.get(route.status.name) != residence.tier:
+                self._tiers[route.status.name] = residence.tier
+                self._told.pop(route.status.name, None)
+                self._report(route)
+        if self._watched and self._timer is None:
+            self._look()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def keep(self, route: Route, stay_s: float | None, *, loads: bool = False) -> None:
+        """A client has said how long it is to stay, and perhaps that it is to be loaded now."""
+        if route.status.residence is not None:
+            self._tell(KeepAlive(route.base.status.name, stay_s, loads))
+
+    async def until_known(self, route: Route, timeout_s: float | None = None) -> bool:
+        """Have a model loaded of which nothing is known yet: how it calls tools, how it thinks.
+
+        Only the first time that it is loaded here; False where it was known. Raises
+        ModelUnavailable, QueueFull, DeadlineExceeded.
+        """
+        base = route.base
+        if base.status.info is not None or base.status.residence is None:
+            return False
+        route.check_available()
+        if base.expected >= base.queue.limit:
+            raise QueueFull(f"{base.expected} requests wait for {base.status.name!r} already")
+        limit_s = base.status.timeout_s if timeout_s is None else timeout_s
+        base.expected += 1
+        self._on_wait(base)
+        try:
+            async with asyncio.timeout(min(limit_s, base.status.timeout_s)):
+                while base.status.info is None and not (base.hopeless or base.removed):
+                    await self._news.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"not done within {limit_s:g} s; it was waiting") from None
+        finally:
+            base.expected -= 1
+        if base.status.info is None:
+            raise base.unavailable()
+        return True
+
+    def _on_wait(self, route: Route) -> None:
+        """The first that waits is not kept waiting for the next look."""
+        if not self._told.get(route.status.name, (0, 0, 0.0))[0]:
+            self._report(route)
+
+    def _look(self) -> None:
+        self._timer = None
+        for route in self._watched:
+            self._report(route)
+        if self._watched:
+            self._timer = self._loop.call_later(EVERY_S, self._look)
+
+    def _report(self, route: Route) -> None:
+        name = route.status.name
+        now = self._loop.time()
+        waiting, running = route.waiting + route.expected, route.running
+        used_at = now if waiting or running else route.pace.at
+        use = waiting, running, 0.0 if waiting or running else used_at
+        if use != self._told.get(name):
+            self._told[name] = use
+            self._tell(Wanted(name, waiting, running, now - used_at))

@@ -1,0 +1,4 @@
+"""From a worker's tokens to an answer: choices, stream writing, OpenAI's byte templates.
+
+Only the gateway may import from here.
+"""

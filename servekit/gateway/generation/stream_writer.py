@@ -1,0 +1,95 @@
+"""From a call to its answer on the short way, at the end of the turn in which something comes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import structlog
+
+from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.gateway.generation.openai_encoder import Answer
+from servekit.gateway.http.end_of_tick import Cork
+from servekit.gateway.http.fast_response import Exchange
+from servekit.gateway.routing.request import Call
+from servekit.protocol.messages import Delta
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+
+class Pump:
+    """Moves what comes for a call into its answer, as `openai.whole` and `openai.stream` do.
+
+    While the client does not read nothing is taken out of the call; what has come meanwhile
+    leaves in one write when the client reads again.
+    """
+
+    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams", "cork")
+
+    def __init__(self, exchange: Exchange, call: Call, answer: Answer, cork: Cork) -> None:
+        self._exchange = exchange
+        self._call = call
+        self._answer = answer
+        self._streams = False  # it has begun to
+        self._places = False
+        self._place: int | None = None  # the one told last
+        self.cork = cork
+        call.read_text()
+        call.pump = self
+        call.sink = partial(cork.add, self)
+        exchange.on_writable = self.run
+        exchange.on_gone = call.cancel
+
+    def tell_places(self) -> None:
+        """Begin the stream now, with a comment for each new place in the queue."""
+        self._exchange.begin_stream()
+        self._places = True
+        self.run()
+
+    def run(self) -> None:
+        """Something has come, or the client reads again. Never raises: others wait behind it."""
+        exchange, call = self._exchange, self._call
+        try:
+            if self._streams and not call.done:
+                if (texts := call.texts) and exchange.open:
+                    # nearly every token of a stream: nothing else to say
+                    if len(texts) == 1:
+                        text = texts.pop()
+                    else:
+                        text = "".join(texts)
+                        texts.clear()
+                    if text:  # not half a character
+                        exchange.joined.write_now(self._answer.chunk(text))
+                return
+            if self._places and exchange.open:
+                self._tell_place()
+            while exchange.open and (news := self._call.collect_text()) is not None:
+                self._pass_on(*news)
+                if not self._call.done:
+                    return
+        except RequestError as error:
+            # this runs within whoever fails the call, whose frames hold the error: a cycle
+            error.with_traceback(None)
+            if not isinstance(error, ClientClosed):
+                exchange.fail(error)
+        except Exception:
+            log.exception("unexpected error", request=exchange.origin.name)
+            exchange.fail(ServekitError("an internal error; see the logs"))
+            self._call.cancel()
+
+    def _tell_place(self) -> None:
+        place = self._call.place
+        if place is None or self._call.done:
+            self._places = False
+        elif place != self._place:
+            self._place = place
+            self._exchange.stream(b": queue position %d\n\n" % place, last=False)
+
+    def _pass_on(self, text: str, last: Delta | None) -> None:
+        if self._call.stream:
+            self._streams = not self._places
+            events = self._answer.events(text, last)
+            self._exchange.stream(events, last=last is not None, now=True)
+        else:
+            assert last is not None
+            self._exchange.answer(self._answer.whole(text, last))

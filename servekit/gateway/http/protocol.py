@@ -1,0 +1,178 @@
+"""HTTP/1.1 by uvicorn, with a short way for the hot routes and one write where it makes two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from servekit.gateway.http.asgi import too_large
+from servekit.gateway.http.fast_response import Exchange, Handler, Header, Joined
+from servekit.gateway.http.header_cache import Head
+from servekit.gateway.http.limits import LimitedProtocol
+
+
+class Http(LimitedProtocol):
+    """uvicorn's protocol; a plain POST to a path in `hot` becomes an Exchange instead."""
+
+    leaving: ClassVar[bool] = False  # every connection of this process ends with its next answer
+
+    def __init__(
+        self,
+        *args: Any,
+        hot: Mapping[bytes, Handler],
+        max_body_bytes: int,
+        answers: defaultdict[Any, int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`answers` counts those of hot routes, by path and status."""
+        super().__init__(*args, **kwargs)
+        self.answers = defaultdict(int) if answers is None else answers
+        self.max_body_bytes = max_body_bytes
+        self._hot = hot
+        # the last one; `cycle` may be another by now, which came while this one is being answered
+        self._exchange: Exchange | None = None
+        self._head: Head | None = None  # of the request that was parsed last
+        self._within = False  # a message: it has begun to come, and not come to its end
+        self._idle_since_s = 0.0  # an answer on the short way is out; 0 once something comes
+        self._heads: dict[Any, bytes] = {}
+        self._heads_of: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.joined = Joined(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, self.joined))
+
+    # ---- a request whose head is known
+
+    def data_received(self, data: bytes) -> None:
+        self._idle_since_s = 0.0
+        head = self._head
+        if head is not None:
+            if (body := head.body_of(data)) is not None and self._takes(body):
+                return
+            self._head = None
+        before, at_start = self._exchange, not self._within
+        super().data_received(data)
+        if at_start and self._exchange is not before and not self._within:
+            self._head = Head.of(data)
+
+    def _takes(self, body: bytes) -> bool:
+        """Take a request that is whole, with the head of the one before; False where it may not."""
+        cycle: Any = self.cycle
+        handler = self._hot.get(self.url)
+        if (
+            handler is None
+            or self._within
+            or self._header_bytes  # of what was refused, and still comes
+            or (cycle is not None and not cycle.response_complete)
+            or self.flow.write_paused
+            or len(body) > self.max_body_bytes
+        ):
+            return False
+        self._exchange = exchange = Exchange(self, handler)
+        self.cycle = cast(Any, exchange)
+        exchange.body = body
+        exchange.begin()
+        return True
+
+    def answered(self) -> None:
+        """An exchange is over. As uvicorn's `on_response_complete`, without a timer for each."""
+        if self.pipeline:
+            self.on_response_complete()
+        elif not self.transport.is_closing():
+            self.server_state.total_requests += 1
+            if self.flow.read_paused:
+                self.flow.resume_reading()
+            self._idle_since_s = self.loop.time()
+
+    def sweep(self, now_s: float) -> None:
+        super().sweep(now_s)
+        if self._idle_since_s and now_s - self._idle_since_s > self.timeout_keep_alive:
+            self.timeout_keep_alive_handler()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.disconnected = True
+            if isinstance(cast(Any, self.cycle), Exchange):
+                # they hold each other, and would wait for the collector, which comes rarely
+                self.cycle = cast(Any, None)
+            gone = exchange.on_gone
+            exchange.on_gone = exchange.on_writable = None  # so do they
+            if gone is not None:
+                gone()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._exchange is not None and self._exchange.on_writable is not None:
+            self._exchange.on_writable()
+
+    def head(self, status: int, headers: tuple[Header, ...]) -> bytes:
+        """Status line and headers, the server's own (the date) included; kept while they last."""
+        defaults = self.server_state.default_headers
+        if defaults is not self._heads_of:
+            self._heads, self._heads_of = {}, defaults
+        key = (status, headers)
+        head = self._heads.get(key)
+        if head is None:
+            lines = b"".join(b"%b: %b\r\n" % pair for pair in (*defaults, *headers))
+            head = self._heads[key] = STATUS_LINE[status] + lines
+        return head
+
+    # ---- parser callbacks
+
+    def on_message_begin(self) -> None:
+        self._within = True
+        super().on_message_begin()
+
+    def message_ends(self) -> None:
+        self._within = False
+        super().message_ends()
+
+    def on_headers_complete(self) -> None:
+        handler = self._hot.get(self.url)
+        if handler is None or not self._is_plain():
+            super().on_headers_complete()
+            return
+        self.header_ends()
+        self._exchange = exchange = Exchange(self, handler)
+        self.cycle = cast(Any, exchange)
+        declared = exchange.header(b"content-length")
+        if declared.isdigit() and int(declared) > self.max_body_bytes:
+            exchange.fail(too_large(self.max_body_bytes))
+
+    def _is_plain(self) -> bool:
+        parser = self.parser
+        return (
+            parser.get_method() == b"POST"
+            and parser.get_http_version() == "1.1"
+            and parser.should_keep_alive()
+            and not parser.should_upgrade()
+            and not self.expect_100_continue
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused  # ASGI waits with the answer to a client that is slow
+        )
+
+    def on_body(self, body: bytes) -> None:
+        self.body_goes_on(len(body))
+        exchange: Any = self.cycle
+        if not isinstance(exchange, Exchange):
+            super().on_body(body)
+        elif not exchange.response_complete:
+            exchange.receive(body)
+
+    def on_message_complete(self) -> None:
+        if self.upgrades:  # it will be parsed anew
+            return
+        self.message_ends()
+        exchange: Any = self.cycle
+        if not isinstance(exchange, Exchange):
+            super().on_message_complete()
+        elif not exchange.response_complete:
+            exchange.begin()
+        else:  # refused while it came
+            self._idle_since_s = self.loop.time()

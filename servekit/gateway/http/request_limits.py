@@ -1,0 +1,180 @@
+"""How much one request may hold: `server.limits`, beside what the schema itself bounds.
+
+Bodies are bounded in bytes before they are read, and in depth by the decoder, which gives up long
+before Python's stack does. What is left free in form (tools, schemas, metadata) is measured here,
+by whoever takes it in; nothing here costs a request that holds nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.gateway.api.openai.schema import INT64
+from servekit.protocol.access import RequestLimits
+from servekit.protocol.types import Grammar
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.request import Call
+    from servekit.protocol.messages import ModelInfo
+
+#: Highest `multipleOf` of a schema, but for a power of ten that it is multiplied with.
+MAX_MULTIPLE = 10_000
+#: A request that waits, its connection included, without what it says.
+_CALL_BYTES = 8 * 1024
+#: Keys of a JSON schema that hold schemas: one, a list, a mapping; source: draft 2020-12.
+_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+_ONE_MORE = ("unevaluatedItems", "unevaluatedProperties", "additionalItems", "contentSchema")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPPINGS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+
+
+def check_call(call: Call, limits: RequestLimits) -> None:
+    """Raise RequestError if a call holds more messages or stop strings than allowed."""
+    _check(len(call.messages or ()), limits.messages, "messages", "messages")
+    _check(len(call.params.stop), limits.stop_strings, "stop", "stop_strings")
+
+
+def held_bytes(call: Call) -> int:
+    """What a call that waits holds of this process's memory, about."""
+    size = _CALL_BYTES + _size(call.prompt) + _size(call.more)
+    for message in call.messages or ():
+        size += _size(message.content) + _size(message.reasoning)
+        size += sum(_size(called.arguments) for called in message.tool_calls)
+    return size
+
+
+def _size(value: Any) -> int:
+    """Of a decoded value with all that is in it, in bytes; `check_depth` bounds how deep it is."""
+    if isinstance(value, dict):
+        return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return sys.getsizeof(value) + sum(map(_size, value))
+    return sys.getsizeof(value)
+
+
+def check_fits(call: Call, info: ModelInfo | None) -> None:
+    """Raise ContextLengthExceeded for a prompt that cannot fit, however few tokens it has.
+
+    For what is to wait: its worker, which knows better, is asked only then. Templates may leave
+    out what an assistant has said, and cut white space, so that neither counts.
+    """
+    if info is None or call.more.get("task") or call.params.truncate_prompt:
+        return
+    prompt, context = call.prompt, info.max_context
+    if isinstance(prompt, list):
+        tokens = len(prompt)
+    elif info.token_bytes:
+        texts = [one.content for one in call.messages or () if one.role != "assistant"]
+        texts += [] if prompt is None else [prompt]
+        if sum(map(len, texts)) <= context * info.token_bytes // 4:
+            return  # a character has four bytes at most
+        size_bytes = sum(len(part.encode()) for text in texts for part in text.split())
+        tokens = size_bytes // info.token_bytes
+    else:
+        return
+    if tokens > context:
+        raise ContextLengthExceeded(
+            f"this model's context is {context} tokens; the prompt has {tokens} at the very least. "
+            "Shorten it",
+            param="prompt" if call.messages is None else "messages",
+        )
+
+
+def check_images(count: int, limits: RequestLimits, param: str = "messages") -> None:
+    """Raise RequestError if a request holds more images than allowed."""
+    _check(count, limits.images, param, "images")
+
+
+def check_depth(value: Any, limits: RequestLimits, param: str) -> None:
+    """Raise RequestError if a decoded value nests deeper than allowed, or cannot cross the wire."""
+    level = [value]
+    for _ in range(limits.json_depth + 1):
+        if any(isinstance(one, int) and not -INT64 <= one < 2 * INT64 for one in level):
+            raise RequestError(f"{param}: a whole number in it is beyond 64 bits", param=param)
+        outer = [one for one in level if isinstance(one, dict | list)]
+        if not outer:
+            return
+        level = [i for one in outer for i in (one.values() if isinstance(one, dict) else one)]
+    raise _too_deep(param, limits.json_depth, "json_depth")
+
+
+def check_schema(schema: Any, limits: RequestLimits, param: str) -> None:
+    """Raise RequestError if a JSON schema nests deeper than allowed, as JSON or as schemas."""
+    check_depth(schema, limits, param)
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > limits.schema_depth:
+            raise _too_deep(param, limits.schema_depth, "schema_depth")
+        for one in level:
+            _check_multiple(one, param)
+        level = [inner for outer in level for inner in subschemas(outer)]
+
+
+def _check_multiple(schema: Any, param: str) -> None:
+    """Raise RequestError for a `multipleOf` that takes long to compile.
+
+    Its automaton has a state for each remainder; powers of ten are looked for in the digits.
+    """
+    multiple = schema.get("multipleOf") if isinstance(schema, dict) else None
+    if not isinstance(multiple, int | float) or isinstance(multiple, bool):
+        return  # whoever compiles it says what is wrong with it
+    digits = f"{multiple:.15g}".partition("e")[0].replace(".", "").strip("0-")
+    if len(digits) > 6 or int(digits or 0) > MAX_MULTIPLE:
+        raise RequestError(
+            f"{param}: multipleOf is {multiple:g}, and at most {MAX_MULTIPLE} is served, "
+            "powers of ten apart",
+            param=param,
+        )
+
+
+def check_grammar(grammar: Grammar, limits: RequestLimits, param: str = "response_format") -> None:
+    """Raise RequestError if a grammar is a JSON schema that nests deeper than allowed."""
+    if grammar.kind == "json_schema":
+        check_schema(msgspec.json.decode(grammar.text), limits, param)
+
+
+def check_free(
+    tools: list[dict[str, Any]],
+    template: dict[str, Any],
+    grammar: Grammar | None,
+    limits: RequestLimits,
+) -> None:
+    """Raise RequestError if what a conversation brings beside its messages nests too deep."""
+    if tools:
+        check_depth(tools, limits, "tools")
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict):
+            check_schema(function.get("parameters"), limits, "tools")
+    if template:
+        check_depth(template, limits, "chat_template_kwargs")
+    if grammar is not None:
+        check_grammar(grammar, limits)
+
+
+def _check(count: int, most: int, param: str, key: str) -> None:
+    if count > most:
+        message = f"{param}: {count} are over the limit of {most}; see server.limits.{key}"
+        raise RequestError(message, param=param)
+
+
+def _too_deep(param: str, most: int, key: str) -> RequestError:
+    message = f"{param} is nested deeper than the limit of {most}; see server.limits.{key}"
+    return RequestError(message, param=param)
+
+
+def subschemas(schema: Any) -> list[Any]:
+    """The schemas directly within a schema that are objects; `true` and `false` hold none."""
+    if not isinstance(schema, dict):
+        return []
+    found = [schema[key] for key in (*_ONE, *_ONE_MORE) if key in schema]
+    for key in _LISTS:
+        found += schema[key] if isinstance(schema.get(key), list) else []
+    for key in _MAPPINGS:
+        found += schema[key].values() if isinstance(schema.get(key), dict) else []
+    return [inner for inner in found if isinstance(inner, dict)]

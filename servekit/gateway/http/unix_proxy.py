@@ -1,0 +1,87 @@
+"""The UI of the first gateway, served by the others: Gradio's sessions live in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from servekit.errors import ModelUnavailable
+from servekit.gateway.http.asgi import Receive, Scope, Send, send_error
+
+#: Headers that speak of one connection, not of the message. Source: RFC 9110, section 7.6.1.
+HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+
+
+class UnixProxy:
+    """Passes requests on to a Unix socket, bodies streamed both ways."""
+
+    def __init__(self, path: Path) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        transport = httpx.AsyncHTTPTransport(uds=str(path), limits=limits)
+        self._client = httpx.AsyncClient(transport=transport, timeout=None, base_url="http://ui")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = self._client.build_request(
+            scope["method"],
+            httpx.URL("http://ui", raw_path=_target(scope)),
+            headers=[(k, v) for k, v in scope["headers"] if k not in HOP_BY_HOP],
+            content=await _body(receive),
+        )
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.TransportError:
+            await send_error(send, ModelUnavailable("the UI is starting", retry_after_s=2.0))
+            return
+        await _until_gone(_relay(response, send), receive)
+
+
+async def _until_gone(relay: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Relay until done, or until the client has left: then the UI must see it leave, too."""
+    relaying, leaving = asyncio.ensure_future(relay), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([relaying, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if relaying.done():
+            relaying.result()
+    finally:
+        relaying.cancel()
+        leaving.cancel()
+        await asyncio.gather(relaying, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _target(scope: Scope) -> bytes:
+    query: bytes = scope["query_string"]
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    return path + (b"?" + query if query else b"")
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+async def _relay(response: httpx.Response, send: Send) -> None:
+    headers = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in HOP_BY_HOP]
+    try:
+        await send(
+            {"type": "http.response.start", "status": response.status_code, "headers": headers}
+        )
+        async for chunk in response.aiter_raw():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        await response.aclose()

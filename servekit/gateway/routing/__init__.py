@@ -1,0 +1,4 @@
+"""Routing: the queue of each model, load balancing, retries, quarantine, worker connections.
+
+`router` is the entry. Only the gateway may import from here.
+"""

@@ -1,0 +1,117 @@
+"""An adapter at this gateway: a model of its own to clients, and its base's queue and workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+
+from msgspec.structs import replace
+
+from servekit.errors import ModelUnavailable
+from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.request import Call
+from servekit.protocol import readiness
+from servekit.protocol.adapters import AdapterStatus
+from servekit.protocol.messages import ModelStatus
+
+#: Between looks whether an adapter's last call is done.
+_LOOK_EVERY_S = 0.05
+
+
+class AdapterRoute(Route):
+    """What requests for an adapter find: the base's route, under the adapter's name.
+
+    Only asked how things stand; calls queue at `base`.
+    """
+
+    def __init__(self, base: Route, adapter: AdapterStatus) -> None:
+        named = {"name": adapter.name, "path": adapter.path, "aliases": (), "adapters": ()}
+        info = base.status.info
+        taken = adapter.info.virtual_tokens if adapter.info is not None else 0
+        if info is not None and taken:
+            info = replace(info, max_context=info.max_context - taken)
+        super().__init__(replace(base.status, **named, info=info, created=_since(base, adapter)))
+        self.base = base
+        self.adapter = adapter
+        self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
+        self.choosy = base.choosy
+
+    @property
+    def ready(self) -> bool:
+        return self.adapter.state == "serving" and self.base.ready
+
+    @property
+    def hopeless(self) -> bool:
+        return self.adapter.state == "failed" or self.base.hopeless
+
+    @property
+    def available(self) -> bool:
+        return self._is_loaded and self.base.available
+
+    @property
+    def _is_loaded(self) -> bool:
+        """Or will be with its base, which is not there now."""
+        return readiness.adapter_able(self.base.status, self.adapter)
+
+    def check_loaded(self) -> None:
+        """Raise ModelUnavailable unless the adapter serves wherever its base does."""
+        name, state = self.adapter.name, self.adapter.state
+        if state == "failed":
+            message = f"the adapter {name!r} cannot serve: {self.adapter.reason}"
+            raise ModelUnavailable(message, retry_after_s=30.0, param="model")
+        if not self._is_loaded:
+            message = f"the adapter {name!r} is being loaded"
+            raise ModelUnavailable(message, retry_after_s=5.0, param="model")
+
+    def check_available(self) -> None:
+        """Raise ModelUnavailable unless the adapter serves, and its base does or will soon."""
+        self.check_loaded()
+        self.base.check_available()
+
+    def adapt(self, call: Call) -> None:
+        """Have a call be this adapter's. Raises ModelUnavailable."""
+        self.check_available()
+        call.more = {**call.more, "adapter": self.adapter.name}
+
+
+def _since(base: Route, adapter: AdapterStatus) -> int:
+    return max(base.status.created, int(adapter.since))
+
+
+def base_of(route: Route) -> str:
+    """The name of an adapter's base; "" for what is none."""
+    return route.base.status.name if isinstance(route, AdapterRoute) else ""
+
+
+def adapters_of(route: Route) -> tuple[AdapterRoute, ...]:
+    """What requests may name beside a model. What is being unloaded is not known any more."""
+    known = route.status.adapters
+    return tuple(AdapterRoute(route, one) for one in known if one.state != "unloading")
+
+
+class Farewells:
+    """Tells when no call needs an adapter any more that does not serve, new ones included.
+
+    `tell` is called with its name; `calls` are those that wait or run.
+    """
+
+    def __init__(self, calls: Collection[Call], tell: Callable[[str], None]) -> None:
+        self._calls = calls
+        self._tell = tell
+        self._leaving: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def apply(self, models: Iterable[ModelStatus]) -> None:
+        """These are the models and their adapters from now on."""
+        leaving = {one.name for m in models for one in m.adapters if one.state != "serving"}
+        new, self._leaving = leaving - self._leaving, leaving
+        for name in new:
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        if name not in self._leaving:
+            return
+        if any(call.more.get("adapter") == name for call in self._calls):
+            self._loop.call_later(_LOOK_EVERY_S, self._look, name)
+        else:
+            self._tell(name)

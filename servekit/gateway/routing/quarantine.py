@@ -1,0 +1,169 @@
+"""Requests that have taken workers down, and sources of such, and until when they are refused.
+
+A client that counts its requests, or stamps them with the time, dodges an exact fingerprint. So
+once ALIKE of them are quarantined that differ in their numbers alone, all such requests are
+refused, unless one of them has come through.
+
+Clocks are monotonic, and each process has its own: what is sent is how long one still holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from servekit.errors import RequestError, RequestQuarantined, SourceQuarantined
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.suspect_sources import in_words, source_of
+from servekit.protocol.messages import ModelStatus, Quarantined
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_json = msgspec.json.Encoder().encode
+#: A word with a digit; a word is looked at once, however long it is.
+_NUMBER = re.compile(rb"\b[^\W\d]*+\d\w*+")
+#: Requests in quarantine, alike but for their numbers, with which all of their kind are.
+ALIKE = 3
+#: How much of a fingerprint people are shown.
+SHOWN = 16
+
+
+def fingerprint(model: str, call: Call) -> str:
+    """sha256 over the model and all that the request asks of it, in hex."""
+    asked = (model, call.params, call.prompt, call.messages, call.more)
+    return hashlib.sha256(_encode(asked)).hexdigest()
+
+
+def likeness(model: str, call: Call) -> str:
+    """As `fingerprint`, without the numbers; "" of a call that has no text of its own."""
+    if not isinstance(call.prompt, str) and call.messages is None:
+        return ""
+    asked = (call.params, call.prompt, call.messages, call.more)
+    return hashlib.sha256(model.encode() + _NUMBER.sub(b"0", _to_json(asked))).hexdigest()
+
+
+class Held(NamedTuple):
+    """An entry, and the monotonic time at which it ends.
+
+    `like` is the likeness of a request that this gateway has quarantined, "" of others, and of
+    those whose like has come through.
+    """
+
+    entry: Quarantined
+    until_s: float
+    like: str = ""
+
+    def holds(self, status: ModelStatus, now_s: float) -> bool:
+        """Whether it is of the model as it is by now, and not over."""
+        fits = self.entry.generation in ("", generation_of(status))
+        return fits and self.entry.model == status.name and self.until_s > now_s
+
+
+def refusal(entry: Quarantined, left_s: float) -> RequestError:
+    """The error of what is quarantined, for `left_s` more."""
+    if is_source(entry):
+        return SourceQuarantined(
+            f"requests from {in_words(entry.fingerprint)} have taken workers of {entry.model!r}"
+            f" down again and again; they are refused for {left_s:.0f} s",
+            retry_after_s=max(1.0, left_s),
+        )
+    held = f"; it is refused for {left_s:.0f} s" if left_s > 0 else ""
+    return RequestQuarantined(
+        f"workers died each time they ran this request, in the end alone{held}. Change it, or tell"
+        f" the operator its fingerprint: {entry.fingerprint[:SHOWN]}"
+    )
+
+
+def is_source(entry: Quarantined) -> bool:
+    """It is a key or an address, not a request."""
+    return ":" in entry.fingerprint
+
+
+class Quarantine:
+    """What this gateway refuses; false while that is nothing. `now_s` is monotonic."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], Held] = {}  # by model and fingerprint
+        self._harmless: set[str] = set()  # likenesses that have come through meanwhile
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def add(self, entries: Iterable[Quarantined], now_s: float) -> None:
+        """Hold these too, and forget those whose time is over. What holds longer counts."""
+        for entry in entries:
+            at = entry.model, entry.fingerprint
+            known, until_s = self._held.get(at), now_s + entry.for_s
+            changed = known is not None and known.entry.generation != entry.generation
+            if known is None or changed or known.until_s < until_s:
+                self._held[at] = Held(entry, until_s, known.like if known else "")
+        self._held = {at: held for at, held in self._held.items() if held.until_s > now_s}
+        if not self._held:
+            self._harmless.clear()
+
+    def commit(self, status: ModelStatus, call: Call, now_s: float) -> Quarantined:
+        """Quarantine a call of this model, for as long as the model's configuration says."""
+        mark = fingerprint(status.name, call)
+        log.error(
+            "quarantined", model=status.name, fingerprint=mark[:SHOWN],
+            deaths=call.deaths_in_all, for_s=status.quarantine_s,
+            request="" if call.origin is None else call.origin.name,
+        )  # fmt: skip
+        entry = self._commit(status, mark, status.quarantine_s, now_s)
+        if (held := self._held.get(at := (status.name, mark))) is not None:
+            like = likeness(status.name, call)
+            self._held[at] = held._replace(like="" if like in self._harmless else like)
+        return entry
+
+    def clear(self, model: str, call: Call) -> None:
+        """A call has come through: what it is like but for its numbers is not refused."""
+        if any(held.like for held in self._held.values()):
+            like = likeness(model, call)
+            for at, held in self._held.items():
+                if held.like == like:
+                    self._harmless.add(like)
+                    self._held[at] = held._replace(like="")
+
+    def commit_source(
+        self, status: ModelStatus, source: str, for_s: float, now_s: float
+    ) -> Quarantined:
+        """Quarantine all that a key or an address asks of this model."""
+        log.error("source quarantined", model=status.name, source=source, for_s=for_s)
+        return self._commit(status, source, for_s, now_s)
+
+    def _commit(self, status: ModelStatus, mark: str, for_s: float, now_s: float) -> Quarantined:
+        entry = Quarantined(mark, status.name, time.time() + for_s, for_s, generation_of(status))
+        self.add([entry], now_s)
+        return entry
+
+    def error(self, status: ModelStatus, call: Call, now_s: float) -> RequestError | None:
+        """Why this call is refused; None where it is not."""
+        if not self._held:
+            return None
+        for mark in (source_of(call), fingerprint(status.name, call)):
+            held = self._held.get((status.name, mark))
+            if held is not None and held.holds(status, now_s):
+                return refusal(held.entry, held.until_s - now_s)
+        likes = [held for held in self._held.values() if held.like and held.holds(status, now_s)]
+        if len(likes) < ALIKE:
+            return None
+        like = likeness(status.name, call)
+        until_s = sorted(held.until_s for held in likes if held.like == like)
+        if len(until_s) < ALIKE:
+            return None
+        return RequestQuarantined(
+            f"workers died of {len(until_s)} requests that differ from this one in their numbers"
+            f" alone; all such requests are refused for {until_s[-ALIKE] - now_s:.0f} s. Change it"
+        )
+
+
+def generation_of(status: ModelStatus) -> str:
+    """What the model is by now: its newest replica that came up."""
+    return "" if status.info is None else status.info.generation

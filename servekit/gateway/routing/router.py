@@ -1,0 +1,565 @@
+"""Where each request goes: one bounded queue per model, and the replica that suits it best.
+
+HTTP and Gradio requests come in by the same door, `open`. What waits can still be cancelled,
+time out, be told its position, or go elsewhere; a worker only ever holds what it has slots for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import structlog
+
+from servekit.errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    ModelChanged,
+    ModelUnavailable,
+    QueueFull,
+    RequestError,
+    RequestQuarantined,
+    WorkerLost,
+)
+from servekit.gateway.auth.authorization import Access
+from servekit.gateway.demand_reporter import Demand
+from servekit.gateway.http.request_limits import check_fits, check_grammar, held_bytes
+from servekit.gateway.routing.adapter_route import (
+    AdapterRoute,
+    Farewells,
+    adapters_of,
+    base_of,
+)
+from servekit.gateway.routing.fair_queue import FairQueue
+from servekit.gateway.routing.model_queue import Route, describe, unknown
+from servekit.gateway.routing.quarantine import Quarantine, fingerprint, refusal
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, Fate
+from servekit.gateway.routing.suspect_sources import (
+    Sources,
+    Suspect,
+    Verdict,
+    is_shared,
+    source_of,
+)
+from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
+from servekit.gateway.routing.worker_connection import NEARBY, Replica
+from servekit.gateway.telemetry.metrics import Measures
+from servekit.protocol.messages import ModelStatus, Quarantined, Topology
+from servekit.protocol.residency import KeepAlive, Wanted
+
+__all__ = ["Route", "Router", "describe"]
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+
+class Router:
+    """All models of the service, from this gateway's point of view.
+
+    `report` is called with each request that this gateway quarantines, `unused` with each adapter
+    that does not serve any more, once its last call is done, `use` with what models that come and
+    go are used for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        report: Callable[[Quarantined], None] = lambda _: None,
+        unused: Callable[[str], None] = lambda _: None,
+        use: Callable[[Wanted | KeepAlive], None] = lambda _: None,
+    ) -> None:
+        self.name, self.reach = name, NEARBY
+        self.routes: dict[str, Route] = {}
+        self.draining = False
+        self.idle = asyncio.Event()  # set once draining and nothing is in flight
+        self.requests = 0
+        self.chooses = False  # some model has several replicas: it matters whose session a call is
+        self.quarantine = Quarantine()
+        self.sources = Sources()
+        self.access = Access()
+        self.measures = Measures()
+        self._report = report
+        self._names: dict[str, Route] = {}  # aliases included
+        self._loop = asyncio.get_running_loop()
+        self._open: set[Call] = set()
+        self._deadlines = Deadlines(self._open, self._expire)
+        self._farewells = Farewells(self._open, unused)
+        self.demand = Demand(use)
+
+    # ---- for the doors: HTTP and Gradio
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that wait or run."""
+        return len(self._open)
+
+    def find(self, model: str) -> Route:
+        """The route of a model's name, its alias, or an adapter; of none, the default model's.
+
+        Raises ModelNotFound.
+        """
+        route = self._names.get(model)
+        if route is None:
+            if not model and self.routes:
+                return self._default()
+            raise unknown(model, [one.status for one in self.models()])
+        return route
+
+    def _default(self) -> Route:
+        """What answers requests that name no model: the file's choice, else the first.
+
+        With keys, the first of them that the caller may use; where that is none, the refusal names
+        the choice.
+        """
+        first = self._names.get(self.access.rules.default_model)
+        routes = [*([first] if first is not None else []), *self.routes.values()]
+        usable = (r for r in routes if self.access.may_use(r.status.name, base_of(r)))
+        return next(usable, routes[0])
+
+    def serves(self, model: str) -> bool:
+        """Whether this is the name or alias of a model, or the name of an adapter."""
+        return model in self._names
+
+    def models(self) -> Iterator[Route]:
+        """What the caller of this moment may use: the models, and the adapters that can serve."""
+        for route in self.routes.values():
+            name = route.status.name
+            if self.access.may_use(name):
+                yield route
+            for one in route.adapters:
+                if (one.ready or one.available) and self.access.may_use(one.status.name, name):
+                    yield one
+
+    def open(self, call: Call, timeout_s: float | None = None) -> Call:
+        """Queue a call and run it as soon as there is room.
+
+        Raises ModelNotFound, Forbidden, RateLimited, ModelUnavailable, QueueFull or
+        RequestQuarantined at once; later failures reach the call's consumer. `timeout_s` is capped
+        by the model's own.
+        """
+        size_bytes = 0
+        try:
+            route = self._take(call)
+            waits = call.alone_until or len(route.queue)
+            replica = None if waits else route.best(call)
+            if replica is None:
+                check_fits(call, route.status.info)
+                self._make_room_in_memory(route, call, size_bytes := held_bytes(call))
+        except RequestError as error:
+            self.measures.refused(self, call, error)
+            raise
+        self._begin(route, call)
+        limit_s = route.status.timeout_s
+        call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
+        self._deadlines.keep(call)
+        if call.alone_until:
+            self._line_up(route, call, size_bytes)
+            return call
+        if replica is not None:
+            replica.run(call)
+        else:
+            route.queue.push(call, call.key, call.priority, call.created_s, size_bytes)
+            route.borrow()
+            if route.on_wait is not None:
+                route.on_wait(route)
+        return call
+
+    def _take(self, call: Call) -> Route:
+        """The model's own route, which takes the call."""
+        route = (asked := self.find(call.model)).base
+        if call.params.grammar is not None:
+            check_grammar(call.params.grammar, self.access.rules.limits)
+        if self.access.watchful:
+            adapter = "" if asked is route else asked.status.name
+            self.access.admit(call, route.status.name, adapter)
+        if isinstance(asked, AdapterRoute):
+            asked.adapt(call)
+        self._admit(route, call)
+        return route
+
+    def _admit(self, route: Route, call: Call) -> None:
+        if self.draining:
+            raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
+        route.check_available()
+        if (error := self.quarantine.error(route.status, call, time.monotonic())) is not None:
+            raise error
+        if self.sources.holds(time.monotonic()):
+            self._judge(route, call)
+        queue = route.suspects if call.alone_until else route.queue
+        if queue.full:
+            self._make_room(route, queue, call)
+
+    def _make_room(self, route: Route, queue: FairQueue[Call], call: Call) -> None:
+        """Raise QueueFull; to the key that waits most where that is not the caller's."""
+        crowded = queue.crowd_out(call.key)
+        said = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
+        self._refuse_full(route, said, crowded)
+
+    def _make_room_in_memory(self, route: Route, call: Call, size_bytes: int) -> None:
+        """As `_make_room`, where what waits for all models holds too many bytes with this call."""
+        queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
+        limit_bytes = self.access.rules.max_queue_bytes
+        said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
+        while sum(queue.size_bytes for queue in queues) + size_bytes > limit_bytes:
+            held = [
+                (size, key, queue) for queue in queues for key, size in queue.bytes_by_key().items()
+            ]
+            most, key, queue = max(held, key=lambda one: one[0], default=(0, "", route.queue))
+            mine = sum(size for size, name, _ in held if name == call.key)
+            spared = key == call.key or most <= mine + size_bytes
+            self._refuse_full(route, said, None if spared else queue.take_newest(key))
+
+    def _refuse_full(self, route: Route, said: str, instead: Call | None) -> None:
+        """Raise QueueFull, or have it told to the call that leaves `instead`."""
+        waiting = len(route.queue) + len(route.suspects)
+        wait_s = route.pace.wait_s(waiting + (instead is not None), self._loop.time())
+        if instead is None:  # and no name for the error: its traceback would hold it, and the body
+            raise QueueFull(said, retry_after_s=wait_s)
+        self._fail(instead, QueueFull(said, retry_after_s=wait_s))
+
+    def drain(self) -> None:
+        """Take nothing new; `idle` is set when what is in flight is done."""
+        self.draining = True
+        if not self._open:
+            self.idle.set()
+
+    def cut(self) -> None:
+        """The time to finish is over: say so to all that is in flight."""
+        said = "servekit has shut down before this was done; ask again when it is back"
+        for call in list(self._open):
+            self._withdraw(call)
+            call.fail(ModelUnavailable(said, retry_after_s=5.0))
+
+    def position(self, call: Call) -> int | None:
+        """How many calls are before this one in its queue; None once it runs."""
+        return None if call.route is None else call.route.position(call)
+
+    def follow(self, call: Call) -> None:
+        """Have the call told its place now and, on change, once a second; see `place_after`."""
+        if call.route is not None:
+            call.route.follow(call)
+
+    # ---- from the supervisor
+
+    def apply(self, topology: Topology) -> None:
+        """Make the routes what the supervisor says they are."""
+        if topology.draining:
+            self.drain()
+        self.quarantine.add(topology.quarantined, time.monotonic())
+        self.access.apply(topology.access)
+        for status in topology.models:
+            route = self.routes.pop(status.name, None) or Route(status)
+            self.routes[status.name] = route  # in the file's order, whatever it was
+            route.set_status(status)
+            route.adapters = adapters_of(route)
+            self._apply_replicas(route, status, topology.gateways)
+        for name in self.routes.keys() - {status.name for status in topology.models}:
+            self._remove(self.routes.pop(name))
+        self._names = {
+            alias: one
+            for route in self.routes.values()
+            for one in (route, *route.adapters)
+            for alias in (one.status.name, *one.status.aliases)
+        }
+        self.chooses = any(len(status.replicas) > 1 for status in topology.models)
+        self._farewells.apply(topology.models)
+        self.demand.apply(self.routes.values())
+
+    def _apply_replicas(self, route: Route, status: ModelStatus, gateways: int) -> None:
+        ready = {replica.socket: replica for replica in status.replicas if replica.state == "ready"}
+        for socket in route.replicas.keys() - ready.keys():
+            replica = route.replicas[socket]
+            replica.retire()
+            if not replica.calls:
+                del route.replicas[socket]
+        for socket, replica_status in ready.items():
+            known = route.replicas.get(socket)
+            if known is None or not (known.wanted or known.reinstate()):
+                route.replicas[socket] = Replica(self, status.name, replica_status, gateways)
+            route.replicas[socket].set_share(gateways)
+        if route.hopeless:
+            self._fail_waiting(route)
+        self._release_stranded(route)
+        route.dispatch_all()
+
+    def _remove(self, route: Route) -> None:
+        route.removed = True
+        for replica in route.replicas.values():
+            replica.retire()
+        self._fail_waiting(route)
+
+    def _fail_waiting(self, route: Route) -> None:
+        """Nothing will come to serve these: say so now rather than at their deadlines."""
+        for call in route.order():
+            route.withdraw(call)
+            self._fail(call, route.unavailable())
+
+    # ---- from the replicas
+
+    def on_free(self, replica: Replica) -> None:
+        """A replica has room: give it what waits."""
+        if (route := self.routes.get(replica.model)) is not None:
+            route.was_ready = True
+            route.dispatch(replica)
+
+    def on_lost(self, replica: Replica, calls: list[Call]) -> None:
+        """A worker died: what it was doing is done elsewhere, before all that waits."""
+        running = {call: replica.ran(call) for call in calls}
+        sources = self._suspect(replica, calls)
+        for call, ran in running.items():
+            decided = call.died(ran)
+            if not self._resumable(replica, call):
+                continue
+            assert call.route is not None
+            if decided is Fate.QUARANTINE:
+                self._quarantine(call.route, call)
+            else:
+                call.route.take_back(call, first=not ran)
+        if (route := self.routes.get(replica.model)) is not None:
+            for source in sources:
+                self._judge_source(route, source)
+        self._reroute(replica)
+
+    def on_returned(self, replica: Replica, call: Call) -> None:
+        """A worker is draining and did not take a call: nothing is wrong with the call."""
+        if self._resumable(replica, call):
+            assert call.route is not None
+            call.route.take_back(call)
+        self._reroute(replica)
+
+    def _resumable(self, replica: Replica, call: Call) -> bool:
+        """Whether a call can run again; if not it has been told why."""
+        assert call.route is not None
+        if call.route.removed:
+            self._fail(call, WorkerLost("its worker ended, and the model is no longer served"))
+            return False
+        error = self._not_resumed(replica, call)
+        if error is None or call.rewind():
+            error = self.quarantine.error(call.route.status, call, time.monotonic())
+        if error is not None:
+            self._fail(call, error)
+        return not call.done
+
+    def _not_resumed(self, replica: Replica, call: Call) -> RequestError | None:
+        """Why nobody can go on after what a call has brought so far; None if somebody can."""
+        if not replica.resumes:
+            return WorkerLost(NOT_RESUMED)
+        assert call.route is not None
+        if call.continuation is None or call.route.goes_on(call):
+            return None
+        return ModelChanged(CHANGED)
+
+    def on_changed(self, replica: Replica, call: Call) -> None:
+        """A worker has loaded something else than what a call began with."""
+        assert call.route is not None
+        if call.rewind():
+            call.route.take_back(call)
+            self._reroute(replica)
+        else:
+            self._fail(call, ModelChanged(CHANGED))
+
+    def has_larger(self, replica: Replica, call: Call) -> bool:
+        """Whether a call that is too long for one replica may fit another; it goes there then."""
+        if replica.info is None or call.route is None or call.continuation is not None:
+            return False
+        least = replica.info.max_context + 1
+        others = [one.info for one in call.route.replicas.values() if one.routable and one.info]
+        if not any(info.max_context >= least for info in others):
+            return False
+        call.least_context = least
+        return True
+
+    def _reroute(self, lost: Replica) -> None:
+        route = self.routes.get(lost.model)
+        if route is None:
+            return
+        if not lost.wanted and not lost.calls and route.replicas.get(lost.socket) is lost:
+            del route.replicas[lost.socket]
+        self._release_stranded(route)
+        route.dispatch_all()
+        if route.hopeless:
+            self._fail_waiting(route)
+
+    def _release_stranded(self, route: Route) -> None:
+        """Nothing will go on with these as they began: anew, if nobody has seen any of it."""
+        for call in route.take_stranded():
+            if call.rewind():
+                route.take_back(call)
+            else:
+                self._fail(call, ModelChanged(CHANGED))
+
+    def on_ended(self, call: Call) -> None:
+        """The call's worker has answered it, well or not."""
+        self._end(call, harmless=True)
+        if call.route is not None:
+            call.route.pace.completed(self._loop.time())
+
+    def _quarantine(self, route: Route, call: Call) -> None:
+        """Give a call up for what it does to workers, and all that waits and is the same."""
+        entry = self.quarantine.commit(route.status, call, time.monotonic())
+        self._fail(call, refusal(entry, entry.for_s))
+        if entry.for_s <= 0:
+            return
+        self._report(entry)
+        for other in route.order():
+            error = refusal(entry, entry.for_s) if other.same_as(call) else None
+            if error is None and other.alone_until:
+                error = self.quarantine.error(route.status, other, time.monotonic())
+            if error is not None:
+                route.withdraw(other)
+                self._fail(other, error)
+
+    # ---- whose requests take workers down: see `gateway.sources`
+
+    def _suspect(self, replica: Replica, calls: list[Call]) -> set[str]:
+        """A worker died: hold it against what was running there and had not proven itself.
+
+        Returns the sources of that.
+        """
+        cancelled = replica.take_cancelled()
+        suspects: list[Suspect] = []
+        sources: set[str] = set()
+        sure = replica.alone is not None and replica.alone > 0
+        for call in (*calls, *cancelled):
+            if call.proven:
+                self._clear(call)
+            elif replica.ran(call) or (call.done and replica.alone is None):
+                if call.suspect is None:
+                    marks = source_of(call), fingerprint(replica.model, call)
+                    call.suspect = Suspect(tuple(filter(None, marks)))
+                suspects.append(call.suspect)
+                sources.add(source_of(call))
+        self.sources.add(suspects, sure, time.monotonic())
+        for call in cancelled:
+            self._charge(call)
+        return sources - {""}
+
+    def _clear(self, call: Call) -> None:
+        if self.quarantine and call.route is not None:
+            self.quarantine.clear(call.route.status.name, call)
+        if call.suspect is not None:
+            self.sources.clear(call.suspect)
+            call.suspect = None
+        if self.sources:
+            self.sources.pass_through(source_of(call), alone=bool(call.alone_until))
+
+    def _charge(self, call: Call) -> None:
+        if call.suspect is not None:
+            self.sources.charge(call.suspect)
+            call.suspect = None
+
+    def _judge(self, route: Route, call: Call) -> None:
+        """What becomes of a new call, by what is held against its source, or its like.
+
+        Raises SourceQuarantined.
+        """
+        now_s, source = time.monotonic(), source_of(call)
+        judged = self.sources.judge(source, now_s)
+        if judged is Verdict.REFUSED:
+            raise refusal(entry := self._refuse_source(route, source), entry.for_s)
+        same = self.sources.judge(fingerprint(route.status.name, call), now_s, times=2.0)
+        if max(judged, same) is not Verdict.FREE:
+            self._isolate(call, judged, now_s, same)
+
+    def _isolate(
+        self, call: Call, judged: Verdict, now_s: float, same: Verdict = Verdict.FREE
+    ) -> None:
+        """Have a call run alone. `same`: what its exact like is judged to be.
+
+        The next death is its last where its own like, or its own key, is known to kill. Another
+        one of a shared address may be innocent, and be hit by a death from outside.
+        """
+        source = source_of(call)
+        known = same if is_shared(source) else max(judged, same)
+        call.alone_until = "proven"
+        call.deaths = max(call.deaths, ALONE_AT if known >= Verdict.WAITS else ALONE_AT - 1)
+        if judged is Verdict.WAITS:
+            call.not_before_s = now_s + self.sources.pause_s(source, now_s)
+
+    def _line_up(self, route: Route, call: Call, size_bytes: int) -> None:
+        route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
+        wait_s = call.not_before_s - time.monotonic()
+        if wait_s > 0:
+            # uvloop's timers count whole milliseconds, and may be early by as much
+            self._loop.call_later(wait_s + GRAIN_S, route.dispatch_all)
+        route.dispatch_all()
+        if call.replica is None and route.on_wait is not None:
+            route.on_wait(route)
+
+    def _judge_source(self, route: Route, source: str) -> None:
+        """A death may be a source's: what waits of it is treated as if it came now."""
+        now_s = time.monotonic()
+        judged = self.sources.judge(source, now_s)
+        if judged is Verdict.FREE:
+            return
+        own = [c for c in route.order() if source_of(c) == source and not c.emitted]
+        if judged is Verdict.REFUSED:
+            entry = self._refuse_source(route, source)
+            for call in own:
+                route.withdraw(call)
+                self._fail(call, refusal(entry, entry.for_s))
+            return
+        for call in own:
+            if not call.alone_until:
+                route.withdraw(call)
+                self._isolate(call, judged, now_s)
+                self._line_up(route, call, held_bytes(call))
+
+    def _refuse_source(self, route: Route, source: str) -> Quarantined:
+        for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)
+        now_s = time.monotonic()
+        entry = self.quarantine.commit_source(route.status, source, for_s, now_s)
+        if for_s > 0 and not is_shared(source):
+            self._report(entry)
+        return entry
+
+    # ---- ends
+
+    def _cancel(self, call: Call) -> None:
+        self._withdraw(call)
+        call.fail(ClientClosed("the request was cancelled"))
+
+    def _expire(self, call: Call) -> None:
+        where = "waiting for a worker" if call.replica is None else "running"
+        self._withdraw(call)
+        call.fail(DeadlineExceeded(f"not done within {call.limit_s:g} s; it was {where}"))
+
+    def _withdraw(self, call: Call) -> None:
+        """Take a call out of the queue, or off its worker."""
+        self._end(call)
+        replica = call.replica
+        if replica is not None:
+            replica.drop(call)
+            self.on_free(replica)
+        elif call.route is not None:
+            call.route.withdraw(call)
+
+    def _fail(self, call: Call, error: RequestError) -> None:
+        self._end(call, charged=isinstance(error, RequestQuarantined))
+        call.fail(error)
+
+    def _begin(self, route: Route, call: Call) -> None:
+        self.requests += 1
+        self._open.add(call)
+        call.route = route
+        call.on_cancel = self._cancel
+        call.meter = self.measures.meter(route, call)
+        if call.caller is not None:
+            call.caller.begin()
+        if not route.in_flight:
+            route.pace.resume(self._loop.time())
+        route.in_flight += 1
+
+    def _end(self, call: Call, *, harmless: bool = False, charged: bool = True) -> None:
+        """A call is over. `charged`: it may be so for the deaths that it was running in."""
+        self._open.remove(call)
+        if harmless or call.proven:
+            self._clear(call)
+        elif charged:
+            self._charge(call)
+        if call.route is not None:
+            call.route.left(call)
+        if self.draining and not self._open:
+            self.idle.set()

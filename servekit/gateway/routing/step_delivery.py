@@ -1,0 +1,49 @@
+"""What an engine step brings to the streams of one worker: the most frequent thing of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from servekit.gateway.telemetry.metrics import UNMEASURED
+
+if TYPE_CHECKING:
+    from servekit.gateway.generation.stream_writer import Pump
+    from servekit.gateway.routing.request import Call
+    from servekit.protocol.messages import OneEach
+
+
+def take_one_each(calls: Mapping[int, Call], told: OneEach) -> None:
+    """Pass an engine step on to the calls it is of, by their ids: one more token for each.
+
+    As `Call.take`, all in one loop. The clock is looked at once, and what was counted once for all
+    whose last token came together. Who has text that waits has been woken already.
+    """
+    now_s, find = monotonic(), calls.get
+    pumps: list[Pump] = []
+    meter, last_s, alike = UNMEASURED, now_s, 0
+    for id, text, token_id in zip(told.ids, told.texts, told.token_ids, strict=True):
+        call = find(id)
+        if call is None:
+            continue  # cancelled while this was on its way
+        call.emitted.append(token_id)
+        call.chars += len(text)
+        if (texts := call.texts) is None:
+            call.add(text, token_id)
+        else:
+            texts.append(text)
+        if call.stream:
+            if call.last_s != last_s or call.meter is not meter:
+                meter.next(now_s - last_s, alike)
+                meter, last_s, alike = call.meter, call.last_s, 0
+            alike += 1
+            call.last_s = now_s
+            if texts is None or len(texts) == 1:
+                if (pump := call.pump) is not None:
+                    pumps.append(pump)
+                else:
+                    call.wake()
+    meter.next(now_s - last_s, alike)
+    if pumps:
+        pumps[0].cork.add_all(pumps)  # a gateway has but one

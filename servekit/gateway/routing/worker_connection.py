@@ -1,0 +1,411 @@
+"""The gateway's connections to the workers: one per replica that the supervisor calls ready.
+
+The connection is the lease: greeted is routable, EOF is death, and the calls that were in flight
+there go back to the router in that very moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import structlog
+
+from servekit.errors import (
+    REQUEST_ERRORS,
+    ContextLengthExceeded,
+    ModelChanged,
+    RequestError,
+    WireError,
+    WorkerLost,
+)
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.step_delivery import take_one_each
+from servekit.protocol.messages import (
+    PROTOCOL,
+    Alone,
+    Borrow,
+    Cancel,
+    Cancelled,
+    Continuation,
+    Failed,
+    Hello,
+    Lent,
+    ModelInfo,
+    OneEach,
+    ReplicaStatus,
+    Together,
+    Tokens,
+    WorkerToGateway,
+)
+from servekit.protocol.transport.address import is_tcp
+from servekit.protocol.transport.connection import LOST_S, Connection, dial
+from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.load_balancer import Account
+    from servekit.protocol.transport.certificate_holder import Identity
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+#: Between attempts to reach a worker that does not answer its socket.
+REDIAL_S = 0.05
+#: The longest between two, where it is on another machine: each may cost a handshake.
+_REDIAL_AT_MOST_S = 1.0
+#: Cancelled calls that are kept until their worker has said that they are gone.
+_MOST_CANCELLED = 256
+#: Requests that the log names of those that a worker had when it died.
+_NAMED = 16
+
+
+class Reach(NamedTuple):
+    """What a gateway needs to reach workers on other machines."""
+
+    identity: Identity | None = None
+    lost_s: float = LOST_S  # a worker that has not answered for so long is lost
+
+
+#: That of a gateway all of whose workers are on its own machine.
+NEARBY = Reach()
+
+
+def base_generation(began: Continuation) -> str:
+    """That of the model, without the adapter's."""
+    return began.generation.partition("+")[0]
+
+
+class Owner(Protocol):
+    """Who is told what becomes of the calls: the router."""
+
+    name: str
+    reach: Reach
+
+    def on_free(self, replica: Replica) -> None: ...
+    def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
+    def on_returned(self, replica: Replica, call: Call) -> None: ...
+    def on_changed(self, replica: Replica, call: Call) -> None: ...
+    def has_larger(self, replica: Replica, call: Call) -> bool: ...
+    def on_ended(self, call: Call) -> None: ...
+
+
+class Replica:
+    """One worker, as this gateway reaches it. `credits` is how many calls it may hold for us.
+
+    These are our share of its slots, and what it lends us of the other gateways' while calls wait.
+    """
+
+    def __init__(self, owner: Owner, model: str, status: ReplicaStatus, share: int) -> None:
+        self.owner = owner
+        self.model = model
+        self.name = status.name
+        self.socket = status.socket
+        self.info: ModelInfo | None = None
+        self.calls: dict[int, Call] = {}
+        self._cancelled: dict[int, Call] = {}  # they may be in the engine yet, and kill it
+        self.wanted = True  # False: no new calls, those in flight may finish
+        self.alone: int | None = None  # who is, by the worker's word: our wire id, or 0
+        self._asked = 0  # wire id of a suspect that is there, and waits to be alone
+        self.resumes = True  # its engine can go on after what another one has done
+        self.refuses = False  # it drains, and has finished: it goes on with nothing any more
+        self.share = share  # gateways that share the worker's slots
+        self.borrows = False  # we have asked for more than our share
+        self._lent = 0  # slots beyond it
+        self.last_id = 0  # the wire id of the last call that was sent
+        self.account: Account | None = None  # what it owes and holds, where there is a choice
+        self._open_slots = 0  # for ordinary calls
+        self._connection: Connection[WorkerToGateway] | None = None
+        self._redial_s = REDIAL_S
+        self._unreached = ""  # why, as the log was told
+        self._dialling = asyncio.get_running_loop().create_task(self._dial())
+
+    # ---- routing
+
+    @property
+    def credits(self) -> int:
+        """Calls that may be sent now; 0 or less while not routable, or held."""
+        return self._open_slots - len(self.calls)
+
+    @property
+    def routable(self) -> bool:
+        return self.info is not None and self.wanted
+
+    @property
+    def has_room(self) -> bool:
+        """There is a slot, also while it is held."""
+        return len(self.calls) < self._slots()
+
+    @property
+    def held(self) -> bool:
+        """It starts nothing: a suspect is alone there, or about to be. Until then credits are 0."""
+        return self.alone is not None or self._asked > 0
+
+    def suits(self, call: Call) -> bool:
+        """It is connected, and says what the call's first worker would go on to say."""
+        if self.info is None or self.refuses:
+            return False
+        began = call.continuation
+        return began is None or self.info.generation == base_generation(began)
+
+    def takes(self, call: Call) -> bool:
+        """Whether a call that it `suits` may be sent now. One that drains finishes what its like
+        have begun, which may have no other place left.
+        """
+        if self.wanted:
+            return self.credits > 0
+        begun = call.continuation is not None and not call.alone_until
+        return begun and self.info is not None and len(self.calls) < self.info.slots
+
+    def ran(self, call: Call) -> bool:
+        """Whether a call without proof was running, rather than held; see `gateway.fate`."""
+        return self.alone == call.wire_id if call.alone_until else self.alone is None
+
+    def set_share(self, share: int) -> None:
+        """So many gateways share the worker's slots."""
+        if share != self.share:
+            self.share = share
+            self._give_back()
+        self._renew()
+
+    def _slots(self) -> int:
+        if self.info is None or not self.wanted:
+            return 0
+        return self._own_slots(self.info) + self._lent
+
+    def _own_slots(self, info: ModelInfo) -> int:
+        return max(1, info.slots // self.share)
+
+    def borrow(self) -> None:
+        """Ask for slots that other gateways do not use: calls wait, and there is no room."""
+        if self.share > 1 and not self.borrows and self.info is not None:
+            self.borrows = True
+            self._tell_share(self._own_slots(self.info))
+
+    def ease(self) -> None:
+        """Nothing waits: give back what was lent once half of our share is free, not with each."""
+        if self.info is None or 2 * len(self.calls) <= self._own_slots(self.info):
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Do with our own share again."""
+        if self.borrows:
+            self.borrows, self._lent = False, 0
+            self._renew()
+            self._tell_share(0)
+
+    def _tell_share(self, slots: int) -> None:
+        if self._connection is not None:
+            self._connection.send(Borrow(slots))
+
+    def _on_lent(self, slots: int) -> None:
+        if self.borrows:  # not an answer to what is over
+            self._lent = slots
+            self._renew()
+            self.owner.on_free(self)
+
+    def _renew(self) -> None:
+        self._open_slots = 0 if self.held or self._crowded else self._slots()
+
+    @property
+    def _crowded(self) -> bool:
+        """What was sent last is long, and not yet read; what waits goes elsewhere meanwhile."""
+        return self._connection is not None and self._connection.crowded
+
+    def _on_writable(self) -> None:
+        self._renew()
+        self.owner.on_free(self)
+
+    def run(self, call: Call) -> None:
+        """Send a call to this worker; the caller has looked at `credits`."""
+        assert self._connection is not None
+        self.last_id += 1
+        self.calls[self.last_id] = call
+        call.replica = self
+        if call.alone_until:
+            self._asked = self.last_id
+            self._renew()
+        try:
+            self._connection.send(call.request(self.last_id))
+        except (OverflowError, RecursionError, ValueError, WireError) as error:
+            said = f"the request holds a value that cannot be passed on: {error}"
+            failed = Failed(self.last_id, RequestError.code, said)
+            asyncio.get_running_loop().call_soon(self._on_failed, failed)
+        if self._connection.crowded:
+            self._renew()
+
+    def drop(self, call: Call) -> None:
+        """Cancel a call that runs here; its slot is free for another one at once."""
+        if self._forget(call.wire_id) is not None and self._connection is not None:
+            harmless = call.proven
+            self._connection.send(Cancel(call.wire_id, not harmless))
+            if not harmless:
+                self._cancelled[call.wire_id] = call
+                if len(self._cancelled) > _MOST_CANCELLED:
+                    del self._cancelled[next(iter(self._cancelled))]
+        self._waits_no_more(call.wire_id)
+        call.replica = None
+
+    def take_cancelled(self) -> list[Call]:
+        """The calls that nobody waits for, and that may yet have been running when it died."""
+        calls = list(self._cancelled.values())
+        self._cancelled.clear()
+        return calls
+
+    def _forget(self, wire_id: int) -> Call | None:
+        """A call is here no more, for whatever reason."""
+        call = self.calls.pop(wire_id, None)
+        if call is not None and self.account is not None:
+            self.account.end(wire_id, call)
+        return call
+
+    def _waits_no_more(self, wire_id: int) -> None:
+        if self._asked == wire_id:
+            self._asked = 0
+            self._renew()
+
+    def retire(self) -> None:
+        """Take no new calls; the connection closes once those in flight are done, or it dies."""
+        self.wanted = False
+        self._renew()
+        self._dialling.cancel()
+        self._close_if_idle()
+
+    def reinstate(self) -> bool:
+        """It takes calls again after all; False if its connection is closed, or about to be."""
+        if self.calls:
+            self.wanted, self.refuses = True, False
+            self._renew()
+        return self.wanted
+
+    def _close_if_idle(self) -> None:
+        if not self.wanted and not self.calls and self._connection is not None:
+            self._connection.close()
+
+    # ---- the connection
+
+    async def _dial(self, after_s: float = 0.0) -> None:
+        reach = self.owner.reach
+        while self.wanted:
+            if after_s:
+                await asyncio.sleep(after_s)
+            try:
+                self._connection = await dial(
+                    self.socket, self._factory, reach.identity, lost_s=reach.lost_s
+                )
+            except OSError as error:
+                after_s = self._after_failure(error)  # it died; the supervisor will say so
+                continue
+            self._connection.on_writable = self._on_writable
+            self._connection.send(Hello(PROTOCOL, "gateway", self.owner.name))
+            return
+
+    def _after_failure(self, error: Exception) -> float:
+        """How long to wait before it is dialled again."""
+        if not is_tcp(self.socket):
+            return REDIAL_S
+        if self._unreached != str(error):
+            self._unreached = str(error)
+            log.warning("worker not reached", worker=self.name, error=self._unreached)
+        after_s, self._redial_s = self._redial_s, min(2 * self._redial_s, _REDIAL_AT_MOST_S)
+        return after_s
+
+    def _factory(self) -> Connection[WorkerToGateway]:
+        return Connection(WorkerToGateway, self._on_message, self._on_close)
+
+    def _on_message(self, message: WorkerToGateway) -> None:
+        if isinstance(message, OneEach):
+            take_one_each(self.calls, message)
+        elif isinstance(message, Tokens):
+            self._on_tokens(message)
+        elif isinstance(message, Failed):
+            self._on_failed(message)
+        elif isinstance(message, Alone):
+            self._on_alone(message.id)
+        elif isinstance(message, Together):
+            self._on_alone(None)
+        elif isinstance(message, Lent):
+            self._on_lent(message.slots)
+        elif isinstance(message, Cancelled):
+            self._cancelled.pop(message.id, None)
+        else:
+            if is_tcp(self.socket) and self._connection is not None:
+                self._connection.allow()
+                self._redial_s, self._unreached = REDIAL_S, ""
+            self.alone, self._asked = None, 0
+            self.info = message.info
+            self.resumes = message.info is None or message.info.resumes
+            self._renew()
+            log.info("worker connected", worker=self.name)
+            self.owner.on_free(self)
+
+    def _on_alone(self, wire_id: int | None) -> None:
+        self.alone = wire_id
+        if self._asked == wire_id:
+            self._asked = 0
+        self._renew()
+        self.owner.on_free(self)  # for the next suspect, or for all
+
+    def _on_tokens(self, message: Tokens) -> None:
+        freed = False
+        for delta in message.deltas:
+            call = self.calls.get(delta.id)
+            if call is None:
+                continue  # cancelled while this was on its way
+            call.take(delta)
+            if delta.finish is not None:
+                self._forget(delta.id)
+                call.replica = None
+                self.owner.on_ended(call)
+                freed = True
+        if freed:
+            self._after_free()
+
+    def _on_failed(self, message: Failed) -> None:
+        call = self._forget(message.id)
+        if call is None:
+            return
+        call.replica = None
+        self._waits_no_more(message.id)
+        kind = REQUEST_ERRORS.get(message.code, RequestError)
+        if kind is WorkerLost:  # it is draining: nothing is wrong with the call
+            self.wanted, self.refuses = False, True
+            self._renew()
+            self.owner.on_returned(self, call)
+        elif kind is ModelChanged:
+            self.owner.on_changed(self, call)
+        elif kind is ContextLengthExceeded and self.owner.has_larger(self, call):
+            self.owner.on_returned(self, call)
+        else:
+            self.owner.on_ended(call)
+            after_s = message.retry_after_s
+            call.fail(kind(message.message, param=message.param, retry_after_s=after_s))
+        self._after_free()
+
+    def _after_free(self) -> None:
+        self.owner.on_free(self)
+        self._close_if_idle()
+
+    def _on_close(self, error: Exception | None) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = time.perf_counter()  # uvloop's own time is in whole milliseconds
+        was, self.info, self._connection = self.info, None, None
+        self.borrows, self._lent = False, 0
+        calls = list(self.calls.values())
+        for wire_id in list(self.calls):
+            self._forget(wire_id)
+        self._renew()
+        for call in calls:
+            call.replica = None
+        if self.wanted:
+            never = was is None and is_tcp(self.socket)
+            after_s = self._after_failure(error or NotTrusted(HUNG_UP)) if never else 0.0
+            self._dialling = loop.create_task(self._dial(after_s))
+        self.owner.on_lost(self, calls)
+        if was is not None and (self.wanted or calls):
+            sent = sum(call.replica is not None for call in calls)
+            took_ms = round(1000 * (time.perf_counter() - began_s), 2)
+            log.warning(
+                "worker lost", worker=self.name, error=str(error or "EOF"),
+                in_flight=len(calls), sent_elsewhere=sent, took_ms=took_ms,
+                requests=[call.origin.name for call in calls[:_NAMED] if call.origin is not None],
+            )  # fmt: skip

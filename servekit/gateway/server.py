@@ -1,0 +1,371 @@
+"""The life of a gateway: serve at once, follow the topology, drain, stop.
+
+uvicorn serves the shared socket from the first moment; Gradio, which takes seconds to import, is
+brought in beside it. EOF on the control connection ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import ssl
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+
+from servekit.gateway.app import Application, Guard, TrustedProxies
+from servekit.gateway.http.fast_response import Handler
+from servekit.gateway.http.limits import LIMITS, Limits, Sweep
+from servekit.gateway.http.protocol import Http
+from servekit.gateway.http.tls import Tls
+from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.worker_connection import NEARBY, Reach
+from servekit.gateway.supervisor_channel import Line, Remote
+from servekit.gateway.telemetry import tracing
+from servekit.protocol.adapters import Told, Unused
+from servekit.protocol.messages import (
+    Drain,
+    Ping,
+    Serving,
+    Spent,
+    Stop,
+    ToGateway,
+    Topology,
+    Traffic,
+)
+from servekit.protocol.remote_gateway import Certified
+from servekit.protocol.transport.credentials import Renew
+from servekit.protocol.transport.rpc import Way
+from servekit.protocol.transport.socket_handover import await_heir
+from servekit.system.parent_death import end_group
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+TRAFFIC_EVERY_S = 1.0
+#: For what is cut off to be told so, before its connections close.
+_LAST_WORDS_S = 0.1
+#: Between two looks at whether anybody is left, for a gateway that another has taken over from.
+_LOOK_EVERY_S = 0.05
+#: Between two looks at whether somebody has removed the socket of the UI.
+_LOOK_AT_SOCKET_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the supervisor tells a gateway on its command line."""
+
+    name: str
+    line: Line  # to the supervisor
+    listen_fds: tuple[int, ...]
+    max_body_bytes: int
+    ui: bool
+    ui_socket: Path | None  # where gateway/0 serves the UI for the others
+    operators: Way | None = None  # how the supervisor is asked what operators may ask
+    tls: Tls | None = None
+    legacy: bool = False  # answer as HuixiangDou's LLM server does, too
+    reach: Reach = NEARBY  # what it needs for workers on other machines
+    #: Serve on without a supervisor: where to wait for the next one, and how long, s.
+    outlive: tuple[Path, float] | None = None
+
+
+def run(settings: Settings) -> int:
+    """Run a gateway until it is told to stop; returns the exit code."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_live(settings))
+
+
+async def _live(settings: Settings) -> int:
+    return await Gateway(settings).live()
+
+
+class Gateway:
+    """One gateway process. All state is written on the event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._line = settings.line
+        self._router = Router(
+            settings.name,
+            self._line.send,
+            lambda adapter: self._line.send(Unused(adapter)),
+            self._line.send,
+        )
+        self._router.reach = settings.reach
+        self._app = Application(
+            self._router,
+            settings.max_body_bytes,
+            ui=settings.ui,
+            legacy=settings.legacy,
+            operators=settings.operators,
+        )
+        access, measures = self._router.access, self._router.measures
+        access.on_change(lambda: tracing.follow(measures, access.rules.tracing, settings.name))
+        access.on_change(self._follow_rules)
+        self._tls = settings.tls
+        self._told = asyncio.Event()
+        self._serial = 0  # of the Topology that holds
+        self._orphaned: asyncio.Task[None] | None = None  # the loop itself keeps no reference
+        self._heir: socket.socket | None = None  # open as long as we serve
+        self._close_doors: Callable[[], None] = lambda: None
+        self._stop: asyncio.Future[None] = self._loop.create_future()
+
+    async def live(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_message, Stop())
+        await self._line.open(self._on_message, self._on_eof)
+        await self._told.wait()  # or a gateway that was restarted would answer 404 at first
+        public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
+        limit = self._settings.max_body_bytes
+        tls = None if self._tls is None else self._tls.context
+        guard = Guard(self._app, log, self._app.gate.envelopes, self._app.count)
+        app = TrustedProxies(guard, self._router.access)
+        answers = self._router.measures.answers
+        async with serving(
+            app, public, self._app.exchanges, limit, tls=tls, also=others, answers=answers
+        ) as self._close_doors:
+            keep_out_of_collections()
+            self._line.send(Serving())
+            tasks = [self._loop.create_task(self._report())]
+            if self._settings.ui:
+                tasks.append(self._loop.create_task(self._bring_up_ui()))
+            await self._stop
+            if self._router.in_flight:
+                self._router.cut()
+                await asyncio.sleep(_LAST_WORDS_S)
+            for task in tasks:
+                task.cancel()
+        self._tell_counts()
+        if (tracer := self._router.measures.tracer) is not None:
+            await asyncio.to_thread(tracer.close)
+        await self._line.close()
+        return 0
+
+    def _follow_rules(self) -> None:
+        rules = self._router.access.rules
+        Http.write_timeout_s = rules.write_timeout_s
+        Http.bodies.limit_bytes = max(rules.max_queue_bytes, self._settings.max_body_bytes)
+
+    def _on_message(self, message: ToGateway | Certified) -> None:
+        match message:
+            case Certified(stamp, certificate, key):
+                if self._tls is not None:
+                    self._tls.hand(stamp, certificate + b"\n" + key)
+            case Topology():
+                self._router.apply(message)
+                if self._tls is not None:
+                    self._tls.renew(message.access.certificate)
+                self._serial = message.serial
+                self._line.send(Told(message.serial))
+                self._told.set()
+            case Ping():
+                self._line.send(Told(self._serial))
+            case Spent():
+                self._router.access.hear(message)
+            case Renew(credentials):
+                assert self._settings.reach.identity is not None  # who has none is sent none
+                self._settings.reach.identity.renew(credentials)
+            case Drain():
+                self._router.drain()
+                self._loop.create_task(self._stop_when_idle())
+            case Stop():
+                self._end()
+
+    async def _stop_when_idle(self) -> None:
+        await self._router.idle.wait()
+        self._end()
+
+    def _end(self) -> None:
+        self._told.set()
+        if not self._stop.done():
+            self._stop.set_result(None)
+
+    def _on_eof(self, error: Exception | None) -> None:
+        if self._stop.done():
+            return
+        log.error("the supervisor is gone", error=str(error or "EOF"))
+        if isinstance(self._line, Remote):
+            self._end()  # nobody has come back to it in time
+        elif self._settings.outlive is None:
+            end_group()
+        else:
+            self._orphaned = self._loop.create_task(self._serve_on(*self._settings.outlive))
+
+    async def _serve_on(self, heir: Path, grace_s: float) -> None:
+        """By what was last known, until the next supervisor's gateways serve."""
+        self._heir = await await_heir(heir, self._settings.listen_fds, grace_s)
+        if self._heir is not None:
+            self._close_doors()  # others have the port, and nobody is to be refused here
+            while self._router.in_flight:  # noqa: ASYNC110 - connections go one by one
+                await asyncio.sleep(_LOOK_EVERY_S)
+            self._router.drain()
+            await self._router.idle.wait()
+        self._end()
+
+    async def _report(self) -> None:
+        last: Traffic | None = None
+        while True:
+            await asyncio.sleep(TRAFFIC_EVERY_S)
+            router = self._router
+            if not self._line.heard:
+                continue  # what is counted meanwhile is told to whoever comes
+            queued = {name: route.waiting for name, route in router.routes.items()}
+            tokens = {name: route.tokens() for name, route in router.routes.items()}
+            waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
+            now = Traffic(router.requests, router.in_flight, queued, tokens, waited)
+            if (spent := router.access.spent(self._settings.name)) is not None:
+                self._line.send(spent)
+            if now != last:
+                self._line.send(now)
+                last = now
+            self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        if (counted := self._router.measures.take()) is not None:
+            self._line.send(counted)
+
+    # ---- the UI
+
+    async def _bring_up_ui(self) -> None:
+        """Import Gradio off the loop and put it under /ui; the first gateway serves it for all.
+
+        For all of its machine: one that is alone there serves it for itself.
+        """
+        try:
+            if self._settings.ui_socket is None or self._settings.name.endswith("/0"):
+                await self._serve_ui()
+            else:
+                await self._borrow_ui()
+        except Exception:
+            log.exception("the UI failed to start")
+            self._app.ui_state = "the UI failed to start; see the gateway's log"
+
+    async def _serve_ui(self) -> None:
+        from servekit.gateway.ui.app import build
+
+        ui = await asyncio.to_thread(build, self._router, self._app.supervisor)
+        await ui.startup()
+        self._app.ui = ui.app
+        keep_out_of_collections()
+        path = self._settings.ui_socket
+        if path is None:
+            return
+        path.unlink(missing_ok=True)
+        try:
+            async with contextlib.AsyncExitStack() as servers:
+                while not self._stop.done():
+                    if not path.exists():  # at first, and when somebody has removed it
+                        with contextlib.suppress(FileNotFoundError):  # nor is the directory there
+                            ui_server = serving(Guard(ui.app, log), _bound(path))
+                            await servers.enter_async_context(ui_server)
+                    await asyncio.wait((self._stop,), timeout=_LOOK_AT_SOCKET_EVERY_S)
+        finally:
+            await ui.shutdown()  # or the streams of open pages hold up the end
+
+    async def _borrow_ui(self) -> None:
+        from servekit.gateway.http.unix_proxy import UnixProxy
+
+        assert self._settings.ui_socket is not None
+        self._app.ui = UnixProxy(self._settings.ui_socket)
+
+
+def _bound(path: Path) -> socket.socket:
+    """A Unix socket there that only this user can open. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def keep_out_of_collections() -> None:
+    """Let the garbage collector pass over what is there by now, modules for the most part.
+
+    A request's own objects make it run all the time, and a full run through a framework's
+    hundred thousand objects takes as long as hundreds of requests: 14 % of the time here. What
+    is garbage now stays, which is little: the imports were collected after, as they went.
+    """
+    gc.freeze()  # at no cost, while a collection first would keep all waiting for 0.1 to 0.3 s
+    gc.set_threshold(10_000, 20, 50)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: Any,
+    sock: socket.socket,
+    hot: Mapping[bytes, Handler] | None = None,
+    max_body_bytes: int = 0,
+    limits: Limits = LIMITS,
+    tls: ssl.SSLContext | None = None,
+    also: Sequence[socket.socket] = (),
+    answers: defaultdict[Any, int] | None = None,
+    keep_alive_s: float = 75.0,
+) -> AsyncIterator[Callable[[], None]]:
+    """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
+
+    And on the sockets `also`. `answers` counts those of `hot`, by path and status. What is yielded
+    has nobody connect any more, and those who are connected leave with their next answer.
+
+    Signals stay the gateway's: uvicorn's own `serve` would take them over.
+    """
+    http = partial(
+        Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers
+    )
+    server = _server(app, http, tls, keep_alive_s)
+    await server.startup(sockets=[sock, *also])
+    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
+    ticking = asyncio.get_running_loop().create_task(server.main_loop())
+
+    def close_doors() -> None:
+        Http.leaving = True
+        for listening in server.servers:
+            listening.close()
+
+    try:
+        yield close_doors
+    finally:
+        server.should_exit = True
+        await ticking
+        await server.shutdown(sockets=[sock, *also])
+        sweep.end()
+
+
+def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float) -> uvicorn.Server:
+    """`http` makes the protocol of a connection."""
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http=http,
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,  # see `TrustedProxies`
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # whole seconds, it says
+        timeout_graceful_shutdown=1,
+        backlog=2048,
+    )
+    config.load()
+    config.ssl = tls
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    # we say ourselves what we do, and nobody shall fill the log with what is no HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells of each request to the page
+    return server

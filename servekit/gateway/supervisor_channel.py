@@ -1,0 +1,139 @@
+"""How a gateway and its supervisor speak.
+
+On the supervisor's own machine that is `Inherited`: a socket that it was started with. On another
+it is `Remote`: a port to which the supervisor comes (`wire.port`), and comes back; what operators
+ask for over HTTP goes there, too, in want of the operators' socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from servekit.errors import WireError
+from servekit.protocol.messages import (
+    FromGateway,
+    FromSupervisor,
+    Hello,
+    Serving,
+    ToGateway,
+    ToSupervisor,
+    Traffic,
+)
+from servekit.protocol.remote_gateway import Answered, Asked, ToRemoteGateway
+from servekit.protocol.residency import Wanted
+from servekit.protocol.transport.connection import Connection, adopt
+from servekit.protocol.transport.remote_server import Port, Post
+from servekit.protocol.transport.resumable_channel import Attached
+
+OnMessage = Callable[[Any], None]
+OnEnd = Callable[[Exception | None], None]
+
+
+class Line(Protocol):
+    """The supervisor, as a gateway reaches it."""
+
+    @property
+    def heard(self) -> bool:
+        """Whether what is told now is heard by somebody."""
+
+    async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
+        """Hear the supervisor from now on. `on_end` is called when it is gone."""
+
+    def send(self, message: FromGateway) -> None:
+        """Tell the supervisor."""
+
+    async def close(self) -> None:
+        """Send what is left, and close."""
+
+
+class Inherited:
+    """The line of a gateway whose supervisor is on this machine."""
+
+    heard = True  # what is told to nobody may be lost: nobody comes back
+
+    def __init__(self, control_fd: int) -> None:
+        self._fd = control_fd
+        self._connection: Connection[ToGateway] | None = None
+
+    async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
+        self._connection = connection = Connection[ToGateway](ToGateway, on_message, on_end)
+        await adopt(socket.socket(fileno=self._fd), lambda: connection)
+
+    def send(self, message: FromGateway) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class Remote(Port):
+    """The line of a gateway whose supervisor is elsewhere."""
+
+    role = "gateway"
+    incoming = ToRemoteGateway
+
+    def __init__(self, post: Post) -> None:
+        super().__init__(post)
+        self._serving: Serving | None = None
+        self._traffic: Traffic | None = None
+        self._uses: dict[str, Wanted] = {}
+        self._ids = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[FromSupervisor]] = {}
+
+    def send(self, message: msgspec.Struct) -> None:
+        match message:
+            case Serving():
+                self._serving = message
+            case Traffic():
+                self._traffic = message
+            case Wanted(model):
+                self._uses[model] = message
+        super().send(message)
+
+    def told(self) -> list[Any]:
+        said: list[msgspec.Struct | None] = [self._serving, self._traffic, *self._uses.values()]
+        return [message for message in said if message is not None]
+
+    def attached(self, resumed: bool, had: int) -> Attached:
+        state = "empty" if self._serving is None else "ready"
+        return Attached(resumed, had, os.getpid(), time.monotonic(), state)  # type: ignore[arg-type]
+
+    def admit(self, connection: Connection[Any], hello: Hello) -> None:
+        raise WireError("nobody but a supervisor has anything to say to a gateway here")
+
+    # ---- what operators ask
+
+    async def put(self, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
+        """What the supervisor answers; raises as `wire.question.put` does."""
+        if not self.heard:
+            raise ConnectionRefusedError("there is no supervisor now")
+        id, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        self._asked[id] = answer
+        try:
+            self.send(Asked(id, question))
+            async with asyncio.timeout(deadline_s):
+                return await answer  # type: ignore[no-any-return]
+        finally:
+            del self._asked[id]
+
+    def hear(self, message: ToRemoteGateway) -> None:
+        if not isinstance(message, Answered):
+            super().hear(message)
+        elif (asked := self._asked.get(message.id)) is not None and not asked.done():
+            asked.set_result(message.answer)
+
+    def detached(self, connection: Connection[Any], error: Exception | None) -> None:
+        super().detached(connection, error)
+        for asked in self._asked.values() if not self.heard else ():
+            if not asked.done():
+                asked.set_exception(EOFError("the supervisor hung up"))

@@ -1,0 +1,4 @@
+"""Metrics and traces of requests.
+
+Only the gateway may import from here.
+"""

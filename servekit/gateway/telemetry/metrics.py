@@ -1,0 +1,274 @@
+"""What a gateway counts of its requests for /metrics: a `Meter` for each kind of them.
+
+This is the hot path: a request looks its meter up once and adds to figures in lists; a token of a
+stream costs a look at the clock and two additions. Once a second what was counted goes to the
+supervisor, which adds it up for all gateways, and the lists begin at nothing again. They are
+emptied in place, for calls under way hold their meters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from servekit import metrics
+from servekit.errors import REQUEST_ERRORS, ModelNotFound, RequestError
+from servekit.protocol.metrics_messages import Counted, Series
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.model_queue import Route
+    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.router import Router
+    from servekit.gateway.telemetry.tracing import Tracer
+
+#: Adapters with a label of their own; those after them share one. Whoever may load adapters names
+#: them, and each name takes memory here, at the supervisor and in Prometheus.
+MOST_ADAPTERS = 256
+#: The label of those, and of paths that are none of ours.
+OTHER = "other"
+PROVIDER = "servekit"
+#: By a request's task, as OpenTelemetry calls them where it has a name.
+_OPERATIONS = {"embed": "embeddings", "tokenize": "tokenize", "detokenize": "detokenize"}
+#: Ends of a request that went well; all others are the codes of errors.
+_WELL = ("stop", "length")
+
+_first = metrics.FIRST_S
+_token = metrics.TOKEN_S
+_duration = metrics.DURATION_S
+_wait = metrics.WAIT_S
+_tokens = metrics.TOKENS
+
+Figures = list[float]
+
+
+class Meter:
+    """What is counted of requests to one model, for one adapter or none, by one operation.
+
+    Times are of `time.monotonic`, in seconds.
+    """
+
+    __slots__ = (
+        "_accounts",
+        "_again",
+        "_durations",
+        "_first",
+        "_gaps",
+        "_labels",
+        "_pace",
+        "_usage_in",
+        "_usage_out",
+        "_wait",
+        "_well",
+    )
+
+    trace = ""  # W3C traceparent of the attempt that was begun last; of what is not traced none
+
+    def __init__(self, model: str, adapter: str, operation: str) -> None:
+        self._labels = model, adapter, operation
+        self._accounts: dict[tuple[str, str], Figures] = {}  # by key and outcome
+        self._well = _nothing(_duration)
+        self._durations: dict[str, Figures] = dict.fromkeys(_WELL, self._well)  # by outcome
+        self._first = _nothing(_first)
+        self._pace = _nothing(_token)
+        self._gaps = _nothing(_token)
+        self._wait = _nothing(_wait)
+        self._usage_in = _nothing(_tokens)
+        self._usage_out = _nothing(_tokens)
+        self._again: Figures = [0.0, 0.0]  # retries, continuations
+
+    @property
+    def operation(self) -> str:
+        """As `gen_ai.operation.name` says it."""
+        return self._labels[2]
+
+    # ---- what a call tells
+
+    def sent(self, call: Call) -> None:
+        """It goes to a worker for the first time."""
+        waited = monotonic() - call.created_s
+        self._wait[bisect_left(_wait, waited)] += 1
+        self._wait[-1] += waited
+
+    def sent_again(self, call: Call) -> None:
+        """It goes to another worker, or to one's successor."""
+        self._again[bool(call.emitted)] += 1
+
+    def lost(self, call: Call) -> None:
+        """Its worker has died, or given it back: it waits again."""
+
+    def worked(self, times_ns: tuple[int, ...]) -> None:
+        """What the worker tells of a call that is traced; see `Delta.times_ns`."""
+
+    def first(self, call: Call) -> float:
+        """Its first token is here; returns when."""
+        now = monotonic()
+        took = now - call.created_s
+        self._first[bisect_left(_first, took)] += 1
+        self._first[-1] += took
+        return now
+
+    def next(self, took_s: float, streams: int) -> None:
+        """More of so many streams is here, so long after what came before."""
+        gaps = self._gaps
+        gaps[bisect_left(_token, took_s)] += streams
+        gaps[-1] += took_s * streams
+
+    def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
+        """It is over: how, and the tokens of its prompt, from a cache, and of its answer."""
+        now = monotonic()
+        caller = call.caller
+        of = "" if caller is None else caller.rule.name, outcome
+        account = self._accounts.get(of) or self._open(of)
+        account[0] += 1
+        account[1] += prompt
+        account[2] += cached
+        account[3] += completion
+        took = now - call.created_s
+        durations = self._durations[outcome]
+        durations[bisect_left(_duration, took)] += 1
+        durations[-1] += took
+        if durations is not self._well:
+            return
+        self._usage_in[bisect_left(_tokens, prompt)] += 1  # their sums: see `take`
+        self._usage_out[bisect_left(_tokens, completion)] += 1
+        if completion > 1 and call.first_s:
+            pace = (now - call.first_s) / (completion - 1)
+            self._pace[bisect_left(_token, pace)] += 1
+            self._pace[-1] += pace
+
+    def refused(self, key: str, outcome: str) -> None:
+        """A request was not taken at all."""
+        of = key, outcome
+        (self._accounts.get(of) or self._open(of))[0] += 1
+
+    def _open(self, of: tuple[str, str]) -> Figures:
+        account = self._accounts[of] = [0.0, 0.0, 0.0, 0.0]
+        if of[1] not in self._durations:
+            self._durations[of[1]] = _nothing(_duration)
+        return account
+
+    # ---- what the supervisor is told
+
+    def take(self) -> Iterator[Series]:
+        """What was counted since the last time, which is forgotten."""
+        model, adapter, operation = self._labels
+        for (key, outcome), account in self._accounts.items():
+            if outcome in _WELL:
+                self._usage_in[-1] += account[1]
+                self._usage_out[-1] += account[3]
+            yield from _of_account((model, adapter, key), outcome, account)
+        yield from _one("servekit_queue_wait_seconds", (model,), self._wait)
+        yield from _one("servekit_inter_token_seconds", (model, adapter), self._gaps)
+        retries, continuations = _emptied(self._again)
+        yield from _one("servekit_retries_total", (model,), [retries])
+        yield from _one("servekit_continuations_total", (model,), [continuations])
+        kind = operation, PROVIDER, adapter or model, model
+        yield from _one("gen_ai_server_time_to_first_token_seconds", kind, self._first)
+        yield from _one("gen_ai_server_time_per_output_token_seconds", kind, self._pace)
+        for token_type, figures in (("input", self._usage_in), ("output", self._usage_out)):
+            yield from _one("gen_ai_client_token_usage", (*kind, token_type), figures)
+        for outcome, figures in self._durations.items():
+            error = "" if outcome in _WELL else outcome
+            yield from _one("gen_ai_server_request_duration_seconds", (*kind, error), figures)
+
+
+def _of_account(who: tuple[str, str, str], outcome: str, account: Figures) -> Iterator[Series]:
+    requests, prompt, cached, completion = _emptied(account)
+    yield from _one("servekit_requests_total", (*who, status_of(outcome), outcome), [requests])
+    yield from _one("servekit_prompt_tokens_total", who, [prompt])
+    if prompt:  # nothing from a cache is a figure, too
+        yield Series("servekit_cached_prompt_tokens_total", who, [cached])
+    yield from _one("servekit_completion_tokens_total", who, [completion])
+
+
+def _one(metric: str, labels: tuple[str, ...], figures: Figures) -> Iterator[Series]:
+    """A series with these figures, which begin at nothing again; none where there is nothing."""
+    if any(figures):
+        yield Series(metric, labels, _emptied(figures))
+
+
+def _emptied(figures: Figures) -> Figures:
+    """A copy, and nothing left in the original: in place, for others hold it."""
+    copy = figures[:]
+    figures[:] = [0.0] * len(figures)
+    return copy
+
+
+def _nothing(buckets: tuple[float, ...]) -> Figures:
+    return [0.0] * (len(buckets) + 2)
+
+
+def status_of(outcome: str) -> str:
+    """The HTTP status that goes with the end of a request."""
+    if outcome in _WELL:
+        return "200"
+    kind = REQUEST_ERRORS.get(outcome)
+    return str(499 if outcome == "cancelled" else 500 if kind is None else kind.status)
+
+
+#: Of calls that no router has taken, which nobody asks for.
+UNMEASURED = Meter("", "", "")
+
+
+class Measures:
+    """All that one gateway has counted and not told yet."""
+
+    def __init__(self) -> None:
+        self._meters: dict[tuple[str, str, str], Meter] = {}
+        self._adapters: set[str] = set()
+        self.tracer: Tracer | None = None
+        #: Answers by path and status: the protocol and the outermost layer count them here.
+        self.answers: defaultdict[tuple[str | bytes, int], int] = defaultdict(int)
+
+    def meter(self, route: Route, call: Call) -> Meter:
+        """The meter of a call that `route`, a model's own, has taken."""
+        meter = self._of(route, call)
+        return meter if self.tracer is None else self.tracer.watch(meter, call, meter.operation)
+
+    def _of(self, route: Route, call: Call) -> Meter:
+        if not call.more and call.messages is not None:  # nearly all
+            of = route.status.name, "", "chat"
+            return self._meters.get(of) or self._make(*of)
+        return self._find(route.status.name, call.more.get("adapter", ""), call)
+
+    def refused(self, router: Router, call: Call, error: RequestError) -> None:
+        """A call was not taken."""
+        try:
+            route = router.find(call.model)
+        except ModelNotFound:
+            model = adapter = ""
+        else:
+            model = route.base.status.name
+            adapter = "" if route.base is route else route.status.name
+        key = "" if call.caller is None else call.caller.rule.name
+        self._find(model, adapter, call).refused(key, error.code)
+
+    def _find(self, model: str, adapter: str, call: Call) -> Meter:
+        if call.messages is not None:
+            operation = "chat"
+        else:
+            task = call.more.get("task") if call.more else None
+            operation = "text_completion" if task is None else _OPERATIONS.get(task, task)
+        of = model, adapter, operation
+        return self._meters.get(of) or self._make(*of)
+
+    def _make(self, model: str, adapter: str, operation: str) -> Meter:
+        if adapter and adapter not in self._adapters:
+            if len(self._adapters) >= MOST_ADAPTERS:
+                adapter = OTHER
+            self._adapters.add(adapter)
+        of = model, adapter, operation
+        return self._meters.get(of) or self._meters.setdefault(of, Meter(*of))
+
+    def take(self) -> Counted | None:
+        """What was counted since the last time; None for nothing."""
+        series = [one for meter in self._meters.values() for one in meter.take()]
+        answers = self.answers.copy()
+        self.answers.clear()
+        for (path, status), count in answers.items():
+            route = path if isinstance(path, str) else path.decode("latin-1")
+            series.append(Series("servekit_http_requests_total", (route, str(status)), [count]))
+        return Counted(tuple(series)) if series else None

@@ -1,0 +1,226 @@
+"""The spans of requests, exported over OTLP: the extra `servekit[otel]`, and `tracing` in the file.
+
+    chat smollm2            SERVER    from when the request came to its end
+    ├─ queue                INTERNAL  while it waited for a worker, each time that it did
+    └─ worker smollm2/0     CLIENT    while a worker had it, each one that did
+       └─ engine            INTERNAL  from when the engine was given it to its last token
+
+The trace goes on from the client's `traceparent` (W3C Trace Context), by its decision whether it
+is sampled, and to the worker with the request, which gives it to a remote endpoint. Names and
+attributes are those of OpenTelemetry's semantic conventions for generative AI; no prompt and no
+answer is in a span. Calls of one HTTP request are of one trace.
+
+What is counted of a call goes through its `Meter`, and that of a sampled one is wrapped here: a
+call that is not pays nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from servekit import __version__
+from servekit.gateway.telemetry.metrics import PROVIDER, Measures, Meter
+from servekit.protocol.access import Tracing
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.request import Call
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+_WELL = ("stop", "length")
+#: What the exporter may take at the gateway's end.
+FLUSH_S = 1.0
+
+
+class Tracer:
+    """Makes spans by the rules of the file, and exports them from a thread of its own."""
+
+    def __init__(self, rules: Tracing, gateway: str) -> None:
+        """Raises ImportError where the extra is missing: `servekit check` has said so."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # an endpoint that is down is no news once a second
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self.rules = rules
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(rules.sample)),
+            resource=Resource.create(
+                {
+                    "service.name": rules.service,
+                    "service.version": __version__,
+                    "service.instance.id": gateway,
+                }
+            ),
+            shutdown_on_exit=False,
+        )
+        exporter = OTLPSpanExporter(endpoint=_traces(rules.endpoint), timeout=10)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+        self._tracer = self._provider.get_tracer("servekit", __version__)
+        self._w3c = TraceContextTextMapPropagator()
+
+    def watch(self, meter: Meter, call: Call, operation: str) -> Meter:
+        """The meter of a call that has just been taken, with its spans if it is sampled."""
+        from opentelemetry import trace
+
+        origin = call.origin
+        context = None if origin is None else origin.context
+        if context is None and origin is not None and origin.traceparent:
+            context = self._w3c.extract({"traceparent": origin.traceparent.decode("latin-1")})
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": call.model[:256],
+            "servekit.request": "" if origin is None else origin.name,
+        } | _asked(call)
+        began_ns = _unix_ns(call.created_s)
+        root = self._tracer.start_span(
+            f"{operation} {call.model[:256]}",
+            context,
+            kind=trace.SpanKind.SERVER,
+            attributes=attributes,
+            start_time=began_ns,
+        )
+        if origin is not None and origin.context is None:
+            origin.context = trace.set_span_in_context(root, context)
+        if not root.is_recording():
+            return meter
+        return Traced(meter, self, root, began_ns)
+
+    def span(self, name: str, parent: Any, **more: Any) -> Any:
+        """A span under `parent`, begun."""
+        from opentelemetry import trace
+
+        return self._tracer.start_span(name, trace.set_span_in_context(parent), **more)
+
+    def close(self) -> None:
+        """Export what is left, as far as it takes no longer than FLUSH_S; blocks."""
+        self._provider.force_flush(int(1000 * FLUSH_S))
+
+
+def follow(measures: Measures, rules: Tracing, gateway: str) -> None:
+    """Trace by these rules from now on."""
+    now = measures.tracer
+    if rules == (Tracing() if now is None else now.rules):
+        return
+    try:
+        measures.tracer = Tracer(rules, gateway) if rules.endpoint else None
+    except ImportError as error:
+        measures.tracer = None
+        log.error("requests are not traced: pip install 'servekit[otel]'", error=str(error))
+
+
+class Traced(Meter):
+    """The meter of one sampled call: counts as the one it is made of, and makes its spans."""
+
+    __slots__ = ("_attempt", "_meter", "_queue", "_root", "_tracer", "trace")
+
+    def __init__(self, meter: Meter, tracer: Tracer, root: Any, began_ns: int) -> None:
+        self._meter = meter
+        self._tracer = tracer
+        self._root = root
+        self._attempt: Any = None
+        self._queue: Any = tracer.span("queue", root, start_time=began_ns)
+        self.trace = ""
+
+    def sent(self, call: Call) -> None:
+        self._meter.sent(call)
+        self._begin(call)
+
+    def sent_again(self, call: Call) -> None:
+        self._meter.sent_again(call)
+        self._begin(call)
+
+    def _begin(self, call: Call) -> None:
+        from opentelemetry.trace import SpanKind
+
+        if self._queue is not None:
+            self._queue.end()
+            self._queue = None
+        name = "" if call.replica is None else call.replica.name
+        attributes = {"servekit.worker": name, "servekit.continued_tokens": len(call.emitted)}
+        self._attempt = self._tracer.span(
+            f"worker {name}", self._root, kind=SpanKind.CLIENT, attributes=attributes
+        )
+        of = self._attempt.get_span_context()
+        self.trace = f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
+
+    def lost(self, call: Call) -> None:
+        """The worker died, or gave it back: it waits again."""
+        self._fail(self._attempt, "worker_lost")
+        self._attempt = None
+        self._queue = self._tracer.span("queue", self._root)
+
+    def first(self, call: Call) -> float:
+        self._root.add_event("first token")
+        return self._meter.first(call)
+
+    def next(self, took_s: float, streams: int) -> None:
+        self._meter.next(took_s, streams)
+
+    def worked(self, times_ns: tuple[int, ...]) -> None:
+        """When the engine was given it, brought its first token and its last."""
+        if len(times_ns) != 4 or self._attempt is None:
+            return
+        _, given, first, ended = times_ns
+        span = self._tracer.span("engine", self._attempt, start_time=given)
+        span.add_event("first token", timestamp=first)
+        span.end(end_time=ended)
+
+    def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
+        self._meter.ended(call, outcome, prompt, cached, completion)
+        well = outcome in _WELL
+        for span in (self._queue, self._attempt):
+            if span is not None:
+                self._end(span, "" if well else outcome)
+        root = self._root
+        root.set_attribute("gen_ai.usage.input_tokens", prompt)
+        root.set_attribute("gen_ai.usage.output_tokens", completion)
+        if cached:
+            root.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        if well:
+            root.set_attribute("gen_ai.response.finish_reasons", (outcome,))
+        self._end(root, "" if well else outcome)
+
+    def _end(self, span: Any, error: str) -> None:
+        if error:
+            self._fail(span, error)
+        else:
+            span.end()
+
+    def _fail(self, span: Any, error: str) -> None:
+        from opentelemetry.trace import StatusCode
+
+        if span is not None:
+            span.set_attribute("error.type", error)
+            span.set_status(StatusCode.ERROR)
+            span.end()
+
+
+def _asked(call: Call) -> dict[str, Any]:
+    params = call.params
+    asked = {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.seed": params.seed,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _unix_ns(monotonic_s: float) -> int:
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
+
+
+def _traces(endpoint: str) -> str:
+    """Where spans go, of an OTLP endpoint as its documentation writes it."""
+    base = endpoint.rstrip("/")
+    return base if base.endswith("/v1/traces") else f"{base}/v1/traces"

@@ -1,0 +1,51 @@
+"""From a model's text to neutral events: thoughts, tool calls and the answer, as they come.
+
+    parse = parser(dialect, tools=True, reasoning=True)
+    for piece in pieces:
+        events = parse.feed(piece)
+    events = parse.end()
+
+No character is lost: what is neither a call nor a thought, nor the markers around one, is text.
+"""
+
+from servekit.gateway.tool_parsing.events import (
+    CallArguments,
+    CallBegins,
+    Event,
+    Parser,
+    Reasoning,
+    Text,
+)
+from servekit.gateway.tool_parsing.json_text import is_json
+from servekit.gateway.tool_parsing.lark import after_thoughts
+from servekit.gateway.tool_parsing.registry import FAMILIES, begins_thinking, parser
+from servekit.gateway.tool_parsing.schema_formats import without_unknown_formats
+from servekit.gateway.tool_parsing.tool_definitions import (
+    Choice,
+    Tool,
+    check_tools,
+    choice_by_word,
+    choose,
+)
+from servekit.gateway.tool_parsing.tool_grammar import tool_grammar
+
+__all__ = [
+    "FAMILIES",
+    "CallArguments",
+    "CallBegins",
+    "Choice",
+    "Event",
+    "Parser",
+    "Reasoning",
+    "Text",
+    "Tool",
+    "after_thoughts",
+    "begins_thinking",
+    "check_tools",
+    "choice_by_word",
+    "choose",
+    "is_json",
+    "parser",
+    "tool_grammar",
+    "without_unknown_formats",
+]

@@ -1,0 +1,44 @@
+"""Answers whose parts are told apart already, by marks that no text from outside can hold.
+
+See `wire.dialects.FRAMED`. What stands in a part is taken as it is, to the last blank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from servekit.gateway.tool_parsing.events import Reasoning
+from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.tool_call_parser import Calls
+from servekit.protocol.messages import Dialect
+from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, THOUGHT
+
+
+def framed(tape: Tape, dialect: Dialect, *, reasoning: bool) -> Script[None]:
+    """Parts up to the end. Thoughts that nobody looks for are text, between the dialect's tags."""
+    calls = Calls(tape)
+    tell: Callable[[str], None] = tape.say
+    closing = ""
+    while mark := (yield from tape.find(tuple(MARKS), tell, strip=False)):
+        tape.at += len(mark)
+        tape.say(closing)
+        tell, closing = tape.say, ""
+        if mark == CALL:
+            yield from _begin(tape, calls)
+            tell = calls.argue
+        elif mark == THOUGHT and reasoning:
+            tell = partial(tape.say, kind=Reasoning)
+        elif mark == THOUGHT:
+            tape.say(f"{dialect.think_begin}\n")
+            closing = f"\n{dialect.think_end}\n\n"
+    tape.say(closing)
+
+
+def _begin(tape: Tape, calls: Calls) -> Script[None]:
+    try:
+        id, _ = yield from tape.until(NAME)
+        name, _ = yield from tape.until(ARGUMENTS)
+        calls.begin(name, id)
+    except Malformed:  # the answer was cut off within its head: nothing of it is known
+        tape.at = len(tape.text)

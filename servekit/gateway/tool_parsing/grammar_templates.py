@@ -1,0 +1,269 @@
+"""How each family writes calls, as grammar: what `families` reads, told the other way round.
+
+Every writer returns the opening marker, "" where calls are bare, and the grammar of all behind it.
+Names come before arguments, and white space is as the models' own templates have it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from servekit.gateway.tool_parsing.lark import Lark, joined, one_of
+from servekit.gateway.tool_parsing.pythonic import PYTHON_MARKERS
+from servekit.gateway.tool_parsing.tagged_calls import (
+    GLM,
+    INVOKE,
+    QWEN,
+    Tags,
+    kinds,
+    properties_of,
+)
+from servekit.gateway.tool_parsing.tool_definitions import Tool
+from servekit.protocol.messages import Dialect
+
+#: Whichever of these a schema has, it says by itself what else an object may hold.
+_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"} | {
+    "anyOf",
+    "allOf",
+    "oneOf",
+}
+
+
+class Syntax:
+    """What is to be written: which tools, once or more often, their arguments how strictly."""
+
+    def __init__(
+        self, lark: Lark, dialect: Dialect, tools: Sequence[Tool], many: bool, by_schema: bool
+    ) -> None:
+        self.lark = lark
+        self.dialect = dialect
+        self.many = many
+        self._tools = tools
+        self._by_schema = by_schema
+
+    def any_tool(self, write: Callable[[str, dict[str, Any]], str]) -> str:
+        """A rule for a call of any of the tools; `write` takes a name and a schema."""
+        parts = [write(tool["function"]["name"], self._schema(tool)) for tool in self._tools]
+        return self.lark.rule(one_of(parts))
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        """The schema of a tool's arguments. Arguments that it does not name help nobody."""
+        function = tool["function"]
+        if not (self._by_schema or function.get("strict")):
+            return {"type": "object"}
+        schema = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+        return schema if _OPEN & schema.keys() else schema | {"additionalProperties": False}
+
+    def in_json(self, key: str) -> str:
+        """{"name": …, key: {…}}"""
+
+        def write(name: str, schema: dict[str, Any]) -> str:
+            head = f'{{"name": {json.dumps(name)}, "{key}": '
+            return f"{self.lark.text(head)} {self.lark.json(schema)} {self.lark.text('}')}"
+
+        return self.any_tool(write)
+
+    def around(self, before: Sequence[str], behind: Sequence[str]) -> str:
+        """A name and JSON, in markers; "{}" among them stands for the name."""
+
+        def write(name: str, schema: dict[str, Any]) -> str:
+            head = self.lark.text(*(part.replace("{}", name) for part in before))
+            return f"{head} {self.lark.json(schema)} {self.lark.text(*behind)}".rstrip()
+
+        return self.any_tool(write)
+
+
+Writer = Callable[[Syntax], tuple[str, str]]
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def _hermes(syntax: Syntax) -> tuple[str, str]:
+    lark, begin, end = syntax.lark, "<tool_call>", "</tool_call>"
+    call = f"{lark.text(chr(10))} {syntax.in_json('arguments')} {lark.text(chr(10), end)}"
+    return begin, joined(call, lark.text("\n", begin), syntax.many)
+
+
+def _template(syntax: Syntax) -> tuple[str, str]:
+    lark, dialect = syntax.lark, syntax.dialect
+    call = syntax.in_json("arguments")
+    listed = f"{lark.text('[')} {joined(call, lark.text(', '), syntax.many)} {lark.text(']')}"
+    rows = joined(call, lark.text("\n"), syntax.many)
+    space = lark.space()
+    inner = f"{space} {one_of([listed, rows])}"
+    return dialect.tool_begin, (
+        f"{inner} {space} {lark.text(dialect.tool_end)}" if dialect.tool_end else inner
+    )
+
+
+def _llama(syntax: Syntax) -> tuple[str, str]:
+    # the model has learnt to make one call a turn, and its template refuses more
+    return "", syntax.in_json("parameters")
+
+
+def _bare_json(syntax: Syntax) -> tuple[str, str]:
+    return "", joined(syntax.in_json("arguments"), syntax.lark.text("\n"), syntax.many)
+
+
+def _mistral(syntax: Syntax) -> tuple[str, str]:
+    lark, begin = syntax.lark, "[TOOL_CALLS]"
+    if "[ARGS]" in dict(syntax.dialect.tokens):
+        call = syntax.around(["{}", "[ARGS]"], [])
+        return begin, joined(call, lark.text(begin), syntax.many)
+    calls = joined(syntax.in_json("arguments"), lark.text(", "), syntax.many)
+    return begin, f"{lark.space()} {lark.text('[')} {calls} {lark.text(']')}"
+
+
+# ---------------------------------------------------------------- a name and JSON
+
+
+def _deepseek(syntax: Syntax) -> tuple[str, str]:
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    lark = syntax.lark
+    v3 = syntax.around([begin, "function", sep, "{}\n```json\n"], ["\n```", end])
+    plain = syntax.around([begin, "{}", sep], [end])
+    close = lark.text("<｜tool▁calls▁end｜>")
+    rows = f"{joined(v3, lark.text(chr(10)), syntax.many)} {close}"
+    return "<｜tool▁calls▁begin｜>", one_of([rows, f"{plain}{'+' if syntax.many else ''} {close}"])
+
+
+def _kimi(syntax: Syntax) -> tuple[str, str]:
+    lark = syntax.lark
+    number = lark.rule("/[0-9]{1,2}/")
+
+    def write(name: str, schema: dict[str, Any]) -> str:
+        head = lark.text("<|tool_call_begin|>", f"functions.{name}:")
+        between, end = lark.text("<|tool_call_argument_begin|>"), lark.text("<|tool_call_end|>")
+        return f"{head} {number} {between} {lark.json(schema)} {end}"
+
+    calls = syntax.any_tool(write) + ("+" if syntax.many else "")
+    return "<|tool_calls_section_begin|>", f"{calls} {lark.text('<|tool_calls_section_end|>')}"
+
+
+def _function(syntax: Syntax) -> tuple[str, str]:
+    begin = "<function="
+    call = syntax.around(["{}>"], ["</function>"])
+    return begin, joined(call, syntax.lark.text(begin), syntax.many)
+
+
+def _harmony(syntax: Syntax) -> tuple[str, str]:
+    # a call ends the turn
+    head = [" to=functions.{} ", "<|constrain|>", "json", "<|message|>"]
+    return "<|channel|>", f"{syntax.lark.text('commentary')} {syntax.around(head, [])}"
+
+
+# ---------------------------------------------------------------- tags
+
+
+def _tagged(tags: Tags) -> Writer:
+    def write_all(syntax: Syntax) -> tuple[str, str]:
+        dialect, lark = syntax.dialect, syntax.lark
+        begin = dialect.tool_begin or tags.outer_begin
+        end = dialect.tool_end if dialect.tool_begin else tags.outer_end
+        call = syntax.any_tool(lambda name, schema: _tagged_call(syntax, tags, name, schema))
+        line = lark.text("\n")
+        if tags is INVOKE:  # all calls in one pair of outer tags
+            calls = joined(f"{line} {call}", "", syntax.many).replace("  ", " ")
+            return begin, f"{calls} {lark.text(chr(10), end)}"
+        one = f"{line}? {call} {line}? {lark.text(end)}"
+        return begin, joined(one, f"{line}? {lark.text(begin)}", syntax.many)
+
+    return write_all
+
+
+def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any]) -> str:
+    lark = syntax.lark
+    line = lark.text("\n")
+    head = lark.text(tags.name[0] + name + tags.name[1])
+    required = _required(schema)
+    arguments = []
+    for key, value in properties_of(schema).items():
+        part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
+        arguments.append(part if key in required else f"({part})?")
+    if "properties" not in schema:  # any argument
+        value = f"{lark.until(tags.key[1])} {lark.text(tags.value[0])} {lark.until(tags.value[1])}"
+        arguments.append(f"({line}? {lark.text(tags.key[0])} {value})*")
+    tail = f"{line}? {lark.text(tags.end)}" if tags.end else ""
+    return " ".join(part for part in (head, *arguments, tail) if part)
+
+
+def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """One argument; text stands without quotes, so it is free up to the closing tag."""
+    line = lark.text("\n")
+    if tags.value[0]:
+        head = f"{lark.text(tags.key[0], key, tags.key[1])} {line}? {lark.text(tags.value[0])}"
+    else:
+        head = lark.text(tags.key[0] + key + tags.key[1])
+    kind = kinds(schema, root)
+    if kind == {"text"} and "enum" in schema:
+        written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
+    elif "text" in kind:
+        return f"{head} {lark.until(tags.value[1])}"
+    else:
+        written = lark.json(schema)
+    return f"{head} {line}? {written} {line}? {lark.text(tags.value[1])}"
+
+
+def _required(schema: Mapping[str, Any]) -> list[Any]:
+    found = schema.get("required")
+    return found if isinstance(found, list) else []
+
+
+def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A part of a schema, with what it may refer to at the root."""
+    if not isinstance(schema, dict):
+        return schema
+    return schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+# ---------------------------------------------------------------- Python
+
+
+def _pythonic(syntax: Syntax) -> tuple[str, str]:
+    lark, dialect = syntax.lark, syntax.dialect
+    call = syntax.any_tool(lambda name, schema: _python_call(lark, name, schema))
+    calls = f"{lark.text('[')} {joined(call, lark.text(', '), syntax.many)} {lark.text(']')}"
+    known = dict(dialect.tokens)
+    own = [pair for pair in PYTHON_MARKERS.items() if pair[0] in known]
+    begin, end = (
+        (dialect.tool_begin, dialect.tool_end) if dialect.tool_begin else (*own, ("", ""))[0]
+    )
+    return begin, f"{calls} {lark.text(end)}".rstrip()
+
+
+def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    """f(a=1, b="x"): arguments in the order of the schema, commas between those there are."""
+    required = _required(schema)
+    properties = list(properties_of(schema).items())
+    parts = [f"{lark.text(f'{key}=')} {lark.json(_with_defs(v, schema))}" for key, v in properties]
+    needed = [key in required for key, _ in properties]
+    comma, tails = lark.text(", "), [""]
+    for part, must in zip(reversed(parts), reversed(needed), strict=True):
+        own = f"{comma} {part}" if must else f"({comma} {part})?"
+        tails.insert(0, lark.rule(f"{own} {tails[0]}".rstrip()))
+    first = [f"{part} {tails[at + 1]}".rstrip() for at, part in enumerate(parts)]
+    stop = needed.index(True) + 1 if True in needed else len(first)
+    begins = one_of(first[:stop]) if first else ""
+    inner = f"({begins})?" if begins and True not in needed else begins
+    return " ".join(p for p in (lark.text(f"{name}("), inner, lark.text(")")) if p)
+
+
+#: By `Dialect.tools`.
+WRITERS: dict[str, Writer] = {
+    "hermes": _hermes,
+    "template": _template,
+    "llama3_json": _llama,
+    "json": _bare_json,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "kimi_k2": _kimi,
+    "function": _function,
+    "harmony": _harmony,
+    "qwen3_coder": _tagged(QWEN),
+    "invoke": _tagged(INVOKE),
+    "glm": _tagged(GLM),
+    "pythonic": _pythonic,
+}

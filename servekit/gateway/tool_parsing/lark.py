@@ -1,0 +1,125 @@
+"""Writing grammars in llguidance's Lark dialect.
+
+A marker that is a token of its own is written as that token (`<[id]>`): a literal would never match
+it, and text in between can't hold it. Any other marker is a literal, and text up to it a lazy rule.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from servekit.gateway.tool_parsing.schema_formats import without_unknown_formats
+from servekit.protocol.messages import Dialect, Grammar
+from servekit.protocol.types import GrammarParam
+
+#: White space between the parts of JSON: enough to indent it, too little to go on with for ever.
+JSON_SPACE = r"[ \n\r\t]{0,40}"
+#: The same in arguments, which models write in one line, or indented a little.
+_ARGUMENTS_SPACE = r"[ \n]{0,8}"
+_SPACE = r"/[ \n\r\t]{1,8}/"
+#: A rule that is named `start`, and its options.
+_START = re.compile(r"^start(?=\s*(?:\[[^\]\n]*\])?\s*:)", re.MULTILINE)
+
+
+class Lark:
+    """A grammar being written: rules are added, and named in those that follow."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._tokens = dict(dialect.tokens)
+        self._rules: dict[str, str] = {}
+
+    def rule(self, definition: str, options: str = "") -> str:
+        """Add a rule; the same one only once. Return its name."""
+        known = self._rules.get(head := f"{options}: {definition}")
+        if known is None:
+            known = self._rules[head] = f"sk_{len(self._rules)}"
+        return known
+
+    def grammar(
+        self, start: str, more: str = "", param: GrammarParam = "response_format"
+    ) -> Grammar:
+        rules = "".join(f"{name}{head}\n" for head, name in self._rules.items())
+        return Grammar("lark", f"start: {start}\n{rules}{more}", param)
+
+    # ---- parts
+
+    def text(self, *parts: str) -> str:
+        """Literal text with markers in it, each part one or the other."""
+        return " ".join(self._part(part) for part in parts if part)
+
+    def _part(self, part: str) -> str:
+        token = self._tokens.get(part)
+        return json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    def until(self, marker: str) -> str:
+        """Any text, and the first `marker` after it."""
+        if marker in self._tokens:
+            return f"{self.rule('/(?s:.*)/')} {self._part(marker)}"
+        return self.rule(f"/(?s:.*){_literal(marker)}/", "[lazy]")
+
+    def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
+        """A value that fits a JSON schema, with so much white space between its parts."""
+        schema = {} if schema is True else without_unknown_formats(schema)
+        if isinstance(schema, dict):
+            schema = schema | {"x-guidance": {"whitespace_pattern": space}}
+        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    def space(self) -> str:
+        return f"{self.rule(_SPACE)}?"
+
+
+def joined(part: str, between: str, many: bool) -> str:
+    """One `part`, or with `many` as many as come, `between` them."""
+    return f"{part} ({between} {part})*" if many else part
+
+
+def one_of(parts: Sequence[str]) -> str:
+    return f"({' | '.join(parts)})" if len(parts) != 1 else parts[0]
+
+
+def _literal(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
+    """The thoughts before an answer: required where the prompt has begun them, else optional."""
+    if not dialect.think_end:
+        return ""
+    inner = f"{lark.until(dialect.think_end)} {lark.space()}"
+    if begun:
+        return inner
+    return f"({lark.text(dialect.think_begin)} {inner})?"
+
+
+def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
+    """A grammar for the answer of a model that may think first: thoughts are free.
+
+    `begun` says whether the prompt has begun the thoughts, as `begins_thinking` does.
+    """
+    lark = Lark(dialect)
+    if dialect.tools == "harmony":
+        before = harmony_thoughts(lark) + " " + lark.text("<|channel|>", "final", "<|message|>")
+    else:
+        before = thoughts(lark, dialect, begun)
+    if not before:
+        return grammar
+    match grammar.kind:
+        case "json_schema":
+            value = lark.json(json.loads(grammar.text), JSON_SPACE)
+            return lark.grammar(f"{before} {value}", param=grammar.param)
+        case "regex":
+            pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", r"\n")
+            return lark.grammar(f"{before} {lark.rule(f'/{pattern}/')}", param=grammar.param)
+        case "lark":
+            more = _START.sub("sk_start", grammar.text)
+            return lark.grammar(f"{before} sk_start", more, grammar.param)
+
+
+def harmony_thoughts(lark: Lark) -> str:
+    """gpt-oss' channel for thoughts, and the header of the message that follows it."""
+    head = lark.text("<|channel|>", "analysis", "<|message|>")
+    return f"({head} {lark.until('<|end|>')} {lark.text('<|start|>', 'assistant')})?"

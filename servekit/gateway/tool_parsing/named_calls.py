@@ -1,0 +1,144 @@
+"""Calls written as a name, and after it the arguments as JSON.
+
+DeepSeek, Kimi and the newer Mistral write them so; so do models that were taught
+`<function=name>{…}</function>`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import NamedTuple
+
+from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.json_calls import close, json_calls
+from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
+
+#: How Kimi writes a name: functions.get_weather:0
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+class Named(NamedTuple):
+    """What stands around names and arguments."""
+
+    begin: str
+    between: str
+    end: str = ""
+    outer_begin: str = ""  # around all calls of a turn
+    outer_end: str = ""
+
+
+_DEEPSEEK = Named(
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI = Named(
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+)
+_FUNCTION = Named("<function=", ">", "</function>")
+_MISTRAL = "[TOOL_CALLS]"
+
+
+def deepseek() -> Family:
+    return _family(_DEEPSEEK)
+
+
+def kimi() -> Family:
+    return _family(_KIMI)
+
+
+def function() -> Family:
+    return _family(_FUNCTION)
+
+
+def mistral() -> Family:
+    return Family((_MISTRAL,), _mistral, short_ids=True)
+
+
+def _family(named: Named) -> Family:
+    # models forget the outer marker; the inner one is sign enough
+    openings = tuple(marker for marker in (named.outer_begin, named.begin) if marker)
+    return Family(openings, partial(_read, named=named))
+
+
+def _read(tape: Tape, calls: Calls, *, named: Named) -> Script[None]:
+    outer = bool(named.outer_begin and (yield from tape.take(named.outer_begin)))
+    while True:
+        yield from tape.skip_space()
+        yield from tape.expect(named.begin)
+        yield from _call(tape, calls, named)
+        if not (yield from _comes(tape, named.begin)):
+            break
+    if outer:
+        yield from close(tape, named.outer_end)
+
+
+def _comes(tape: Tape, marker: str) -> Script[bool]:
+    """Whether a marker comes after white space; marks the place, and stays there."""
+    tape.mark()
+    yield from tape.skip_space()
+    found = yield from tape.take(marker)
+    tape.rewind()
+    tape.mark()
+    return bool(found)
+
+
+def _call(tape: Tape, calls: Calls, named: Named) -> Script[None]:
+    name = yield from tape.name()
+    yield from tape.expect(named.between)
+    fenced = named is _DEEPSEEK and name == "function"
+    if fenced:  # V3 and R1: function<sep>name, and the arguments as a block of code
+        name = yield from tape.name()
+        yield from tape.take("```json")
+    elif named is _KIMI and (found := _KIMI_NAME.fullmatch(name)):
+        name = found.group(1)
+    yield from _arguments(tape, calls, name)
+    if fenced:
+        yield from close(tape, "```")
+    yield from close(tape, named.end)
+
+
+def _arguments(tape: Tape, calls: Calls, name: str) -> Script[None]:
+    calls.name(name)
+    if (yield from tape.skip_space()) != "{":
+        raise Malformed
+    calls.begin(name)
+    yield from tape.json(calls.argue)
+
+
+# ---------------------------------------------------------------- Mistral
+
+
+def _mistral(tape: Tape, calls: Calls) -> Script[None]:
+    """[TOOL_CALLS][{…}, …], or [TOOL_CALLS]name[ARGS]{…} for each, perhaps with a [CALL_ID]."""
+    if (yield from _behind(tape, _MISTRAL)) in ("[", "{"):
+        yield from json_calls(_MISTRAL)(tape, calls)
+        return
+    while True:
+        yield from tape.skip_space()
+        yield from tape.expect(_MISTRAL)
+        name = yield from tape.name()
+        if (yield from tape.take("[CALL_ID]")):
+            yield from tape.name()
+        yield from tape.take("[ARGS]")
+        yield from _arguments(tape, calls, name)
+        if not (yield from _comes(tape, _MISTRAL)):
+            return
+
+
+def _behind(tape: Tape, marker: str) -> Script[str]:
+    """The first character behind a marker; the tape stays before the marker."""
+    space = len(tape.marked())
+    yield from tape.expect(marker)
+    following = yield from tape.skip_space()
+    tape.rewind()
+    tape.mark()
+    tape.at += space
+    return following

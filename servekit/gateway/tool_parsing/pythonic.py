@@ -1,0 +1,102 @@
+"""Calls written as Python: [f(a=1), g(b="x")]. Llama 3.2, 4 and LFM write them so."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from functools import partial
+
+from servekit.gateway.tool_parsing.incremental_scanner import (
+    MAX_HELD,
+    Malformed,
+    Script,
+    Tape,
+)
+from servekit.gateway.tool_parsing.json_calls import close
+from servekit.gateway.tool_parsing.json_text import is_strict_json, written_as_json
+from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
+
+#: What opens a list of calls in text, and what closes it.
+PYTHON_MARKERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+#: What `ast.literal_eval` raises for what is no literal, or too deep or long a one.
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+
+
+def pythonic(begin: str, end: str) -> Family:
+    """A bare list at the very beginning, or one in markers: the known ones and the template's."""
+    markers = PYTHON_MARKERS | ({begin: end} if begin else {})
+    return Family(tuple(markers), partial(_read, markers=markers), bare="[")
+
+
+def _read(tape: Tape, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
+    marker = yield from tape.take(*markers)
+    yield from tape.skip_space()
+    yield from tape.expect("[")
+    while True:
+        yield from _call(tape, calls)
+        tape.mark()
+        yield from tape.skip_space()
+        if not (yield from tape.take(",")):
+            break
+    tape.rewind()
+    yield from close(tape, "]")
+    if marker and markers[marker]:
+        yield from close(tape, markers[marker])
+
+
+def _call(tape: Tape, calls: Calls) -> Script[None]:
+    name = yield from tape.name()
+    yield from tape.expect("(")
+    yield from tape.skip_space()
+    calls.name(name)
+    before = "{"
+    while not (yield from tape.take(")")):
+        key = yield from tape.name()
+        yield from tape.expect("=")
+        value = _as_json((yield from _literal(tape)))
+        if before == "{":
+            calls.begin(name)
+        calls.argue(f"{before}{json.dumps(key)}: {value}")
+        before = ", "
+        yield from tape.take(",")
+        yield from tape.skip_space()
+    if before == "{":
+        calls.begin(name)
+        calls.argue(before)
+    calls.argue("}")
+
+
+def _literal(tape: Tape) -> Script[str]:
+    """The source of a value, up to the comma or parenthesis after it."""
+    source: list[str] = []
+    closing, quote, escaped = [")"], "", False
+    while True:
+        sign = yield from tape.peek()
+        if not sign or len(source) > MAX_HELD:
+            raise Malformed
+        if quote:
+            quote = "" if sign == quote and not escaped else quote
+            escaped = sign == "\\" and not escaped
+        elif sign in "\"'":
+            quote = sign
+        elif sign in _CLOSING:
+            closing.append(_CLOSING[sign])
+        elif sign in ")]}" and sign != closing.pop():
+            raise Malformed
+        if not closing or (sign == "," and not quote and len(closing) == 1):
+            return "".join(source).strip()
+        source.append(sign)
+        tape.at += 1
+
+
+def _as_json(source: str) -> str:
+    """The same value as JSON; what is JSON already stays to the letter."""
+    if is_strict_json(source):
+        return source
+    try:
+        with warnings.catch_warnings(action="ignore"):  # an unknown escape is as it is
+            return written_as_json(ast.literal_eval(source))
+    except _NO_LITERAL:
+        raise Malformed from None

@@ -1,0 +1,119 @@
+"""The families of tool calls by name, and the parser for a model's dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from servekit.gateway.tool_parsing import named_calls
+from servekit.gateway.tool_parsing.events import Parser
+from servekit.gateway.tool_parsing.framed import framed
+from servekit.gateway.tool_parsing.harmony import harmony
+from servekit.gateway.tool_parsing.incremental_scanner import Script, ScriptParser, Tape
+from servekit.gateway.tool_parsing.json_calls import json_calls
+from servekit.gateway.tool_parsing.pythonic import pythonic
+from servekit.gateway.tool_parsing.reasoning import thoughts
+from servekit.gateway.tool_parsing.tagged_calls import (
+    GLM,
+    INVOKE,
+    QWEN,
+    Tags,
+    TextArguments,
+    tagged,
+    text_arguments,
+)
+from servekit.gateway.tool_parsing.tool_call_parser import Family, calls_in_text, rest
+from servekit.protocol.messages import Dialect
+from servekit.protocol.tool_formats import FRAMED
+
+Tools = Sequence[Mapping[str, Any]]
+Make = Callable[[Dialect, TextArguments], Family]
+
+
+def _json(begin: str, end: str) -> Make:
+    return lambda dialect, texts: Family((begin,), json_calls(begin, end))
+
+
+def _llama(dialect: Dialect, texts: TextArguments) -> Family:
+    return Family(("<|python_tag|>",), json_calls("<|python_tag|>"), bare="{")
+
+
+def _bare_json(dialect: Dialect, texts: TextArguments) -> Family:
+    return Family((), json_calls(), bare="{")
+
+
+def _template(dialect: Dialect, texts: TextArguments) -> Family:
+    begin, end = dialect.tool_begin, dialect.tool_end
+    return Family((begin,), json_calls(begin, end))
+
+
+def _tagged(tags: Tags) -> Make:
+    return lambda dialect, texts: tagged(tags, dialect.tool_begin, dialect.tool_end, texts)
+
+
+#: By `Dialect.tools`, all of `wire.dialects.MARKERS` but "harmony", whose messages are all marked.
+FAMILIES: dict[str, Make] = {
+    "hermes": _json("<tool_call>", "</tool_call>"),
+    "qwen3_coder": _tagged(QWEN),
+    "llama3_json": _llama,
+    "pythonic": lambda dialect, texts: pythonic(dialect.tool_begin, dialect.tool_end),
+    "mistral": lambda dialect, texts: named_calls.mistral(),
+    "deepseek": lambda dialect, texts: named_calls.deepseek(),
+    "kimi_k2": lambda dialect, texts: named_calls.kimi(),
+    "glm": _tagged(GLM),
+    "invoke": _tagged(INVOKE),
+    "function": lambda dialect, texts: named_calls.function(),
+    "json": _bare_json,
+    "template": _template,
+}
+
+
+def parser(
+    dialect: Dialect,
+    *,
+    tools: bool | Tools,
+    reasoning: bool,
+    thinking: bool | None = None,
+) -> Parser:
+    """A parser for one answer of a model with this dialect.
+
+    `tools` says whether calls are looked for; given the definitions, families that write values
+    without quotes know which are text. `reasoning` says whether thoughts are looked for. What is
+    not looked for comes out as text. `thinking` says whether the prompt has begun the thoughts
+    already; None leaves it to the dialect (see `begins_thinking`).
+    """
+    if dialect.tools == "harmony":
+        return ScriptParser(lambda tape: harmony(tape, tools=bool(tools)))
+    if dialect.tools == FRAMED:
+        return ScriptParser(lambda tape: framed(tape, dialect, reasoning=reasoning))
+    make = FAMILIES.get(dialect.tools) if tools else None
+    texts = {} if isinstance(tools, bool) else text_arguments(tools)
+    family = make(dialect, texts) if make is not None else None
+    at_once = dialect.thinks_at_once if thinking is None else thinking
+    thinks = dialect if reasoning and dialect.think_end else None
+    return ScriptParser(lambda tape: _answer(tape, family, thinks, at_once))
+
+
+def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
+    """Whether the prompt has begun the thoughts, given the request's arguments of the template.
+
+    Templates call the switch `enable_thinking` or `thinking`. One that is on is as good as
+    thoughts begun: such a model thinks, and its own opening marker is understood.
+    """
+    if continues or not dialect.think_end:
+        return False
+    for switch in ("enable_thinking", "thinking"):
+        if isinstance(wish := template.get(switch), bool):
+            return wish
+    return dialect.thinks_at_once
+
+
+def _answer(
+    tape: Tape, family: Family | None, thinks: Dialect | None, at_once: bool
+) -> Script[None]:
+    if thinks is not None:
+        yield from thoughts(tape, thinks.think_begin, thinks.think_end, at_once)
+    if family is None:
+        yield from rest(tape)
+    else:
+        yield from calls_in_text(tape, family)

@@ -1,0 +1,192 @@
+"""Calls written in tags, each argument between tags of its own, its value without quotes.
+
+What a value is, text or a number, only the tool's schema can tell. Where that leaves it open, a
+value that reads as JSON is taken as JSON, and all else as text. Text is streamed; other values
+come whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.json_calls import close
+from servekit.gateway.tool_parsing.json_text import is_json
+from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
+
+#: Of each tool, the arguments that are text and nothing else.
+TextArguments = Mapping[str, frozenset[str]]
+#: References in a schema are followed so far.
+_MAX_DEPTH = 8
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class Tags(NamedTuple):
+    """What a family writes around calls, names, keys and values."""
+
+    outer_begin: str
+    outer_end: str
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str  # of a call; "" where the outer tags end it
+
+
+QWEN = Tags(
+    "<tool_call>",
+    "</tool_call>",
+    ("<function=", ">"),
+    ("<parameter=", ">"),
+    ("", "</parameter>"),
+    "</function>",
+)
+INVOKE = Tags(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    ('<invoke name="', '">'),
+    ('<parameter name="', '">'),
+    ("", "</parameter>"),
+    "</invoke>",
+)
+GLM = Tags(
+    "<tool_call>",
+    "</tool_call>",
+    ("", ""),
+    ("<arg_key>", "</arg_key>"),
+    ("<arg_value>", "</arg_value>"),
+    "",
+)
+
+
+def tagged(tags: Tags, begin: str, end: str, texts: TextArguments) -> Family:
+    """The family of `tags`, with other outer markers where the template has told them."""
+    if begin:
+        tags = tags._replace(outer_begin=begin, outer_end=end)
+    openings = (tags.outer_begin, tags.name[0]) if tags.name[0] else (tags.outer_begin,)
+    return Family(openings, partial(_read, tags=tags, texts=texts))
+
+
+def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
+    """Which arguments of which tools are text and nothing else, by the tools' schemas."""
+    found: dict[str, frozenset[str]] = {}
+    for tool in tools:
+        function = tool.get("function") or {}
+        root = function.get("parameters") or {}
+        properties = properties_of(root)
+        found[function.get("name", "")] = frozenset(
+            key for key, schema in properties.items() if kinds(schema, root) == {"text"}
+        )
+    return found
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties that a schema names; what is wrong with it is for its compiler to say."""
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """What a value of this schema may be: "text", "other" or both.
+
+    `root` is the schema that `schema` is a part of, and may refer to.
+    """
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return {"text", "other"}
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        texts = {isinstance(value, str) for value in values} if isinstance(values, list) else set()
+        return {"text" if text else "other" for text in texts} or {"text", "other"}
+    if stated := schema.get("type"):
+        named = stated if isinstance(stated, list) else [stated]
+        return {"text" if kind == "string" else "other" for kind in named}
+    if "$ref" in schema:
+        return kinds(_referred(schema["$ref"], root), root, depth + 1)
+    for several in ("anyOf", "oneOf"):
+        if isinstance(schema.get(several), list) and schema[several]:
+            return set().union(*(kinds(one, root, depth + 1) for one in schema[several]))
+    return {"text", "other"}
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """What a reference within the schema points to; None for any other."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for key in reference[2:].split("/"):
+        root = (
+            root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+        )
+    return root
+
+
+def _read(tape: Tape, calls: Calls, *, tags: Tags, texts: TextArguments) -> Script[None]:
+    outer = yield from tape.take(tags.outer_begin)  # Qwen's forget it; the name's tag will do
+    while True:
+        yield from tape.skip_space()
+        yield from _call(tape, calls, tags, texts)
+        tape.mark()
+        yield from tape.skip_space()
+        another = bool(tags.end) and (yield from tape.take(tags.name[0]))
+        tape.rewind()
+        if not another:
+            break
+        tape.mark()
+    if outer:
+        yield from close(tape, tags.outer_end)
+
+
+def _call(tape: Tape, calls: Calls, tags: Tags, texts: TextArguments) -> Script[None]:
+    if tags.name[0]:
+        yield from tape.expect(tags.name[0])
+    name = yield from tape.name()
+    if tags.name[1]:
+        yield from tape.expect(tags.name[1])
+    yield from tape.skip_space()
+    calls.name(name)
+    calls_end = tags.end or tags.outer_end
+    tag = yield from tape.expect(tags.key[0], calls_end)
+    calls.begin(name)
+    before = "{"
+    while tag != calls_end:
+        key, _ = yield from tape.until(tags.key[1])
+        calls.argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
+        yield from _value(tape, calls, tags, key.strip() in texts.get(name, ()))
+        before = ", "
+        yield from tape.skip_space()
+        tag = yield from tape.expect(tags.key[0], calls_end)
+    calls.argue("}" if before == ", " else "{}")
+    if not tags.end:
+        tape.at -= len(calls_end)  # it is for the outer script to consume
+
+
+def _value(tape: Tape, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
+    if tags.value[0]:
+        yield from tape.skip_space()
+        yield from tape.expect(tags.value[0])
+    yield from tape.take("\n")  # a line break inside the tags, at either end, belongs to them
+    ends = ("\n" + tags.value[1], tags.value[1])
+    if not is_text:
+        written, _ = yield from tape.until(*ends)
+        calls.argue(_as_json(written))
+        return
+    calls.argue('"')
+    found = yield from tape.find(ends, lambda text: calls.argue(_escaped(text)), strip=False)
+    if not found:
+        raise Malformed
+    tape.at += len(found)
+    calls.argue('"')
+
+
+def _as_json(written: str) -> str:
+    stripped = written.strip()
+    if stripped in _PYTHON:
+        return _PYTHON[stripped]
+    if is_json(stripped) and not stripped.startswith('"'):
+        return stripped
+    return json.dumps(written, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,121 @@
+"""The grammar that makes a model call tools, in the syntax of its family.
+
+Needed where the request leaves no choice ("required", a named function), and where a tool is
+`strict`: then text stays free, and a call, once begun, keeps to the schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from servekit.errors import Unsupported
+from servekit.gateway.tool_parsing.grammar_templates import WRITERS, Syntax
+from servekit.gateway.tool_parsing.lark import (
+    JSON_SPACE,
+    Lark,
+    harmony_thoughts,
+    one_of,
+    thoughts,
+)
+from servekit.gateway.tool_parsing.tool_definitions import Choice, Tool
+from servekit.protocol.messages import Dialect, Grammar
+
+_TEXT = "/(?s:.*)/"
+#: What opens calls that have no marker: text must not begin so.
+_BARE = {"llama3_json": "{", "json": "{", "pythonic": "["}
+
+
+def tool_grammar(
+    dialect: Dialect,
+    choice: Choice,
+    *,
+    parallel: bool = True,
+    begun: bool = False,
+    answer: Grammar | None = None,
+) -> Grammar | None:
+    """The grammar for one answer; None where the model may write what it likes.
+
+    With `parallel` an answer may hold several calls. `begun` says whether the prompt has begun the
+    thoughts, as `begins_thinking` does. Raises Unsupported for a dialect without known calls.
+    """
+    required = choice.mode == "required"
+    strict = any(tool["function"].get("strict") for tool in choice.tools)
+    if choice.mode == "none" or not (required or strict or answer):
+        return None
+    if dialect.tools not in WRITERS:
+        raise Unsupported(
+            "it is not known how this model writes tool calls, so they can't be made to fit",
+            param="tool_choice" if required else "tools",
+        )
+    lark = Lark(dialect)
+    many = parallel and not choice.once
+    if answer is not None and _BARE.get(dialect.tools) == "{":
+        arguments = "arguments" if dialect.tools == "json" else "parameters"
+        schema = _call_or_answer(choice.tools, json.loads(answer.text), arguments)
+        whole = f"{thoughts(lark, dialect, begun)} {lark.json(schema, JSON_SPACE)}"
+        return lark.grammar(whole, param="tools")
+    by_schema = required or answer is not None
+    opening, calls = WRITERS[dialect.tools](Syntax(lark, dialect, choice.tools, many, by_schema))
+    written = f"{lark.text(opening)} {calls}"
+    if dialect.tools == "harmony":
+        told = lark.rule(_TEXT) if answer is None else _told(lark, answer)
+        final = f"{lark.text('<|channel|>', 'final', '<|message|>')} {told}"
+        whole = written if required else one_of([written, final])
+        return lark.grammar(f"{harmony_thoughts(lark)} {whole}", param="tools")
+    if required:
+        whole = written
+    elif answer is not None:  # either a call or an answer that fits, and nothing around it
+        whole = one_of([written, _told(lark, answer)])
+    else:
+        whole = _in_text(lark, dialect, opening, calls)
+    return lark.grammar(f"{thoughts(lark, dialect, begun)} {whole}", param="tools")
+
+
+def _call_or_answer(tools: Sequence[Tool], answer: Any, arguments: str) -> dict[str, Any]:
+    """One schema for both where calls are bare JSON: what begins alike is one thing to a lexer."""
+    parts = {"answer": answer}
+    branches: list[dict[str, Any]] = [{"$ref": "#/$defs/answer"}]
+    for at, tool in enumerate(tools):
+        function = tool["function"]
+        parts[f"tool{at}"] = function.get("parameters") or {"type": "object"}
+        properties = {
+            "name": {"const": function["name"]},
+            arguments: {"$ref": f"#/$defs/tool{at}"},
+        }
+        branches.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+        )
+    defs = {name: _moved(schema, f"#/$defs/{name}") for name, schema in parts.items()}
+    return {"anyOf": branches, "$defs": defs}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references to itself hold where it stands now."""
+    if isinstance(schema, list):
+        return [_moved(inner, to) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, to) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved
+
+
+def _told(lark: Lark, answer: Grammar) -> str:
+    return lark.json(json.loads(answer.text), JSON_SPACE)
+
+
+def _in_text(lark: Lark, dialect: Dialect, opening: str, calls: str) -> str:
+    """Free text, and perhaps calls after it: text that opens a call has to go on as one."""
+    if not opening:
+        text = lark.rule(rf"/\s{{0,8}}[^\s\{_BARE[dialect.tools]}](?s:.*)/")
+        return f"{one_of([calls, text])}?"
+    return one_of([lark.rule(_TEXT), f"{lark.until(opening)} {calls}"])

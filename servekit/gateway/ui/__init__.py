@@ -1,0 +1,5 @@
+"""The web pages: the Gradio app, chat, status, sign-in, styles and scripts.
+
+`pages` lays out the pages beside the chat, `widgets` makes their HTML. Only the gateway may import
+from here.
+"""

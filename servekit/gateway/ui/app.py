@@ -1,0 +1,205 @@
+"""The Gradio UI, as an ASGI application that answers everything under /ui.
+
+Gradio takes seconds to import, so this module does it inside `build`, which is called in a thread.
+The callbacks themselves are async and run on the gateway's event loop, beside the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servekit.gateway.api.admin.endpoints import Supervisor
+from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_json
+from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.login import ADDRESSES
+from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, preferred, root
+from servekit.gateway.ui.pages.sign_in import ICON
+from servekit.gateway.ui.widgets.log_tail import Tail
+from servekit.gateway.ui.widgets.request_runner import Runs
+from servekit.gateway.ui.widgets.status_poller import Watch
+
+if TYPE_CHECKING:
+    import gradio
+    from fastapi import FastAPI
+
+Hook = Callable[[], Awaitable[None]]
+#: Longest body the UI accepts: a conversation as the browser keeps it.
+MAX_BODY_BYTES = 8 * 2**20
+#: Browser sessions Gradio remembers, at about 80 kB each. One that it forgets loses nothing.
+SESSIONS = 1000
+#: How often Gradio's queue looks for work, s. Its own default is every millisecond.
+POLL_S = 0.02
+#: What a model writes is shown as a page's content: whatever slips through the sanitizer, the
+#: browser speaks to no other host, and nobody frames the page.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; font-src 'self' data:; img-src data: blob:; "
+    "media-src 'none'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
+    "form-action 'none'; frame-src 'none'; frame-ancestors 'self'"
+)
+#: `detail` is what Gradio's page shows.
+TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
+HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class UI:
+    """The application, and what brings it up and down on the event loop."""
+
+    app: ASGIApp
+    startup: Hook
+    shutdown: Hook
+
+
+def build(router: Router, supervisor: Supervisor) -> UI:
+    """Import Gradio and build the pages. Blocking, for seconds: call it in a thread."""
+    from fastapi import FastAPI
+
+    from servekit.gateway.ui.chat_page import page
+    from servekit.gateway.ui.pages.page_layout import Frame
+
+    watch, runs, tail = Watch(router, supervisor), Runs(router), Tail(supervisor.run_dir)
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    made = []
+    for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
+        blocks = page(Frame(router, Say(language), supervisor, watch, runs, tail))
+        _calm(blocks)
+        _mount(outer, blocks, root(language))
+        made.append(blocks)
+    return UI(Shield(outer), *_lifespan(outer, made, watch))
+
+
+def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
+    from gradio import mount_gradio_app
+
+    from servekit.gateway.ui.chat_page import theme
+
+    here = Path(__file__)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SSR mode")  # which nobody has asked for
+        mount_gradio_app(
+            outer,
+            blocks,
+            path=path,
+            footer_links=[],
+            run_history=False,
+            max_file_size="1b",  # nothing is ever uploaded
+            ssr_mode=False,
+            enable_monitoring=False,
+            pwa=False,
+            mcp_server=False,
+            theme=theme(),
+            head=f"{ICON}<script>{here.with_name('ui.js').read_text()}</script>",
+            css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
+        )
+    # an open page would hold a connection for as long as it lives, of six that a browser opens;
+    # all that it would bring is the end of a visit, which the stream of an answer tells, too
+    blocks.config["connect_heartbeat"] = False
+
+
+def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: Watch) -> tuple[Hook, Hook]:
+    stack = contextlib.AsyncExitStack()
+    looking: list[asyncio.Task[None]] = []
+
+    async def startup() -> None:
+        await stack.enter_async_context(outer.router.lifespan_context(outer))
+        looking.append(asyncio.get_running_loop().create_task(watch.live()))
+
+    async def shutdown() -> None:
+        """End the streams that open pages hold, so that the server need not wait for them."""
+        for task in looking:
+            task.cancel()
+        for mounted in outer.routes[-len(made) :]:
+            app: Any = mounted  # `blocks.app` is another one
+            app.app.stop_event.set()
+        for blocks in made:
+            blocks._queue.stopped = True
+        await stack.aclose()
+
+    return startup, shutdown
+
+
+def _calm(blocks: gradio.Blocks) -> None:
+    """Let Gradio's own queue neither hold requests back nor burn the gateway's time.
+
+    Requests wait in the router's queue, where they are fair and have a position. Per event, Gradio
+    would make a pandas data frame of the last ten thousand events; per idle second, 1100 wake-ups.
+    """
+    blocks.queue(api_open=False, default_concurrency_limit=None)
+    blocks.state_session_capacity = SESSIONS
+    queue = blocks._queue
+    queue.max_thread_count = 4096  # jobs at once, in spite of its name
+    queue.sleep_when_free = POLL_S
+    queue.progress_update_sleep_when_free = 3600.0  # gr.Progress is not used
+    queue.ANALYTICS_MAX_EVENTS = 1
+    queue.ANAYLTICS_CACHE_FREQUENCY = 2**62  # its spelling
+
+
+class Shield:
+    """Adds the page's security headers, and refuses what the page never asks for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if (elsewhere := _elsewhere(scope)) is not None:
+            await _lead(send, elsewhere)
+            return
+        if _declared_bytes(scope) > MAX_BODY_BYTES:
+            await send_json(send, TOO_LONG, 413)
+            return
+
+        async def shielded(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, shielded)
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """The body's length; a body without one is none that the page sends."""
+    headers = dict(scope["headers"])
+    if b"transfer-encoding" in headers:
+        return MAX_BODY_BYTES + 1
+    length = headers.get(b"content-length", b"0")
+    return int(length) if length.isdigit() else MAX_BODY_BYTES + 1
+
+
+def _elsewhere(scope: Scope) -> str | None:
+    """Where a visitor is led who prefers another language than the address's; see `language`.
+
+    And who has come to a page by a slash too many, which Gradio would lead out of the UI.
+    """
+    path: str = scope["path"]
+    found = ADDRESSES.get(path.rstrip("/"))
+    if scope["method"] != "GET" or found is None:
+        return None
+    language, name = found
+    if language == DEFAULT:
+        language = preferred(scope["headers"])
+    there = f"{root(language)}/{name}"
+    return None if path == there else there
+
+
+async def _lead(send: Send, where: str) -> None:
+    headers = [
+        (b"location", where.encode()),
+        (b"vary", b"Accept-Language, Cookie"),
+        (b"cache-control", b"no-store"),
+        (b"content-length", b"0"),
+    ]
+    await send({"type": "http.response.start", "status": 303, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,356 @@
+"""The chat, the first of the pages: layout, and which event does what.
+
+Imports Gradio: only `ui.build` imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+import gradio as gr
+
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.ui.chat_session import (
+    THOUGHTS,
+    Chats,
+    Settings,
+    Turn,
+    View,
+    turn_at,
+    turns_of,
+)
+from servekit.gateway.ui.pages import (
+    admin_page,
+    compare,
+    dashboard,
+    embeddings,
+    playground,
+    structured,
+)
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, visit
+from servekit.gateway.ui.status_html import choices, error_note, progress_note, workers
+from servekit.gateway.ui.widgets.request_runner import CHAT, Wish
+
+STATUS_EVERY_S = 1.0
+#: Longest message that can be typed or pasted; a browser keeps about three times as much.
+MAX_CHARS = 1_000_000
+#: BrowserState obfuscates what it stores; a fixed key lets a restarted gateway read it.
+STORE_SECRET = "servekit"
+SETTINGS = ("system", "temperature", "top_p", "top_k", "max_tokens", "seed")
+LATEX: list[dict[str, str | bool]] = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "\\[", "right": "\\]", "display": True},
+    {"left": "\\(", "right": "\\)", "display": False},
+]
+EXAMPLES = ("chat.example1", "chat.example2", "chat.example3")
+#: The other pages, by their addresses.
+OTHERS = {
+    "compare": compare.build,
+    "playground": playground.build,
+    "embeddings": embeddings.build,
+    "structured": structured.build,
+    "dashboard": dashboard.build,
+    "operate": admin_page.build,
+}
+Update = dict[Any, Any]
+Choices = list[tuple[str, str]]
+
+
+def theme() -> gr.themes.Base:
+    """Calm, and with the reader's own fonts: nothing is fetched from anywhere."""
+    return gr.themes.Base(
+        primary_hue="teal",
+        neutral_hue="zinc",
+        font=("system-ui", "sans-serif"),
+        font_mono=("ui-monospace", "monospace"),
+        radius_size="lg",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The components that events read and write."""
+
+    model: gr.Dropdown
+    chat: gr.Chatbot
+    box: gr.Textbox
+    note: gr.HTML
+    new: gr.Button
+    workers: gr.HTML
+    settings: list[gr.Number | gr.Textbox]
+    turns: gr.BrowserState
+    chosen: gr.BrowserState
+    seen: gr.State
+
+
+def page(frame: Frame) -> gr.Blocks:
+    """Build all pages of one language; their callbacks must run on the router's loop."""
+    with gr.Blocks(title="servekit", analytics_enabled=False, fill_height=True) as blocks:
+        frame.head("")
+        Events(frame, _layout(frame)).bind(blocks)
+    for name, build in OTHERS.items():
+        with blocks.route(name, name, show_in_navbar=False):  # the bar is ours
+            build(frame, blocks)
+    return cast(gr.Blocks, blocks)
+
+
+def _layout(frame: Frame) -> Parts:
+    say = frame.say
+    turns = gr.BrowserState([], storage_key="servekit.conversation", secret=STORE_SECRET)
+    chosen = gr.BrowserState(None, storage_key="servekit.settings", secret=STORE_SECRET)
+    with gr.Row(elem_id="sk-top"):
+        model = frame.model(say("model"), "", show_label=False, container=False, elem_id="sk-model")
+        new = gr.Button(say("chat.new"), size="sm", min_width=80, elem_id="sk-new")
+    with gr.Row(elem_id="sk-body"):
+        with gr.Column(elem_id="sk-main"):
+            chat = _chat(say)
+            note = gr.HTML("", elem_id="sk-note")
+            box = _question(say)
+        with gr.Column(elem_id="sk-side"):
+            status = gr.HTML("", elem_id="sk-workers")  # by whose page it is: see `restore`
+            with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
+                settings = _settings(say)
+            frame.code(_wish, [turns, model, *settings])
+    return Parts(model, chat, box, note, new, status, settings, turns, chosen, gr.State(""))
+
+
+def _wish(stored: Any, model: str, *settings: Any) -> Wish:
+    """The conversation so far as a request; without one, what a first question would be."""
+    given = dict(zip(SETTINGS, settings, strict=True))
+    system = given.pop("system")
+    more = {name: value for name, value in given.items() if value is not None}
+    turns: list[dict[str, Any]] = [dict(turn) for turn in turns_of(stored)]
+    while turns and turns[-1]["role"] != "user":
+        turns.pop()
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += turns or [{"role": "user", "content": "…"}]
+    return Wish(CHAT, {"model": model, "messages": messages, **more})
+
+
+def _question(say: Say) -> gr.Textbox:
+    return gr.Textbox(
+        label=say("chat.message"),
+        placeholder=say("chat.ask"),
+        show_label=False,
+        container=False,
+        lines=1,
+        max_lines=8,
+        max_length=MAX_CHARS,
+        autofocus=True,
+        submit_btn=True,
+        stop_btn=False,
+        elem_id="sk-box",
+    )
+
+
+def _settings(say: Say) -> list[gr.Number | gr.Textbox]:
+    """In the order of SETTINGS. Empty is the model's default."""
+
+    def number(name: str, step: float = 1, empty: str = "default") -> gr.Number:
+        return gr.Number(
+            None, label=say(name), info=say(f"{name}.info"), placeholder=say(empty), step=step,
+            min_width=0,
+        )  # fmt: skip
+
+    return [
+        gr.Textbox(label=say("system"), placeholder=say("none"), lines=3),
+        number("temperature", step=0.1),
+        number("top_p", step=0.05),
+        number("top_k"),
+        number("max_tokens", step=64),
+        number("seed", empty="seed.empty"),
+    ]
+
+
+def _chat(say: Say) -> gr.Chatbot:
+    return gr.Chatbot(
+        show_label=False,
+        container=False,
+        height="100%",
+        layout="panel",
+        buttons=["copy"],
+        editable="user",
+        sanitize_html=True,
+        reasoning_tags=[THOUGHTS],
+        allow_tags=True,  # shown as text; else <think> takes all up to </think> with it
+        latex_delimiters=LATEX,
+        allow_file_downloads=False,
+        feedback_options=None,
+        group_consecutive_messages=False,
+        placeholder=f"## {say('chat.empty')}",
+        examples=[{"text": say(key)} for key in EXAMPLES],
+        elem_id="sk-chat",
+    )
+
+
+class Events:
+    """The callbacks. All are async, so that Gradio runs them on the event loop."""
+
+    def __init__(self, frame: Frame, parts: Parts) -> None:
+        self._frame = frame
+        self._router = frame.router
+        self._parts = parts
+        self._chats = Chats(frame.router)
+
+    def bind(self, blocks: gr.Blocks) -> None:
+        parts = self._parts
+        asking = [parts.turns, parts.model, *parts.settings]
+        shown = [parts.chat, parts.box, parts.note, parts.turns]
+        parts.box.submit(self.ask, [parts.box, *asking], shown, **QUIET)
+        parts.chat.example_select(self.example, asking, shown, **QUIET)
+        parts.chat.retry(self.retry, asking, shown, **QUIET)
+        parts.chat.edit(self.edit, asking, shown, **QUIET)
+        parts.chat.undo(self.undo, parts.turns, shown, **NOW)
+        parts.box.stop(self.stop, None, None, **NOW)
+        gr.on([parts.new.click, parts.chat.clear], self.clear, None, shown, **NOW)
+        gr.on(
+            [component.change for component in (parts.model, *parts.settings)],
+            None,
+            [parts.model, *parts.settings],
+            parts.chosen,
+            js="(...chosen) => [chosen]",
+            **NOW,
+        )
+        status = [parts.model, parts.workers, parts.seen]
+        gr.Timer(STATUS_EVERY_S).tick(self.tick, [parts.model, parts.seen], status, **NOW)
+        restored = [parts.chat, parts.workers, parts.model, *parts.settings]
+        blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **NOW)
+        blocks.unload(self.leave)
+
+    # ---- asking
+
+    async def ask(
+        self, request: gr.Request, text: str, stored: Any, model: str, *settings: Any
+    ) -> AsyncGenerator[Update, None]:
+        turns = turns_of(stored)
+        if not text.strip():
+            return
+        turns.append(Turn(role="user", content=text))
+        async for update in self._answer(turns, model, settings, request):
+            yield update
+
+    async def example(
+        self, request: gr.Request, data: gr.SelectData, stored: Any, model: str, *settings: Any
+    ) -> AsyncGenerator[Update, None]:
+        turns = [*turns_of(stored), Turn(role="user", content=str(data.value["text"]))]
+        async for update in self._answer(turns, model, settings, request):
+            yield update
+
+    async def retry(
+        self, request: gr.Request, data: gr.RetryData, stored: Any, model: str, *settings: Any
+    ) -> AsyncGenerator[Update, None]:
+        turns = turns_of(stored)
+        turns = turns[: _at(turns, data.index) + 1]
+        while turns and turns[-1]["role"] != "user":
+            turns.pop()
+        if turns:
+            async for update in self._answer(turns, model, settings, request):
+                yield update
+
+    async def edit(
+        self, request: gr.Request, data: gr.EditData, stored: Any, model: str, *settings: Any
+    ) -> AsyncGenerator[Update, None]:
+        turns = turns_of(stored)
+        turns = turns[: _at(turns, data.index)]
+        turns.append(Turn(role="user", content=str(data.value)))
+        async for update in self._answer(turns, model, settings, request):
+            yield update
+
+    async def _answer(
+        self, turns: list[Turn], model: str, settings: tuple[Any, ...], request: gr.Request
+    ) -> AsyncGenerator[Update, None]:
+        who = visit(request)
+        chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
+        yield {self._parts.chat: turns, self._parts.box: _box(busy=True, value="")}
+        views = self._chats.answer(who, model or "", turns, chosen)
+        async with aclosing(views):
+            async for view in views:
+                yield self._show(view)
+
+    def _show(self, view: View) -> Update:
+        parts = self._parts
+        note = error_note(view.error) if view.error else ""
+        update: Update = {
+            parts.chat: view.turns,
+            parts.note: note or progress_note(view.progress, busy=view.busy, say=self._frame.say),
+        }
+        if view.save:
+            update[parts.turns] = view.turns
+        if not view.busy:
+            update[parts.box] = _box(busy=False)
+        return update
+
+    # ---- ending
+
+    async def stop(self, request: gr.Request) -> None:
+        self._chats.stop(str(request.session_hash))
+
+    async def leave(self, request: gr.Request) -> None:
+        self._chats.drop(str(request.session_hash))
+
+    async def clear(self, request: gr.Request) -> Update:
+        self._chats.drop(str(request.session_hash))
+        return self._shown_now([], "")
+
+    async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
+        self._chats.drop(str(request.session_hash))
+        turns = turns_of(stored)
+        return self._shown_now(turns[: _at(turns, data.index)], str(data.value))
+
+    def _shown_now(self, turns: list[Turn], text: str) -> Update:
+        parts = self._parts
+        box = _box(busy=False, value=text)
+        return {parts.chat: turns, parts.turns: turns, parts.note: "", parts.box: box}
+
+    # ---- status
+
+    async def tick(self, request: gr.Request, model: str | None, seen: str) -> Update:
+        """Update what has changed since this browser's last tick, if anything has."""
+        parts = self._parts
+        caller = await self._frame.caller(request)
+        html, models = self._workers(caller), self._choices(caller)
+        now = f"{html}{models}"
+        if now == seen:
+            return {parts.seen: gr.skip()}
+        choice = self._model(models, model, model)
+        return {parts.workers: html, parts.model: choice, parts.seen: now}
+
+    def _workers(self, caller: Caller | None) -> str:
+        return workers(self._router, self._frame.say, caller)
+
+    def _choices(self, caller: Caller | None) -> Choices:
+        return choices(self._router, self._frame.say, caller)
+
+    def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:
+        """The choices, and the wanted one if it is not chosen already: the user may be quicker."""
+        names = [name for _, name in models]
+        choice = wanted if wanted in names else next(iter(names), None)
+        kwargs: dict[str, Any] = {} if choice == current else {"value": choice}
+        return gr.update(choices=models, **kwargs)
+
+    async def restore(
+        self, request: gr.Request, stored: Any, chosen: Any, current: str | None
+    ) -> Update:
+        """Bring back what this browser had; not the question, which may be under way already."""
+        parts = self._parts
+        caller = await self._frame.caller(request)
+        update: Update = {parts.workers: self._workers(caller)}
+        if turns := turns_of(stored):
+            update[parts.chat] = turns
+        kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
+        model, *settings = kept or [current, *[None] * len(SETTINGS)]
+        update[parts.model] = self._model(self._choices(caller), current, model)
+        # None has to be said, too: the page takes a number without a value for 0
+        return update | dict(zip(parts.settings, settings, strict=True))
+
+
+def _box(*, busy: bool, **kwargs: Any) -> Any:
+    return gr.update(submit_btn=not busy, stop_btn=busy, **kwargs)
+
+
+def _at(turns: list[Turn], index: int | tuple[int, int]) -> int:
+    return turn_at(turns, index if isinstance(index, int) else index[0])

@@ -1,0 +1,321 @@
+"""A conversation in the browser, answered through the router like any HTTP request.
+
+Nothing here knows Gradio: `Chats.answer` yields what the page is to show. The conversation itself
+lives in the browser; the gateway keeps only the calls that are under way, by browser session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from servekit.errors import ModelUnavailable, RequestError
+from servekit.gateway.api.openai.request import chat_messages, sampling
+from servekit.gateway.api.openai.schema import ChatRequest, decode
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.router import Router
+from servekit.gateway.tool_parsing import Parser, Reasoning, Text, parser
+from servekit.protocol.types import FinishReason
+
+#: Between two updates of one page, s; each answer under way adds its share, so that what all pages
+#: cost together is bounded: about a hundred updates a second.
+UPDATE_S = 0.08
+UPDATE_PER_ANSWER_S = 0.01
+#: How often an answer under way is saved in the browser, s.
+SAVE_S = 1.0
+
+
+#: What stands around a model's thoughts in the page's own messages; no model writes it.
+THOUGHTS = ("<servekit-thoughts>", "</servekit-thoughts>")
+
+
+class Turn(TypedDict):
+    """One message of a conversation, as the browser keeps it."""
+
+    role: Literal["user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Who asks: a browser's session, its address, and the header with its key if it has one."""
+
+    session: str
+    client: str
+    authorization: str = ""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The sampling settings of one browser; None is the model's own default."""
+
+    system: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    max_tokens: float | None = None
+    seed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where an answer is, in numbers. Times in seconds."""
+
+    waiting: int | None = None  # requests before this one; None once it runs
+    tokens: int = 0
+    first_s: float | None = None  # from asking to the first token
+    rate: float | None = None  # tokens per second after the first ones
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the page is to show. `save` says to keep the conversation in the browser now."""
+
+    turns: list[Turn]
+    progress: Progress
+    error: str = ""
+    save: bool = False
+    busy: bool = True
+
+
+class Chats:
+    """The answers under way, one per browser session."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._answers: dict[str, Answer] = {}
+
+    async def answer(
+        self, visit: Visit, model: str, turns: Sequence[Turn], settings: Settings
+    ) -> AsyncGenerator[View, None]:
+        """Answer the last turn; ends early, with what is there, when stopped.
+
+        Cancels in the engine when it is stopped, dropped, replaced by a newer question of the same
+        session, or closed because the browser is gone.
+        """
+        session = visit.session
+        self.drop(session)
+        answer = self._answers[session] = Answer(list(turns), self._parser(model))
+        try:
+            caller = await self._router.access.visitor(visit.authorization)
+            call = self._open(model, turns, settings, visit.client, caller)
+            answer.call = call
+            async for view in self._follow(answer, call):
+                if answer.dropped:
+                    return
+                yield view
+        except RequestError as error:
+            if not answer.dropped:
+                yield answer.last(error.message)
+        finally:
+            answer.cancel()
+            if self._answers.get(session) is answer:
+                del self._answers[session]
+
+    def stop(self, session: str) -> None:
+        """End the session's answer; what it says so far stays."""
+        if answer := self._answers.get(session):
+            answer.stopped = True
+            answer.cancel()
+
+    def drop(self, session: str) -> None:
+        """End the session's answer, and show no more of it."""
+        if answer := self._answers.pop(session, None):
+            answer.dropped = True
+            answer.cancel()
+
+    def _open(
+        self,
+        model: str,
+        turns: Sequence[Turn],
+        settings: Settings,
+        client: str,
+        caller: Caller | None,
+    ) -> Call:
+        request = request_of(model, turns, settings)
+        route = self._router.find(model)
+        if route.status.info is not None and not route.status.info.chat:
+            raise RequestError(f"{model!r} has no chat template; use /v1/completions")
+        messages = chat_messages(request.messages)
+        call = Call(model, sampling(request), messages=messages, key=client)
+        call.caller = caller
+        return self._router.open(call)
+
+    def _parser(self, model: str) -> Parser | None:
+        """What tells thoughts from text; None for a model that does not think aloud."""
+        info = self._router.find(model).status.info if self._router.serves(model) else None
+        if info is None or not (info.dialect.think_end or info.dialect.tools == "harmony"):
+            return None
+        return parser(info.dialect, tools=False, reasoning=True)
+
+    async def _follow(self, answer: Answer, call: Call) -> AsyncGenerator[View, None]:
+        saved_s = time.monotonic()
+        yield answer.view(self._waiting(call), save=True)
+        while answer.progress.finish is None:
+            interval_s = UPDATE_S + UPDATE_PER_ANSWER_S * len(self._answers)
+            await answer.collect(interval_s)
+            save = time.monotonic() - saved_s > SAVE_S
+            saved_s = time.monotonic() if save else saved_s
+            if answer.progress.finish is None:
+                yield answer.view(self._waiting(call), save=save)
+        yield answer.last()
+
+    def _waiting(self, call: Call) -> int | None:
+        return None if call.replica is not None or call.done else self._router.position(call)
+
+
+class Answer:
+    """One answer under way: its text so far, and its times."""
+
+    def __init__(self, turns: list[Turn], parse: Parser | None = None) -> None:
+        self.turns = turns
+        self._parse = parse
+        self._thoughts: list[str] = []
+        self.call: Call | None = None
+        self.stopped = False
+        self.dropped = False
+        self.progress = Progress()
+        self._text: list[str] = []
+        self._asked_s = time.monotonic()
+        self._first_s: float | None = None
+        self._first_tokens = 0  # what came at once with the first token
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def collect(self, interval_s: float) -> None:
+        """Take in what comes within an interval, in one reading, however fast it comes.
+
+        Returns early at the first token and at the end.
+        """
+        assert self.call is not None
+        deadline_s = time.monotonic() + interval_s
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self.call.deltas())
+            self._reading.add_done_callback(_looked_at)
+        done, _ = await asyncio.wait([self._reading], timeout=interval_s)
+        if not done:
+            return
+        reading, self._reading = self._reading, None
+        silent = self._first_s is None
+        self._take(reading)
+        if self.progress.finish is None and not silent:
+            await asyncio.sleep(deadline_s - time.monotonic())  # let more come in
+
+    def _take(self, reading: asyncio.Task[Any]) -> None:
+        try:
+            deltas = reading.result()
+        except RequestError:
+            if not (self.stopped or self.dropped):
+                raise
+            self.progress = self._measure("cancelled", self.progress.tokens)
+            return
+        tokens = self.progress.tokens + sum(len(delta.token_ids) for delta in deltas)
+        self._read("".join([delta.text for delta in deltas]), ended=deltas[-1].finish is not None)
+        if self._first_s is None and tokens:
+            self._first_s, self._first_tokens = time.monotonic(), tokens
+        last = deltas[-1]
+        tokens = last.completion_tokens if last.finish else tokens
+        self.progress = self._measure(last.finish, tokens)
+
+    def _read(self, text: str, *, ended: bool) -> None:
+        if self._parse is None:
+            self._text.append(text)
+            return
+        events = self._parse.feed(text) + (self._parse.end() if ended else [])
+        self._thoughts += [event.text for event in events if isinstance(event, Reasoning)]
+        self._text += [event.text for event in events if isinstance(event, Text)]
+
+    def _measure(self, finish: FinishReason | None, tokens: int) -> Progress:
+        if self._first_s is None:
+            return Progress(tokens=tokens, finish=finish)
+        running_s = time.monotonic() - self._first_s
+        later = tokens - self._first_tokens
+        rate = later / running_s if later > 0 and running_s > 0 else None
+        return Progress(None, tokens, self._first_s - self._asked_s, rate, finish)
+
+    def view(self, waiting: int | None, *, save: bool) -> View:
+        progress = self.progress
+        if waiting is not None:
+            progress = Progress(waiting=waiting)
+        return View(self._shown(), progress, save=save)
+
+    def last(self, error: str = "") -> View:
+        return View(self._shown(), self.progress, error, save=True, busy=False)
+
+    def _shown(self) -> list[Turn]:
+        text = "".join(self._text)
+        self._text = [text]
+        if self._thoughts:
+            self._thoughts = ["".join(self._thoughts)]
+            thinking = not text and self.progress.finish is None
+            text = f"{THOUGHTS[0]}{self._thoughts[0]}{'' if thinking else THOUGHTS[1]}{text}"
+        return [*self.turns, Turn(role="assistant", content=text)] if text else self.turns
+
+    def cancel(self) -> None:
+        """Leave the queue, or the engine, at once."""
+        if self.call is not None:
+            self.call.cancel()
+
+
+def _looked_at(reading: asyncio.Task[Any]) -> None:
+    """Nobody may be left to see how a reading ends; that is no news for the log."""
+    if not reading.cancelled():
+        reading.exception()
+
+
+def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatRequest:
+    """The conversation as /v1/chat/completions would get it, checked by the same rules.
+
+    Raises RequestError, with the sentence that HTTP clients get.
+    """
+    if not model:
+        raise ModelUnavailable("no model is served yet")
+    messages: list[dict[str, str]] = [{"role": "system", "content": settings.system or ""}]
+    messages += [{"role": turn["role"], "content": _said(turn)} for turn in turns]
+    chosen = {
+        name: _plain(value)
+        for name, value in msgspec.structs.asdict(settings).items()
+        if name != "system" and value is not None
+    }
+    body = {"model": model, "messages": messages if settings.system else messages[1:], **chosen}
+    return decode(ChatRequest, msgspec.json.encode(body))
+
+
+def _said(turn: Turn) -> str:
+    """A turn without the thoughts that led to it: models are not to see their old ones."""
+    content = turn["content"]
+    return content.partition(THOUGHTS[1])[2] if content.startswith(THOUGHTS[0]) else content
+
+
+def turn_at(turns: Sequence[Turn], shown: int) -> int:
+    """The turn that the page shows at this place: thoughts have a place of their own there."""
+    places = 0
+    for at, turn in enumerate(turns):
+        thinks = turn["role"] == "assistant" and turn["content"].startswith(THOUGHTS[0])
+        places += 2 if thinks and _said(turn).strip() else 1
+        if shown < places:
+            return at
+    return len(turns)
+
+
+def _plain(value: Any) -> Any:
+    """A browser's number: 40.0 is 40."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def turns_of(stored: Any) -> list[Turn]:
+    """A conversation as the browser sent it; what is not one is left out."""
+    if not isinstance(stored, list):
+        return []
+    return [
+        Turn(role=item["role"], content=item["content"])
+        for item in stored
+        if isinstance(item, dict)
+        and item.get("role") in ("user", "assistant")
+        and isinstance(item.get("content"), str)
+    ]

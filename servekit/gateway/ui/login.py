@@ -1,0 +1,267 @@
+"""Signing in on the page with an API key: /ui/login, /ui/logout, and who leads there.
+
+Any gateway answers these itself, before Gradio is there. What a key gives is a session's cookie
+(`sessions`): to the page alone, which no other site can make a browser send. Wrong keys of one
+address are slowed down; the API has keys of 190 random bits, but a file may name a weaker one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from html import escape
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import msgspec
+import structlog
+
+from servekit.errors import Forbidden, InvalidKey, RequestError, ServekitError
+from servekit.gateway.auth import sessions
+from servekit.gateway.auth.authorization import Access
+from servekit.gateway.http.asgi import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    send_error,
+    send_json,
+)
+from servekit.gateway.ui.pages import sign_in
+from servekit.gateway.ui.pages.language import COOKIE, NAMES, PAGES, Say, preferred, root
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+LOGIN = {f"{root(language)}/login": language for language in NAMES}
+LOGOUT, SESSION = "/ui/logout", "/ui/session"
+#: What is answered here, with keys and without.
+PATHS = {*LOGIN, LOGOUT, SESSION}
+#: The pages: by address, in which language and which one.
+ADDRESSES = {
+    f"{root(language)}/{name}".rstrip("/"): (language, name) for language in NAMES for name in PAGES
+}
+MAX_BODY_BYTES = 4096
+#: Nobody else's business, and not to be seen by going back.
+_PRIVATE = [
+    (b"cache-control", b"no-store"),
+    (b"vary", b"Cookie, Accept-Language"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+class Patience:
+    """How long an address has to wait after wrong keys: 1 s, 2 s, … 16 s; not known for long."""
+
+    LONGEST_S, FORGET_S, ADDRESSES = 16.0, 600.0, 4096
+
+    def __init__(self) -> None:
+        self._wrong: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how many, free when
+
+    def wait_s(self, address: str, now_s: float) -> float:
+        """How long from now it may not try; 0 if it may, and then this try counts as wrong."""
+        count, free_s = self._wrong.get(address, (0, 0.0))
+        if now_s < free_s:
+            return free_s - now_s
+        if now_s - free_s > self.FORGET_S:
+            count = 0
+        self._wrong[address] = (count + 1, now_s + min(2.0**count, self.LONGEST_S))
+        self._wrong.move_to_end(address)
+        if len(self._wrong) > self.ADDRESSES:
+            self._wrong.popitem(last=False)
+        return 0.0
+
+    def forgive(self, address: str) -> None:
+        """It had a right key."""
+        self._wrong.pop(address, None)
+
+
+class Login:
+    """Answers `PATHS`."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._patience = Patience()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        try:
+            if path == SESSION:
+                await self._tell(scope, send)
+            elif method == "POST":
+                refuse_strangers(scope)
+                if path == LOGOUT:
+                    await _go(send, f"{root(preferred(scope['headers']))}/login", _cookie(scope))
+                else:
+                    await self._sign_in(scope, receive, send)
+            else:
+                await self._show(scope, send)
+        except ClientGone:
+            return
+        except RequestError as error:
+            await send_error(send, error)
+
+    async def _show(self, scope: Scope, send: Send) -> None:
+        """The form, or where somebody is led who has no need of it."""
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        page = _page(query)
+        language = LOGIN.get(scope["path"], preferred(scope["headers"]))
+        if (chosen := query.get("lang", [""])[0]) in NAMES:
+            kept = f"{COOKIE}={chosen}; Path=/ui; Max-Age=31536000; SameSite=Lax"
+            return await _go(send, _address(chosen, page), (b"set-cookie", kept.encode()))
+        if not self._access.closed or self._name(scope) is not None:
+            return await _go(send, f"{root(language)}/{page}")
+        wanted = preferred(scope["headers"])
+        if scope["path"] not in LOGIN or wanted != language == "en":
+            return await _go(send, _address(wanted, page))
+        return await _form(send, Say(language), page)
+
+    async def _sign_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fields = parse_qs((await read_body(scope, receive, MAX_BODY_BYTES)).decode("latin-1"))
+        language, page = LOGIN[scope["path"]], _page(fields)
+        if not self._access.closed:
+            return await _go(send, f"{root(language)}/{page}")
+        try:
+            token = await self._session_of(scope, fields.get("key", [""])[0].strip())
+        except Slow as error:
+            words = Say(language)("login.slow", seconds=max(1, round(error.retry_after_s or 1)))
+            return await _form(send, Say(language), page, words, error)
+        except InvalidKey as error:
+            return await _form(send, Say(language), page, Say(language)("login.wrong"), error)
+        except RequestError as error:
+            return await _form(send, Say(language), page, error.message, error)
+        return await _go(send, f"{root(language)}/{page}", _cookie(scope, token))
+
+    async def _session_of(self, scope: Scope, key: str) -> str:
+        """A session for the holder of a key. Raises Slow, InvalidKey and Busy."""
+        address = str((scope.get("client") or ("",))[0])
+        if wait_s := self._patience.wait_s(address, time.monotonic()):
+            raise Slow("too many wrong keys", retry_after_s=wait_s)
+        access = self._access
+        asked = key.encode()
+        try:
+            caller = access.known(asked) or await access.verify(asked)
+        except InvalidKey:
+            log.warning("a wrong key on the page", address=address)
+            raise
+        self._patience.forgive(address)
+        log.info("signed in on the page", key=caller.rule.name, address=address)
+        return sessions.issue(caller.rule, access.rules, time.time())
+
+    async def _tell(self, scope: Scope, send: Send) -> None:
+        """For the page's own script: who has signed in, null where nobody has."""
+        body = msgspec.json.encode({"key": self._name(scope)})
+        await send_json(send, body, headers=_PRIVATE)
+
+    def _name(self, scope: Scope) -> str | None:
+        token = sessions.token_in(scope["headers"], _port(scope))
+        return sessions.name_in(token, self._access.rules, time.time())
+
+
+class Slow(RequestError):
+    """This address has had wrong keys, and is to wait."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+
+# ---- for the gate
+
+
+def find_session(scope: Scope) -> None:
+    """Put the session of a page's request where the page looks for a key, unless it has one."""
+    headers = scope["headers"]
+    if any(name == b"authorization" for name, _ in headers):
+        return
+    if token := sessions.token_in(headers, _port(scope)):
+        session = sessions.SCHEME + token.encode("latin-1")
+        scope["headers"] = [*headers, (b"authorization", session)]
+
+
+async def lead(scope: Scope, send: Send) -> bool:
+    """Lead somebody who wants to see a page to the form; False if it is no person who asks."""
+    headers = dict(scope["headers"])
+    if scope["method"] != "GET" or b"text/html" not in headers.get(b"accept", b""):
+        return False
+    language, page = ADDRESSES.get(scope["path"].rstrip("/"), (preferred(scope["headers"]), ""))
+    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        # by another site's link no cookie comes along: come again, from here
+        again = escape(f"{root(language)}/{page}")
+        page_again = f"<!doctype html><meta http-equiv=refresh content='0;url={again}'>"
+        await _send_page(send, 200, page_again.encode(), "default-src 'none'")
+    else:
+        language = language if language != "en" else preferred(scope["headers"])
+        await _go(send, _address(language, page))
+    return True
+
+
+def refuse_strangers(scope: Scope) -> None:
+    """A browser sends what signs it in with what other sites make it send, too. Raises Forbidden.
+
+    Of plain HTTP it does not say which site asks, but for the origin.
+    """
+    if scope["method"] in ("GET", "HEAD"):
+        return
+    headers = dict(scope["headers"])
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    if site is None and origin is not None:
+        ours = {headers.get(b"host"), headers.get(b"x-forwarded-host")}
+        site = b"none" if urlsplit(origin).netloc in ours else b"cross-site"
+    if site not in (None, b"same-origin", b"none"):
+        raise Forbidden("another site may not use this page")
+
+
+# ---- answers
+
+
+def _page(fields: dict[str, list[str]]) -> str:
+    """Which page was wanted; the chat for what is none of ours."""
+    wanted = fields.get("to", [""])[0]
+    return wanted if wanted in PAGES else ""
+
+
+def _address(language: str, page: str) -> str:
+    return f"{root(language)}/login{'?' if page else ''}{urlencode({'to': page}) if page else ''}"
+
+
+def _port(scope: Scope) -> int:
+    return int((scope.get("server") or ("", 0))[1] or 0)
+
+
+def _cookie(scope: Scope, token: str = "") -> tuple[bytes, bytes]:
+    secure = scope.get("scheme") == "https"
+    return b"set-cookie", sessions.cookie(_port(scope), token, secure=secure)
+
+
+async def _go(send: Send, where: str, *headers: tuple[bytes, bytes]) -> None:
+    head = [(b"location", where.encode()), (b"content-length", b"0"), *headers, *_PRIVATE]
+    await send({"type": "http.response.start", "status": 303, "headers": head})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _form(
+    send: Send, say: Say, page: str, problem: str = "", error: ServekitError | None = None
+) -> None:
+    body = sign_in.html(say, page, problem)
+    wait_s = getattr(error, "retry_after_s", None)
+    more = [] if wait_s is None else [(b"retry-after", b"%d" % max(1, round(wait_s)))]
+    await _send_page(send, error.status if error else 200, body, sign_in.POLICY, more)
+
+
+async def _send_page(
+    send: Send,
+    status: int,
+    body: bytes,
+    policy: str,
+    more: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    headers = [
+        (b"content-type", b"text/html; charset=utf-8"),
+        (b"content-length", str(len(body)).encode()),
+        (b"content-security-policy", policy.encode()),
+        *(more or ()),
+        *_PRIVATE,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,5 @@
+"""The pages beside the chat: each module lays one out in Gradio and binds its events.
+
+`page_layout` is common to all pages; `language` and the tables `texts_*` are their texts.
+Only the gateway may import from here.
+"""

@@ -1,0 +1,194 @@
+"""Models and adapters that come and go, by who holds a key with `admin: true`; and why things are.
+
+Everybody may look at the page. What is done on it is asked of the supervisor, as the endpoints
+under /admin do, once the visitor's key has been looked at: each time, not when the page was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from html import escape
+from typing import Any
+
+import gradio as gr
+import structlog
+
+from servekit.errors import Forbidden, RequestError, ServekitError
+from servekit.gateway.api.admin.endpoints import ANSWER_S, NothingSuch
+from servekit.gateway.api.admin.lora import CHANGE_S, AdapterRefused, require_right
+from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, visit
+from servekit.gateway.ui.status_html import error_note, note
+from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
+from servekit.protocol.messages import Accepted, GetWhy, Why
+from servekit.protocol.residency import Want
+from servekit.protocol.types import ExitRecord, ReplicaHistory
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+WANTS: tuple[Want, ...] = ("load", "unload", "sleep", "wake")
+#: Of the last lines of a worker that ended.
+TAIL_CHARS = 8_000
+
+
+def build(frame: Frame, blocks: gr.Blocks) -> None:
+    """Lay the page out, within its route."""
+    say = frame.say
+    frame.head("operate")
+    with gr.Column(elem_classes="sk-page"):
+        frame.title("operate")
+        may = gr.HTML("")
+        with gr.Column(elem_classes="sk-card"):
+            gr.HTML(f"<h2>{escape(say('operate.models'))}</h2>")
+            model = frame.model(say("model"), "")
+            with gr.Row(elem_classes="sk-actions"):
+                buttons = {
+                    want: gr.Button(say(f"operate.{want}"), elem_id=f"sk-{want}") for want in WANTS
+                }
+                why = gr.Button(say("operate.why"), elem_id="sk-why")
+            told = gr.HTML("", elem_id="sk-told")
+        _adapters(frame, model)
+    frame.keep_choices(blocks, [model], "")
+
+    async def greet(request: gr.Request) -> str:
+        return await _may(frame, request)
+
+    blocks.load(greet, None, may, **NOW)
+    for want, button in buttons.items():
+        button.click(_wanting(frame, want), model, told, **QUIET)
+    why.click(_explaining(frame), model, told, **QUIET)
+
+
+def _adapters(frame: Frame, model: gr.Dropdown) -> None:
+    say = frame.say
+    with gr.Column(elem_classes="sk-card"):
+        gr.HTML(f"<h2>{escape(say('operate.adapters'))}</h2>")
+        with gr.Row(elem_classes="sk-settings"):
+            name = gr.Textbox(label=say("adapter.name"), max_length=200, elem_id="sk-adapter")
+            path = gr.Textbox(
+                label=say("adapter.path"), info=say("adapter.path_info"), max_length=4096,
+                elem_id="sk-adapter-path",
+            )  # fmt: skip
+        with gr.Row(elem_classes="sk-actions"):
+            add = gr.Button(say("adapter.add"), elem_id="sk-adapter-add")
+            remove = gr.Button(say("adapter.remove"), elem_id="sk-adapter-remove")
+        told = gr.HTML("", elem_id="sk-adapter-told")
+
+    async def added(request: gr.Request, base: str, named: str, at: str) -> str:
+        async def do() -> str:
+            return await _add(frame, base, named.strip(), at.strip())
+
+        return await _done(frame, request, do)
+
+    async def removed(request: gr.Request, named: str) -> str:
+        async def do() -> str:
+            return await _remove(frame, named.strip())
+
+        return await _done(frame, request, do)
+
+    add.click(added, [model, name, path], told, **QUIET)
+    remove.click(removed, [name], told, **QUIET)
+
+
+# ---- what is done
+
+
+def _wanting(frame: Frame, want: Want) -> Callable[..., Awaitable[str]]:
+    async def act(request: gr.Request, model: str) -> str:
+        async def do() -> str:
+            await frame.supervisor.reside(want, model or "", False)
+            return frame.say(f"operate.{want}.begun", model=model)
+
+        return await _done(frame, request, do)
+
+    return act
+
+
+def _explaining(frame: Frame) -> Callable[..., Awaitable[str]]:
+    async def act(request: gr.Request, model: str) -> str:
+        async def do() -> Why:
+            frame.router.access.require_admin()
+            wish = GetWhy(model or "")
+            return await frame.supervisor.answer_to(wish, Why, ANSWER_S, NothingSuch)
+
+        return await _done(frame, request, do)
+
+    return act
+
+
+async def _add(frame: Frame, base: str, name: str, path: str) -> str:
+    require_right(frame.router.access)
+    if not name or not path.isprintable() or not path:
+        raise RequestError(frame.say("adapter.needs"))
+    log.info("adapter asked for on the page", adapter=name, path=path)
+    wish = AddAdapter(base or "", AdapterSpec(name, path))
+    await frame.supervisor.answer_to(wish, Accepted, CHANGE_S, AdapterRefused)
+    return frame.say("adapter.added", name=name)
+
+
+async def _remove(frame: Frame, name: str) -> str:
+    require_right(frame.router.access)
+    log.info("an adapter's end asked for on the page", adapter=name)
+    wish = RemoveAdapter(name)
+    await frame.supervisor.answer_to(wish, Accepted, CHANGE_S, NothingSuch)
+    return frame.say("adapter.removed", name=name)
+
+
+async def _done(frame: Frame, request: gr.Request, do: Callable[[], Awaitable[str | Why]]) -> str:
+    """Do it as the visitor whose page it is, and say what came of it, as HTML."""
+    before = ACTING.set(None)
+    try:
+        ACTING.set(await frame.router.access.visitor(visit(request).authorization))
+        done = await do()
+    except Forbidden as error:
+        return error_note(f"{frame.say('operate.forbidden')} {error.message}")
+    except ServekitError as error:
+        return error_note(error.message)
+    finally:
+        ACTING.reset(before)
+    return note(done) if isinstance(done, str) else story(done, frame.say)
+
+
+async def _may(frame: Frame, request: gr.Request) -> str:
+    """Whether this visitor may do anything here, before he tries."""
+    caller = await frame.caller(request)
+    if caller is not None and caller.rule.admin:
+        return note(frame.say("operate.you_may", name=caller.rule.name))
+    closed = frame.router.access.closed
+    words = frame.say("operate.you_may_not" if closed else "operate.no_keys")
+    return f'<p class="sk-hint">{escape(words)}</p>'
+
+
+# ---- why
+
+
+def story(why: Why, say: Say) -> str:
+    """What became of a model's workers, with the last lines of those that ended."""
+    parts = [f"<h3>{escape(why.model)}</h3>"]
+    if why.breaker != "closed":
+        parts.append(f'<p class="sk-hint">{escape(plain(why.breaker))}</p>')
+    if why.residence is not None and why.residence.reason:
+        parts.append(note(why.residence.reason))
+    return "".join(parts) + "".join(_history(one, say) for one in why.replicas)
+
+
+def _history(one: ReplicaHistory, say: Say) -> str:
+    head = f"{one.name}: {say(f'state.{one.state}')}, {say.count('restart', one.restarts)}"
+    said = "".join(
+        f'<p class="sk-quiet">{escape(plain(text))}</p>' for text in (one.reason, one.alert) if text
+    )
+    exits = "".join(_exit(record, say) for record in reversed(one.exits))
+    none = f'<p class="sk-quiet">{escape(say("why.none"))}</p>'
+    return f'<section class="sk-story"><h4>{escape(head)}</h4>{said}{exits or none}</section>'
+
+
+def _exit(record: ExitRecord, say: Say) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.at))
+    words = say("why.exit", at=at, lived=f"{record.lived_s:.0f}", phase=record.phase)
+    tail = plain("\n".join(record.tail))[-TAIL_CHARS:]
+    label = escape(say("why.tail"))
+    lines = f'<pre tabindex="0" aria-label="{label}">{escape(tail)}</pre>' if tail else ""
+    return f"<p><b>{escape(plain(record.what))}</b><br>{escape(words)}</p>{lines}"

@@ -1,0 +1,137 @@
+"""How the service is, live: figures with plots, GPUs, workers, gateways, events.
+
+All of it is made here, once a second for each page that looks, and sent where it has changed: a
+page keeps nothing but what it shows. The log's tail is for who holds a key with `admin: true`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import gradio as gr
+from msgspec.structs import replace
+
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.ui.pages.page_layout import NOW, Frame
+from servekit.gateway.ui.widgets import log_tail, machine_tables
+from servekit.gateway.ui.widgets.stat_cards import figures as draw
+from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
+
+EVERY_S = 1.0
+
+
+def build(frame: Frame, blocks: gr.Blocks) -> None:
+    """Lay the page out, within its route."""
+    say = frame.say
+    frame.head("dashboard")
+    with gr.Column(elem_classes="sk-page sk-wide"):
+        frame.title("dashboard")
+        figures = gr.HTML("", elem_id="sk-figures")
+        gpus = gr.HTML("", elem_id="sk-gpus")
+        with gr.Column(elem_classes="sk-card"):
+            gr.HTML(f"<h2>{escape(say('workers.caption'))}</h2>")
+            workers = gr.HTML("", elem_id="sk-machine")
+        with gr.Column(elem_classes="sk-card"):
+            gr.HTML(f"<h2>{escape(say('events.title'))}</h2>")
+            events = gr.HTML("", elem_id="sk-events")
+        _log(frame, blocks)
+        seen = gr.State(())
+    parts = [figures, gpus, workers, events]
+
+    async def tick(request: gr.Request, before: Sequence[int]) -> list[Any]:
+        """Only what has changed since this browser's last tick."""
+        shown = await render(frame, await frame.caller(request))
+        now = tuple(map(hash, shown))
+        old = before if len(before) == len(now) else (None,) * len(now)
+        fresh = [
+            html if was != is_now else gr.skip()
+            for html, was, is_now in zip(shown, old, now, strict=True)
+        ]
+        return [now, *fresh]
+
+    async def fill(request: gr.Request) -> list[Any]:
+        return await tick(request, ())
+
+    blocks.load(fill, None, [seen, *parts], **NOW)
+    gr.Timer(EVERY_S).tick(tick, [seen], [seen, *parts], **NOW)
+
+
+def _log(frame: Frame, blocks: gr.Blocks) -> None:
+    """The log's tail, of all processes or of one; it can be held, to be read."""
+    say = frame.say
+    with gr.Column(elem_classes="sk-card"):
+        gr.HTML(f"<h2>{escape(say('log.title'))}</h2>")
+        with gr.Row(elem_classes="sk-settings", visible=False) as settings:
+            everything = [(say("log.all"), "")]
+            whose = gr.Dropdown(everything, value="", label=say("log.of"), elem_id="sk-log-of")
+            held = gr.Checkbox(False, label=say("log.hold"), elem_id="sk-log-hold")
+        lines = gr.HTML("", elem_id="sk-log")
+        seen = gr.State((0, ()))
+
+    async def tick(request: gr.Request, name: str | None, hold: bool, before: Any) -> list[Any]:
+        old_html, old_names = before
+        names, html = await _lines(frame, await frame.caller(request), name or "")
+        updates = [gr.skip(), gr.skip(), gr.skip()]
+        if hash(html) != old_html and not (hold and old_html):
+            updates[0], old_html = html, hash(html)
+        if names != old_names:
+            choices = [*everything, *((one, one) for one in names)]
+            updates[1:] = [gr.update(choices=choices), gr.update(visible=bool(names))]
+        return [*updates, (old_html, names)]
+
+    shown = [lines, whose, settings, seen]
+    blocks.load(tick, [whose, held, seen], shown, **NOW)
+    gr.Timer(EVERY_S).tick(tick, [whose, held, seen], shown, **NOW)
+    whose.change(tick, [whose, held, seen], shown, **NOW)
+
+
+async def _lines(frame: Frame, caller: Caller | None, name: str) -> tuple[tuple[str, ...], str]:
+    """The processes that have written, and the last lines; only a sentence for who may not."""
+    if caller is None or not caller.rule.admin:
+        words = frame.say("log.admins" if frame.router.access.closed else "log.no_keys")
+        return (), f'<p class="sk-quiet">{escape(words)}</p>'
+    names = tuple(await frame.tail.names())
+    return names, log_tail.html(await frame.tail.lines(name), frame.say)
+
+
+async def render(frame: Frame, caller: Caller | None) -> tuple[str, str, str, str]:
+    """The parts of the page as they are now, of the models that a visitor may use.
+
+    Figures and gateways are of all models: who may use some only is shown neither.
+    """
+    status = await frame.watch.status()
+    whole = frame.sees_all(caller)
+    models = [one for one in _models(frame, status) if whole or frame.sees(caller, one.name)]
+    happenings = [one for one in frame.watch.happenings if whole or frame.sees(caller, one.model)]
+    gpus = machine_tables.gpus(status.gpus, models, frame.say) if status is not None else ""
+    heading = f'<div class="sk-card"><h2>{escape(frame.say("gpu.title"))}</h2>'
+    workers = machine_tables.workers(models, frame.say)
+    if status is not None and whole:
+        workers += machine_tables.gateways(status.gateways, frame.say)
+    return (
+        draw(list(frame.watch.samples), status, frame.say) if whole else "",
+        f'{heading}<div class="sk-gpus">{gpus}</div></div>' if gpus else "",
+        workers,
+        machine_tables.happenings(happenings, frame.say),
+    )
+
+
+def _models(frame: Frame, status: Status | None) -> Sequence[ModelStatus]:
+    """By the supervisor's answer, which is a second or two old, and what it has pushed since."""
+    pushed = {route.status.name: route.status for route in frame.router.routes.values()}
+    if status is None:
+        return list(pushed.values())
+    return [fresh(one, pushed.get(one.name)) for one in status.models]
+
+
+def fresh(told: ModelStatus, pushed: ModelStatus | None) -> ModelStatus:
+    """With each worker as it was pushed where it has changed its state, or its life, since."""
+    now = {} if pushed is None else {one.name: one for one in pushed.replicas}
+
+    def newest(old: ReplicaStatus) -> ReplicaStatus:
+        new = now.get(old.name, old)
+        return old if (new.state, new.restarts) == (old.state, old.restarts) else new
+
+    return replace(told, replicas=tuple(map(newest, told.replicas)))

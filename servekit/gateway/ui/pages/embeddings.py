@@ -1,0 +1,86 @@
+"""Texts in; how alike they are, and their vectors, out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gradio as gr
+
+from servekit.errors import RequestError
+from servekit.gateway.api.openai.embeddings import Asked, embedding_calls
+from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, visit
+from servekit.gateway.ui.status_html import error_note, note
+from servekit.gateway.ui.widgets import similarity_matrix
+from servekit.gateway.ui.widgets.request_runner import Wish
+
+#: Texts at once: more make a table that nobody reads.
+MOST_TEXTS = 40
+
+
+def texts_of(given: str) -> list[str]:
+    """One from each line that is not empty. Raises RequestError where there are none, or many."""
+    texts = [line.strip() for line in given.splitlines() if line.strip()]
+    if not texts:
+        raise RequestError("write some texts first, one on each line")
+    if len(texts) > MOST_TEXTS:
+        raise RequestError(f"{len(texts)} texts are over the limit of {MOST_TEXTS} on this page")
+    return texts
+
+
+def wish(model: str, given: str) -> Wish:
+    """The request as code."""
+    return Wish("/v1/embeddings", {"model": model, "input": texts_of(given)})
+
+
+def build(frame: Frame, blocks: gr.Blocks) -> None:
+    """Lay the page out, within its route."""
+    say = frame.say
+    frame.head("embeddings")
+    with gr.Column(elem_classes="sk-page"):
+        frame.title("embeddings")
+        with gr.Column(elem_classes="sk-card"):
+            model = frame.model(say("model"), "embed")
+            texts = gr.Textbox(
+                say("embeddings.example"), label=say("embeddings.texts"), lines=5, max_lines=20,
+                info=say("embeddings.info", most=MOST_TEXTS), max_length=MAX_CHARS,
+                elem_id="sk-texts",
+            )  # fmt: skip
+            with gr.Row(elem_classes="sk-actions"):
+                run = gr.Button(say("embeddings.run"), variant="primary", elem_id="sk-run")
+        with gr.Column(elem_classes="sk-card sk-result"):
+            result = gr.HTML("", elem_id="sk-vectors")
+        frame.code(wish, [model, texts])
+
+    async def embed(request: gr.Request, name: str, given: str) -> Any:
+        try:
+            return await _embed(frame, request, name, texts_of(given))
+        except RequestError as error:
+            return error_note(error.message)
+
+    gr.on([run.click, texts.submit], embed, [model, texts], result, **QUIET)
+    frame.keep_choices(blocks, [model], "embed")
+
+
+async def _embed(frame: Frame, request: gr.Request, model: str, texts: list[str]) -> str:
+    """Through the queue, as any other; the table is made beside the loop that streams live on."""
+    who = visit(request)
+    caller = await frame.router.access.visitor(who.authorization)
+    before = ACTING.set(caller)
+    try:
+        asked = Asked(frame.router, embedding_calls(model or "", who.client, [*texts]), None)
+    finally:
+        ACTING.reset(before)
+    answers = await asked.answers()
+    raw = [vector for one in answers for vector in one.vectors]
+    used = sum(one.prompt_tokens for one in answers)
+    return await asyncio.to_thread(_shown, frame, model, texts, raw, used)
+
+
+def _shown(frame: Frame, model: str, texts: list[str], raw: list[bytes], used: int) -> str:
+    vectors = [similarity_matrix.vector_of(one) for one in raw]
+    size = len(vectors[0]) if vectors else 0
+    said = frame.say("embeddings.done", texts=len(texts), size=size, tokens=used)
+    shown = similarity_matrix.table(texts, similarity_matrix.cosines(vectors), frame.say)
+    return shown + note(said) + similarity_matrix.downloads(model, texts, vectors, frame.say)

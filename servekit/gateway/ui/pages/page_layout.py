@@ -1,0 +1,213 @@
+"""What all pages share: the bar above them, the choice of a model, the request as code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import gradio as gr
+from gradio.components import Navbar
+
+from servekit.errors import RequestError
+from servekit.gateway.api.admin.endpoints import Supervisor
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.chat_session import Visit
+from servekit.gateway.ui.pages import snippets
+from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, root
+from servekit.gateway.ui.status_html import choices, error_note, may_see, progress_note
+from servekit.gateway.ui.widgets.log_tail import Tail
+from servekit.gateway.ui.widgets.request_runner import Runs, Shown, Wish
+from servekit.gateway.ui.widgets.status_poller import Watch
+
+MODELS_EVERY_S = 5.0
+#: Characters of a prompt: it is shown as code, too, and sent with each event.
+MAX_CHARS = 100_000
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+NOW: dict[str, Any] = {**QUIET, "queue": False}
+
+
+#: A door and an arrow out of it.
+_OUT = (
+    '<svg viewBox="0 0 16 16" width="16" height="16" fill="none" stroke="currentColor" '
+    'stroke-width="1.5" stroke-linecap="round" stroke-linejoin="round" aria-hidden="true">'
+    '<path d="M6.5 2.5h-4v11h4M10.5 5l3 3-3 3M13.5 8h-7"/></svg>'
+)
+
+
+def visit(request: gr.Request) -> Visit:
+    """Who asks, by what the browser sends."""
+    client = f"ui {request.client.host if request.client else ''}"
+    authorization = request.headers.get("authorization") or ""
+    return Visit(str(request.session_hash), client, authorization)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The pages of one language: what they are made on."""
+
+    router: Router
+    say: Say
+    supervisor: Supervisor
+    watch: Watch
+    runs: Runs
+    tail: Tail
+
+    # ---- above each page
+
+    def head(self, page: str) -> None:
+        """The bar with all pages, the language and the theme."""
+        Navbar(visible=False)  # ours has room for a phone, and a switch of languages
+        gr.HTML(self._head(page), elem_id="sk-head")
+
+    def title(self, page: str) -> None:
+        """A page's heading, and what it is for."""
+        title, lead = self.say(f"nav.{page}"), self.say(f"{page}.lead")
+        html = f"<h1>{escape(title)}</h1><p class='sk-quiet'>{escape(lead)}</p>"
+        gr.HTML(html, elem_classes="sk-title")
+
+    def _head(self, page: str) -> str:
+        say, base = self.say, root(self.say.language)
+        links = "".join(
+            f'<a href="{base}/{name}"{_current(name == page)}>{escape(_title(name, say))}</a>'
+            for name in PAGES
+        )
+        others = "".join(
+            f'<a lang="{other}" hreflang="{other}" data-lang="{other}" '
+            f'href="{root(other)}/{page}">{name}</a>'
+            for other, name in NAMES.items()
+            if other != say.language
+        )
+        return (
+            f'<header class="sk-bar" data-lang-now="{say.language}">'
+            f'<a class="sk-brand" href="{base}/">servekit</a>'
+            f'<nav aria-label="{escape(say("nav.label"))}">{links}'
+            f'<a href="/docs">{escape(say("nav.docs"))}</a></nav>'
+            '<div class="sk-tools"><button type="button" class="sk-out" hidden '
+            f'data-sign-out="{escape(say("nav.sign_out"))}">{_OUT}</button>'
+            f'{others}<button type="button" class="sk-theme" '
+            f'aria-label="{escape(say("nav.theme"))}" title="{escape(say("nav.theme"))}">◐</button>'
+            "</div></header>"
+        )
+
+    # ---- models
+
+    def model(self, label: str, task: str = "generate", **more: Any) -> gr.Dropdown:
+        """A choice of the models and adapters that serve `task`.
+
+        The page is made once for all visitors: which these are is filled in as each draws it.
+        """
+        found = [] if self.router.access.closed else choices(self.router, self.say, task=task)
+        value = found[0][1] if found else None
+        return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
+
+    def sees(self, caller: Caller | None, model: str) -> bool:
+        """Whether a visitor may be told of a model; see `caller`."""
+        return may_see(self.router, caller, model)
+
+    def sees_all(self, caller: Caller | None) -> bool:
+        """Whether a visitor may be told of all models: by the key's own, or as administrator."""
+        if not self.router.access.closed:
+            return True
+        return caller is not None and (caller.rule.admin or caller.rule.models is None)
+
+    def keep_choices(self, blocks: gr.Blocks, models: Sequence[gr.Dropdown], task: str) -> None:
+        """Tell of models that come and go, and in which state they are."""
+        seen = gr.State("")
+
+        async def tick(request: gr.Request, before: str, *chosen: str | None) -> list[Any]:
+            found = choices(self.router, self.say, await self.caller(request), task)
+            now = str(found)
+            if now == before:
+                return [gr.skip() for _ in (0, *chosen)]
+            return [now, *(_kept(found, one, at) for at, one in enumerate(chosen))]
+
+        blocks.load(tick, [seen, *models], [seen, *models], **NOW)
+        gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
+
+    async def caller(self, request: gr.Request) -> Caller | None:
+        """Whose key it is; None where none is needed, or it is not known (any more)."""
+        access = self.router.access
+        if not access.closed:
+            return None
+        header = (request.headers.get("authorization") or "").encode("latin-1")
+        try:
+            return await access.holder([(b"authorization", header)])
+        except RequestError:
+            return None
+
+    # ---- a request
+
+    async def show(
+        self, request: gr.Request, make: Callable[[], Wish], slot: str = ""
+    ) -> AsyncGenerator[tuple[Shown | None, str]]:
+        """Run what `make` wishes for: where it is, and a note about it, as HTML.
+
+        None: it is wrong, as the note says, and nothing has been asked for.
+        """
+        try:
+            wish = await asyncio.to_thread(make)  # there may be a schema to check
+        except RequestError as error:
+            yield None, error_note(error.message)
+            return
+        async with aclosing(self.runs.follow(visit(request), wish, slot)) as told:
+            async for shown in told:
+                note = progress_note(shown.progress, busy=shown.busy, say=self.say)
+                yield shown, error_note(shown.error) if shown.error else note
+
+    def leave_empty(self, blocks: gr.Blocks, numbers: Sequence[gr.Number]) -> None:
+        """Have fields begin without a value: Gradio's page takes that for 0 unless it is said."""
+
+        async def empty() -> Any:
+            return [None for _ in numbers] if len(numbers) > 1 else None
+
+        blocks.load(empty, None, list(numbers), **NOW)
+
+    def stop_with(self, blocks: gr.Blocks, stop: gr.Button) -> None:
+        """Have a button, and the end of the visit, end what runs."""
+
+        async def end(request: gr.Request) -> None:
+            self.runs.stop(str(request.session_hash))
+
+        async def leave(request: gr.Request) -> None:
+            self.runs.drop(str(request.session_hash))
+
+        stop.click(end, None, None, **NOW)
+        blocks.unload(leave)
+
+    def code(self, make: Callable[..., Wish], inputs: Sequence[Any]) -> None:
+        """The request that the page would send, as `curl` and Python, while it is unfolded."""
+        with gr.Accordion(self.say("code.title"), open=False, elem_classes="sk-fold") as fold:
+            block = gr.HTML("", elem_classes="sk-codes")
+
+        async def tell(request: gr.Request, *values: Any) -> str:
+            try:
+                wish = await asyncio.to_thread(make, *values)
+            except RequestError as error:
+                return error_note(error.message)
+            origin = request.headers.get("origin") or ""
+            return snippets.html(origin, wish, self.say, closed=self.router.access.closed)
+
+        # a conversation is long, and changes with every word: it is looked at when unfolded
+        seen = [one for one in inputs if not isinstance(one, gr.BrowserState)]
+        changed = [one.blur if isinstance(one, gr.Textbox) else one.change for one in seen]
+        gr.on([fold.expand, *changed], tell, list(inputs), block, trigger_mode="always_last", **NOW)
+
+
+def _title(page: str, say: Say) -> str:
+    return say(f"nav.{page or 'chat'}")
+
+
+def _current(is_it: bool) -> str:
+    return ' aria-current="page"' if is_it else ""
+
+
+def _kept(found: list[tuple[str, str]], chosen: str | None, at: int) -> Any:
+    """The choices, and a first one where nothing is chosen: of several dropdowns, not the same."""
+    if chosen or not found:
+        return gr.update(choices=found)
+    return gr.update(choices=found, value=found[min(at, len(found) - 1)][1])

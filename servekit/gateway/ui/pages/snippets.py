@@ -1,0 +1,89 @@
+"""A request as `curl` and as Python, to copy. Keys are told as a placeholder, never as they are."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from html import escape
+
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, Wish
+
+#: The variable of the environment that holds the key.
+KEY = "SERVEKIT_API_KEY"
+#: What OpenAI's client takes by name; the rest goes into `extra_body`.
+_OPENAI = frozenset(
+    [
+        "model",
+        "messages",
+        "prompt",
+        "input",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "logprobs",
+        "top_logprobs",
+        "n",
+        "stop",
+        "response_format",
+        "tools",
+        "tool_choice",
+        "encoding_format",
+        "dimensions",
+    ]
+)
+_CREATE = {CHAT: "chat.completions.create", COMPLETIONS: "completions.create"}
+_SHOW = {
+    CHAT: "print(answer.choices[0].message.content)",
+    COMPLETIONS: "print(answer.choices[0].text)",
+}
+_EMBED = "embeddings.create"
+_SHOW_EMBED = "print(len(answer.data[0].embedding))"
+
+
+def curl(origin: str, wish: Wish, *, closed: bool) -> str:
+    """A command line. `closed`: a key is needed."""
+    body = json.dumps(wish.body, ensure_ascii=False, indent=2)
+    lines = [f"curl {shlex.quote(origin + wish.path)}", "-H 'Content-Type: application/json'"]
+    if closed:
+        lines.append(f'-H "Authorization: Bearer ${KEY}"')
+    return " \\\n  ".join([*lines, f"-d {shlex.quote(body)}"])
+
+
+def python(origin: str, wish: Wish, *, closed: bool) -> str:
+    """A program with OpenAI's client."""
+    named = {key: value for key, value in wish.body.items() if key in _OPENAI}
+    more = {key: value for key, value in wish.body.items() if key not in _OPENAI}
+    arguments = [f"    {key}={value!r}," for key, value in named.items()]
+    arguments += [f"    extra_body={more!r},"] if more else []
+    key = f'os.environ["{KEY}"]' if closed else '"none"'
+    head = ["import os", ""] if closed else []
+    return "\n".join(
+        [
+            *head,
+            "from openai import OpenAI",
+            "",
+            f"client = OpenAI(base_url={origin + '/v1'!r}, api_key={key})",
+            f"answer = client.{_CREATE.get(wish.path, _EMBED)}(",
+            *arguments,
+            ")",
+            _SHOW.get(wish.path, _SHOW_EMBED),
+        ]
+    )
+
+
+def html(origin: str, wish: Wish, say: Say, *, closed: bool) -> str:
+    """Both, as HTML, each with a button that copies it."""
+    note = f'<p class="sk-quiet">{escape(say("code.key", name=KEY))}</p>' if closed else ""
+    shell = _block("curl", curl(origin, wish, closed=closed), say)
+    return note + shell + _block("Python", python(origin, wish, closed=closed), say)
+
+
+def _block(name: str, code: str, say: Say) -> str:
+    return (
+        f'<div class="sk-code"><div class="sk-code-head"><span>{name}</span>'
+        f'<button type="button" class="sk-copy" data-done="{escape(say("code.copied"))}"'
+        f' aria-label="{escape(say("code.copy_it", name=name))}">{escape(say("code.copy"))}'
+        f'</button></div><pre tabindex="0" aria-label="{name}">{escape(code)}</pre></div>'
+    )

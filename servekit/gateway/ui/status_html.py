@@ -1,0 +1,193 @@
+"""What the page shows beside the conversation: workers, and where an answer is. HTML, escaped."""
+
+from __future__ import annotations
+
+from html import escape
+
+from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
+from servekit.gateway.routing.router import Route, Router, describe
+from servekit.gateway.ui.chat_session import Progress
+from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
+from servekit.protocol.messages import ReplicaStatus
+
+MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
+
+
+def workers(router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None) -> str:
+    """Every model that a visitor may use with its workers, as HTML; `caller` as for `choices`."""
+    if router.draining:
+        return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
+    if not router.routes:
+        return f'<p class="sk-quiet">{escape(say("no_models"))}</p>'
+    seen = [route for route in router.routes.values() if may_see(router, caller, route.status.name)]
+    return "".join(_model(route, say) for route in seen)
+
+
+def may_see(router: Router, caller: Caller | None, model: str) -> bool:
+    """Whether a visitor may be told of a model, by its own name. Without keys all may."""
+    return not router.access.closed or (caller is not None and caller.may_use(model))
+
+
+def choices(
+    router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None, task: str = ""
+) -> list[tuple[str, str]]:
+    """The models and adapters that a visitor may use, and that serve `task`: (label, name).
+
+    With keys, `caller` is who visits; who is not known yet sees none.
+    """
+    named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
+    return [
+        (_label(route, say), name)
+        for name, route in named
+        if _serves(route, task) and (not router.access.closed or _may(caller, route))
+    ]
+
+
+def _may(caller: Caller | None, route: Route) -> bool:
+    return caller is not None and caller.may_use(route.status.name, base_of(route))
+
+
+def _serves(route: Route, task: str) -> bool:
+    """One that has not been loaded yet may turn out to."""
+    info = route.status.info
+    return not task or info is None or task in info.serves
+
+
+def progress_note(progress: Progress, *, busy: bool, say: Say = SAY_ENGLISH) -> str:
+    """One line beneath the conversation, as HTML."""
+    return note(_sentence(progress, busy, say))
+
+
+def note(sentence: str) -> str:
+    """One line, as HTML."""
+    return f'<p class="sk-note" role="status">{escape(sentence)}</p>'
+
+
+def error_note(message: str) -> str:
+    """A sentence about what went wrong, as HTML."""
+    sentence = message[:1].upper() + message[1:]
+    return f'<p class="sk-note sk-error" role="alert">{escape(sentence)}</p>'
+
+
+# ---------------------------------------------------------------- workers
+
+
+def _label(route: Route, say: Say) -> str:
+    name = route.status.name
+    if route.ready:
+        return name
+    if isinstance(route, AdapterRoute) and route.adapter.state != "serving":
+        return f"{name} · {say(f'adapter.{route.adapter.state}')}"
+    states = {replica.state for replica in route.status.replicas}
+    first = next(iter(route.status.replicas), None)
+    residence = route.status.residence
+    if residence is not None and residence.tier in ("stopped", "asleep"):
+        return f"{name} · {say(f'tier.{residence.tier}')}"
+    if first is None or states <= {"ready"}:
+        return f"{name} · {say('state.starting')}"
+    coming = [r for r in route.status.replicas if r.state in ("loading", "starting")]
+    return f"{name} · {state_words(coming[0] if coming else first, say)}"
+
+
+def _model(route: Route, say: Say) -> str:
+    info = route.status.info
+    facts = [route.status.engine]
+    if info is not None:
+        facts += [info.dtype] if info.dtype != "none" else []
+        facts.append(say("context", count=f"{info.max_context:,}".replace(",", " ")))
+    waiting = f" · <b>{escape(say('waiting', count=len(route.queue)))}</b>"
+    replicas = "".join(_replica(replica, say) for replica in route.status.replicas)
+    residence = route.status.residence
+    if residence is not None and residence.tier != "resident":
+        facts.append(residence.reason or say(f"tier.{residence.tier}"))
+    return (
+        f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
+        f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
+        f"{_adapters(route, say)}<ul>{replicas}</ul></section>"
+    )
+
+
+def _adapters(route: Route, say: Say) -> str:
+    """Its adapters, with what keeps those from serving that do not."""
+    if not route.status.adapters:
+        return ""
+    told = [
+        one.name
+        if one.state == "serving"
+        else f"{one.name} ({one.reason or say(f'adapter.{one.state}')})"
+        for one in route.status.adapters
+    ]
+    return f'<p class="sk-quiet">{escape(say("adapters", names=", ".join(told)))}</p>'
+
+
+def _replica(replica: ReplicaStatus, say: Say) -> str:
+    mark = MARK.get(replica.state, "busy")
+    facts = [replica.device] if replica.device else []
+    if replica.state == "ready":
+        facts.append(say("running", count=replica.running))
+        facts += [say("waiting", count=replica.waiting)] if replica.waiting else []
+    if used_bytes := replica.gpu_bytes or replica.rss_bytes:
+        facts.append(gigabytes(used_bytes))
+    if replica.restarts:
+        facts.append(say.count("restart", replica.restarts))
+    return (
+        f'<li><span class="sk-dot sk-{mark}"></span><span class="sk-name">{escape(replica.name)}'
+        f'</span><span class="sk-state">{escape(state_words(replica, say))}</span>'
+        f'<span class="sk-facts">{escape(" · ".join(facts))}</span>'
+        f"{_bar(replica)}{_reason(replica)}</li>"
+    )
+
+
+def state_words(replica: ReplicaStatus, say: Say) -> str:
+    """What a worker is doing, in a few words."""
+    if replica.state in ("loading", "starting") and replica.progress is not None:
+        return describe(replica)
+    return say(f"state.{replica.state}")
+
+
+def _bar(replica: ReplicaStatus) -> str:
+    if replica.state not in ("loading", "starting"):
+        return ""
+    progress = replica.progress
+    name = f'aria-label="{escape(replica.name)}"'
+    if progress is None or not progress.total:
+        return f"<progress {name}></progress>"
+    return f'<progress {name} value="{progress.done}" max="{progress.total}"></progress>'
+
+
+def _reason(replica: ReplicaStatus) -> str:
+    if not replica.reason:
+        return ""
+    return f'<span class="sk-reason">{escape(replica.reason)}</span>'
+
+
+# ---------------------------------------------------------------- where an answer is
+
+
+def _sentence(progress: Progress, busy: bool, say: Say) -> str:
+    if progress.waiting is not None:
+        return say.count("queue", progress.waiting) if progress.waiting else say("queue.next")
+    if not progress.tokens:
+        return say("reading") if busy else say("stopped")
+    parts = [say.count("token", progress.tokens)]
+    if progress.rate is not None:
+        parts.append(say("rate", rate=f"{progress.rate:.1f}"))
+    if progress.first_s is not None:
+        parts.append(say("first", after=_duration(progress.first_s)))
+    if progress.finish == "cancelled":
+        parts.append(say("cancelled"))
+    if progress.finish == "length":
+        parts.append(say("length"))
+    return " · ".join(parts)
+
+
+def gigabytes(size_bytes: int) -> str:
+    """A size to read, in the units of the configuration file and of `servekit ps`."""
+    if size_bytes < 2**30:
+        return f"{size_bytes / 2**20:.0f} MiB"
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,115 @@
+"""The last lines of the processes' logs, for who holds a key with `admin: true`.
+
+They may hold what users wrote, and anything else: they are read from the ends of their files, cut,
+and shown as text. However many look, and however long, no more is kept than what is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import time
+from collections import OrderedDict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.log_files import Line, files, is_of, last, stamp
+
+LINES = 150
+LINE_CHARS = 600
+#: Of the end of each file; and how many files, those that were written to last.
+FILE_BYTES = 96 * 2**10
+FILES = 64
+#: The files are read again after so long, for all who look.
+AGAIN_S = 1.0
+_CHOICES = 64
+_LEVELS = ("warning", "error", "critical")
+#: Fields of a line of ours that are shown in another place, or not at all.
+_APART = ("timestamp", "level", "event", "process", "logger")
+
+
+class Tail:
+    """Reads the logs in the run directory `folder`; None where there is none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._kept: OrderedDict[str, tuple[float, list[Line]]] = OrderedDict()
+
+    async def lines(self, name: str) -> list[Line]:
+        """The last lines of a process or a model, the newest last; "" is all."""
+        now_s = time.monotonic()
+        at_s, found = self._kept.get(name, (float("-inf"), []))
+        if self._folder is not None and now_s - at_s >= AGAIN_S:
+            found = await asyncio.to_thread(read, self._folder, name)
+            self._kept[name] = now_s, found
+            self._kept.move_to_end(name)
+            if len(self._kept) > _CHOICES:
+                self._kept.popitem(last=False)
+        return found
+
+    async def names(self) -> list[str]:
+        """The processes that have written."""
+        return [] if self._folder is None else await asyncio.to_thread(_names, self._folder)
+
+
+def read(folder: Path, name: str) -> list[Line]:
+    """The last lines in the files there. Blocks for as long as a disk does."""
+    found = [(one, path) for one, path in files(folder).items() if is_of(one, name)]
+    found = sorted(found, key=lambda one: -_written(one[1]))[:FILES]
+    each = [last(one, path, LINES, FILE_BYTES) for one, path in found]
+    return list(heapq.merge(*each, key=lambda line: line.at))[-LINES:]
+
+
+def _names(folder: Path) -> list[str]:
+    return list(files(folder))
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def html(lines: list[Line], say: Say) -> str:
+    """As a list, the newest first: turned round by its style, it stands at its newest line."""
+    if not lines:
+        return f'<p class="sk-quiet">{escape(say("log.none"))}</p>'
+    label = escape(say("log.title"))
+    rows = "".join(map(_row, reversed(lines)))
+    return (
+        f'<div class="sk-log" tabindex="0" role="region" aria-label="{label}"><ol>{rows}</ol></div>'
+    )
+
+
+def _row(line: Line) -> str:
+    level, text = told(line.text)
+    mark = f' class="sk-{level}"' if level in _LEVELS else ""
+    at = stamp(line.text)[11:19]
+    when = f"<time>{escape(at)}</time> " if at else ""
+    return f"<li{mark}>{when}<b>{escape(line.name)}</b> {escape(text)}</li>"
+
+
+def told(text: str) -> tuple[str, str]:
+    """The level of a line and what it says, cut; one that is not ours says itself."""
+    level, said = "", text
+    if text.startswith("{"):
+        fields = _fields(text)
+        if "event" in fields:
+            level = str(fields.get("level", ""))
+            rest = (f"{key}={value}" for key, value in fields.items() if key not in _APART)
+            said = " ".join((str(fields["event"]), *rest))
+    shown = " ".join(plain(said[: 4 * LINE_CHARS]).split())
+    return level, shown if len(shown) <= LINE_CHARS else f"{shown[:LINE_CHARS]} …"
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

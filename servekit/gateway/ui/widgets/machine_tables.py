@@ -1,0 +1,137 @@
+"""The dashboard's tables as HTML: GPUs, workers, gateways, and what has happened lately."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.status_html import MARK, gigabytes, state_words
+from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.gateway.ui.widgets.status_poller import Happening
+from servekit.protocol.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus
+
+#: Characters of a reason: the rest is for `servekit why`.
+REASON_CHARS = 400
+SHOWN_HAPPENINGS = 30
+#: Workers on one GPU that have a colour of their own.
+COLOURS = 5
+
+
+def gpus(found: Sequence[GpuStatus], models: Sequence[ModelStatus], say: Say) -> str:
+    """Each GPU's memory by worker, and how busy it is; "" on a machine without."""
+    workers = [one for model in models for one in (*model.replicas, *model.standbys)]
+    return "".join(_gpu(gpu, workers, say) for gpu in found)
+
+
+def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
+    held = [
+        (worker.name, size)
+        for worker in workers
+        for uuid, size in zip(worker.gpus, worker.held_bytes, strict=False)
+        if uuid == gpu.uuid and size
+    ]
+    rest = gpu.used_bytes - sum(size for _, size in held)
+    held += [(say("gpu.others"), rest)] if rest > gpu.total_bytes // 200 else []
+    bars = "".join(
+        f'<span class="sk-share{at % COLOURS}" style="width:{100 * size / gpu.total_bytes:.2f}%">'
+        "</span>"
+        for at, (_, size) in enumerate(held)
+    )
+    names = "".join(
+        f'<li><span class="sk-swatch sk-share{at % COLOURS}"></span>{escape(name)} '
+        f"<b>{gigabytes(size)}</b></li>"
+        for at, (name, size) in enumerate(held)
+    )
+    of = f"{gigabytes(gpu.used_bytes)} / {gigabytes(gpu.total_bytes)}"
+    busy = "" if gpu.utilisation is None else say("gpu.busy", percent=round(100 * gpu.utilisation))
+    kind = " · ".join(filter(None, (gpu.name, gpu.node)))
+    return (
+        f'<section class="sk-gpu"><h3>GPU {gpu.index} <span class="sk-quiet">{escape(kind)}'
+        f'</span></h3><p class="sk-quiet">{of}{" · " if busy else ""}{escape(busy)}</p>'
+        f'<div class="sk-memory" role="img" aria-label="{escape(say("gpu.label", of=of))}">{bars}'
+        f"</div><ul>{names}</ul></section>"
+    )
+
+
+def workers(models: Sequence[ModelStatus], say: Say) -> str:
+    """A table of all workers, a row each; on a phone each is a card."""
+    names = ("worker", "state", "device", "requests", "cache", "memory", "restarts")
+    heads = "".join(f'<th scope="col">{escape(say(f"workers.{name}"))}</th>' for name in names)
+    rows = "".join(_worker(one, names, say) for model in models for one in model.replicas)
+    rows += "".join(_away(model, len(names), say) for model in models if not model.replicas)
+    caption = escape(say("workers.caption"))
+    return (
+        f'<div class="sk-scroll" tabindex="0" role="region" aria-label="{caption}">'
+        f'<table class="sk-workers"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+        "</div>"
+    )
+
+
+def _worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
+    mark = MARK.get(one.state, "busy")
+    memory = gigabytes(one.gpu_bytes or one.rss_bytes) if one.gpu_bytes or one.rss_bytes else "–"
+    cells = (
+        escape(one.name),
+        f'<span class="sk-dot sk-{mark}"></span> {escape(state_words(one, say))}',
+        escape(one.device or "–"),
+        f"{one.running} + {one.waiting}",
+        f"{100 * one.kv_used:.0f} %" if one.kv_used else "–",
+        memory,
+        str(one.restarts),
+    )
+    told = "".join(
+        f'<td data-label="{escape(say(f"workers.{name}"))}">{cell}</td>'
+        for name, cell in zip(names[1:], cells[1:], strict=True)
+    )
+    row = f'<tr class="sk-{mark}-row"><th scope="row">{cells[0]}</th>{told}</tr>'
+    said = one.reason or one.trouble or one.stray or one.excess
+    return row + (_reason(said, len(names)) if said else "")
+
+
+def _short(reason: str) -> str:
+    return plain(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
+
+
+def _reason(reason: str, width: int) -> str:
+    short = _short(reason)
+    return f'<tr class="sk-why"><td colspan="{width}">{escape(short)}</td></tr>'
+
+
+def _away(model: ModelStatus, width: int, say: Say) -> str:
+    tier = model.residence.tier if model.residence is not None else "stopped"
+    words = f"{model.name}: {say(f'tier.{tier}')}"
+    return f'<tr class="sk-away"><td colspan="{width}">{escape(words)}</td></tr>'
+
+
+def gateways(found: Sequence[GatewayStatus], say: Say) -> str:
+    """The gateways in a line each."""
+    rows = "".join(
+        f'<li><span class="sk-dot sk-{MARK.get(one.state, "busy")}"></span> <b>{escape(one.name)}'
+        f"</b> {escape(say(f'state.{one.state}'))} · "
+        f"{escape(say('gateways.counts', requests=f'{one.requests:,}', open=one.in_flight))} · "
+        f"{gigabytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
+        f"{' · ' if one.reason else ''}{escape(_short(one.reason))}</li>"
+        for one in found
+    )
+    return f'<ul class="sk-gateways">{rows}</ul>'
+
+
+def happenings(found: Sequence[Happening], say: Say) -> str:
+    """The last ones, the newest first. Times are UTC: the page knows no other."""
+    if not found:
+        return f'<p class="sk-quiet">{escape(say("events.none"))}</p>'
+    rows = "".join(_happening(one, say) for one in reversed(found[-SHOWN_HAPPENINGS:]))
+    return f'<ol class="sk-events" aria-label="{escape(say("events.title"))}">{rows}</ol>'
+
+
+def _happening(one: Happening, say: Say) -> str:
+    at = time.strftime("%H:%M:%S", time.gmtime(one.at))
+    detail = plain(one.detail)[:REASON_CHARS]
+    bad = " sk-bad-event" if one.kind in ("died", "state.failed", "trouble") else ""
+    more = f' <span class="sk-detail-words">{escape(detail)}</span>' if detail else ""
+    return (
+        f'<li class="sk-event{bad}"><time>{at}</time> <b>{escape(one.name)}</b> '
+        f"{escape(say(one.kind))}{more}</li>"
+    )

@@ -1,0 +1,103 @@
+"""Plots as SVG: made here, so that a page loads nothing for them and keeps no figures itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from servekit.gateway.ui.pages.language import Say
+
+WIDTH, HEIGHT = 300.0, 90.0
+STYLES = 6
+#: Steps that a scale may have, times a power of ten.
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+
+Point = tuple[float, float | None]  # seconds ago, value; None leaves a gap
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve. `style` is its colour and its dashes, of `STYLES`."""
+
+    name: str
+    points: Sequence[Point]
+    style: int = 0
+
+
+def ceiling(most: float) -> float:
+    """The least round number that is not under `most`; 1 at least where it is 0."""
+    if most <= 0:
+        return 1.0
+    power = 1.0
+    while power * 10 <= most:
+        power *= 10
+    while power > most:
+        power /= 10
+    return next(step * power for step in _STEPS if step * power >= most * 0.9999)
+
+
+def chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say) -> str:
+    """A figure with its title, its last values, and its curves over `span_s` seconds."""
+    values = [value for line in lines for _, value in line.points if value is not None]
+    top = ceiling(max(values, default=0.0))
+    keys = "".join(_key(line, unit, single=len(lines) == 1) for line in lines)
+    label = escape(_words(title, unit, lines, say))
+    curves = "".join(_curve(line, span_s, top) for line in lines)
+    grid = "".join(f'<line x1="0" x2="{WIDTH:g}" y1="{y:g}" y2="{y:g}"/>' for y in _grid())
+    return (
+        f'<figure class="sk-plot"><figcaption><span>{escape(title)}</span>{keys}</figcaption>'
+        f'<div class="sk-plot-area"><span class="sk-top-value">{number(top)} {escape(unit)}</span>'
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{label}"><g class="sk-grid">{grid}</g>{curves}</svg></div>'
+        f'<div class="sk-axis"><span>{escape(say("plot.ago", minutes=f"{span_s / 60:g}"))}</span>'
+        f"<span>{escape(say('plot.now'))}</span></div></figure>"
+    )
+
+
+def number(value: float) -> str:
+    """Short, with as many digits as say something."""
+    if value >= 10_000:
+        return f"{value / 1000:.4g}k"
+    if value >= 100 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+
+
+def _grid() -> list[float]:
+    return [0.5, HEIGHT / 2, HEIGHT - 0.5]
+
+
+def _last(line: Line) -> float | None:
+    return next((value for _, value in reversed(line.points) if value is not None), None)
+
+
+def _key(line: Line, unit: str, *, single: bool) -> str:
+    last = _last(line)
+    told = "–" if last is None else f"{number(last)} {unit}"
+    name = "" if single else f"{escape(line.name)} "
+    return f'<span class="sk-key sk-line{line.style}">{name}<b>{escape(told)}</b></span>'
+
+
+def _words(title: str, unit: str, lines: Sequence[Line], say: Say) -> str:
+    parts = []
+    for line in lines:
+        values = [value for _, value in line.points if value is not None]
+        last = _last(line)
+        if last is not None:
+            words = say("plot.words", now=number(last), most=number(max(values)), unit=unit)
+            parts.append(f"{line.name}: {words}" if len(lines) > 1 else words)
+    return f"{title}. {'; '.join(parts) or say('plot.empty')}"
+
+
+def _curve(line: Line, span_s: float, top: float) -> str:
+    pieces: list[list[str]] = [[]]
+    for ago_s, value in line.points:
+        if value is None:
+            pieces.append([])
+        elif ago_s <= span_s:
+            x, y = WIDTH * (1 - ago_s / span_s), (HEIGHT - 2) * (1 - value / top) + 1
+            pieces[-1].append(f"{x:.1f} {y:.1f}")
+    path = "".join(f"M{'L'.join(piece)}" for piece in pieces if len(piece) > 1)
+    dots = "".join(f"M{piece[0]}h0.01" for piece in pieces if len(piece) == 1)
+    return f'<path class="sk-line{line.style}" d="{path}{dots}"/>'

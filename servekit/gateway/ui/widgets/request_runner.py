@@ -1,0 +1,198 @@
+"""Requests of one page under way: opened as over HTTP, told of in snapshots, ended with the page.
+
+Nothing here knows Gradio. What is asked for is the very body that a client would send, so that
+what the page shows as `curl` is what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from servekit.errors import RequestError
+from servekit.gateway.api.openai.generation_request import chat_ask, completion_ask
+from servekit.gateway.api.openai.request import completion_prompts
+from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
+from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.generation.generation import Ask, Choice, Piece, Turn, open_turn
+from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.chat_session import UPDATE_PER_ANSWER_S, UPDATE_S, Progress, Visit
+from servekit.protocol.types import FinishReason
+
+Told = TypeVar("Told")
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+#: Characters shown between two updates of usual length; longer answers are shown less often.
+CHARS_PER_UPDATE = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request as a client would send it: a path, and its JSON body."""
+
+    path: str
+    body: Mapping[str, Any]
+
+    def ask(self, key: str) -> Ask:
+        """What it asks for, streamed. Raises RequestError for what is wrong with it."""
+        streamed = {"stream": True, "stream_options": {"queue_position": True}}
+        body = msgspec.json.encode({**self.body, **streamed})
+        if self.path == CHAT:
+            return chat_ask(decode(ChatRequest, body), key)
+        request = decode(CompletionRequest, body)
+        return completion_ask(request, completion_prompts(request), key)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Where a run is. `error` is a sentence, if it has failed."""
+
+    choice: Choice
+    progress: Progress
+    error: str = ""
+    busy: bool = True
+
+
+class Runs:
+    """What is under way, one run for each slot of each browser session."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._runs: dict[tuple[str, str], Run] = {}
+
+    async def follow(self, visit: Visit, wish: Wish, slot: str = "") -> AsyncGenerator[Shown, None]:
+        """Run a request, and tell how it goes; the last that is told is not `busy`.
+
+        Cancels in the engine when it is stopped, dropped, followed by another in its slot, or
+        closed because the browser is gone.
+        """
+        self.drop(visit.session, slot)
+        run = self._runs[visit.session, slot] = Run()
+        try:
+            yield run.shown()
+            turn = await self._opened(run, visit, wish)
+            async for pieces in turn:
+                run.take(turn, pieces)
+                if run.finished:
+                    break
+                yield run.shown(turn.place)
+                await asyncio.sleep(self._interval_s(run))  # let more come in
+            yield run.last()
+        except RequestError as error:
+            if not run.dropped:
+                yield run.last("" if run.stopped else error.message)
+        except asyncio.CancelledError:
+            if not run.stopped:
+                raise
+            yield run.last()
+        finally:
+            run.cancel()
+            if self._runs.get((visit.session, slot)) is run:
+                del self._runs[visit.session, slot]
+
+    def stop(self, session: str) -> None:
+        """End all of a session's runs; what they say so far stays."""
+        for (whose, _), run in list(self._runs.items()):
+            if whose == session:
+                run.stopped = True
+                run.cancel()
+
+    def drop(self, session: str, slot: str | None = None) -> None:
+        """End a session's runs, or the one in `slot`, and show no more of them."""
+        for whose, at in list(self._runs):
+            if whose == session and slot in (None, at):
+                run = self._runs.pop((whose, at))
+                run.stopped = run.dropped = True
+                run.cancel()
+
+    async def _opened(self, run: Run, visit: Visit, wish: Wish) -> Turn:
+        caller = await self._router.access.visitor(visit.authorization)
+        ask = wish.ask(visit.client)
+        before = ACTING.set(caller)
+        try:
+            run.opening = asyncio.ensure_future(open_turn(self._router, ask))
+        finally:
+            ACTING.reset(before)
+        run.turn = await run.opening
+        return run.turn
+
+    def _interval_s(self, run: Run) -> float:
+        weight = 1 + len(run.choice.text) / CHARS_PER_UPDATE
+        return (UPDATE_S + UPDATE_PER_ANSWER_S * len(self._runs)) * weight
+
+
+async def merged(
+    streams: Mapping[str, AsyncGenerator[Told, None]],
+) -> AsyncGenerator[tuple[str, Told], None]:
+    """What several streams tell, as it comes, each with its name; closes them when left early."""
+    coming = {asyncio.ensure_future(anext(one)): name for name, one in streams.items()}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                name = coming.pop(task)
+                with contextlib.suppress(StopAsyncIteration):
+                    told = task.result()
+                    coming[asyncio.ensure_future(anext(streams[name]))] = name
+                    yield name, told
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+
+
+class Run:
+    """One request, what has come of it, and its times."""
+
+    def __init__(self) -> None:
+        self.choice = Choice()
+        self.opening: asyncio.Future[Turn] | None = None
+        self.turn: Turn | None = None
+        self.stopped = self.dropped = self.finished = False
+        self._asked_s = time.monotonic()
+        self._first_s: float | None = None
+        self._first_tokens = 0
+        self._tokens = 0
+
+    def cancel(self) -> None:
+        if self.opening is not None:
+            self.opening.cancel()
+        if self.turn is not None:
+            self.turn.cancel()
+
+    def take(self, turn: Turn, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self.choice.add(piece)
+            self.finished = self.finished or piece.finish is not None
+        self._tokens = turn.completion_tokens or len(turn.first.emitted)
+        if self._first_s is None and self._tokens:
+            self._first_s, self._first_tokens = time.monotonic(), self._tokens
+
+    def shown(self, place: int | None = None) -> Shown:
+        if place is not None:
+            return Shown(self.choice, Progress(waiting=place))
+        return Shown(self.choice, self._progress())
+
+    def last(self, error: str = "") -> Shown:
+        return Shown(self.choice, self._progress(), error, busy=False)
+
+    def _progress(self) -> Progress:
+        cut = self.finished and self.choice.finish == "length"
+        finish: FinishReason | None = "cancelled" if self.stopped else "length" if cut else None
+        return Progress(None, self._tokens, self._to_first_s(), self._rate(), finish)
+
+    def _to_first_s(self) -> float | None:
+        return None if self._first_s is None else self._first_s - self._asked_s
+
+    def _rate(self) -> float | None:
+        if self._first_s is None:
+            return None
+        later, running_s = self._tokens - self._first_tokens, time.monotonic() - self._first_s
+        return later / running_s if later > 0 and running_s > 0 else None

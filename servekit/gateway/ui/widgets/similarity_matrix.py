@@ -1,0 +1,100 @@
+"""Vectors beside each other: how alike they are, as a table, and as files to take along."""
+
+from __future__ import annotations
+
+import array
+import csv
+import io
+import json
+from collections.abc import Sequence
+from html import escape
+
+import numpy
+
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets.answer_html import plain
+
+#: Characters of a text that name it in the table.
+NAME_CHARS = 28
+Vector = Sequence[float]
+
+
+def vector_of(raw: bytes) -> list[float]:
+    """float32 little-endian, as numbers."""
+    return array.array("f", raw).tolist()
+
+
+def cosines(vectors: Sequence[Vector]) -> list[list[float]]:
+    """How alike each two are, -1 to 1; 0 where one of them has no direction."""
+    if not vectors:
+        return []
+    rows = numpy.asarray(vectors, dtype=numpy.float64)
+    lengths = numpy.linalg.norm(rows, axis=1, keepdims=True)
+    unit = numpy.divide(rows, lengths, out=numpy.zeros_like(rows), where=lengths > 0)
+    alike: list[list[float]] = numpy.clip(unit @ unit.T, -1.0, 1.0).tolist()
+    return alike
+
+
+def table(texts: Sequence[str], matrix: Sequence[Sequence[float]], say: Say) -> str:
+    """The matrix as an HTML table: the figure in each cell, and a shade of it."""
+    numbers = "".join(f'<th scope="col">{at + 1}</th>' for at in range(len(texts)))
+    rows = "".join(
+        f'<tr><th scope="row" title="{_name(text, 400)}"><span class="sk-number">{at + 1}</span> '
+        f"{_name(text, NAME_CHARS)}</th>{''.join(map(_cell, matrix[at]))}</tr>"
+        for at, text in enumerate(texts)
+    )
+    caption, corner = escape(say("matrix.caption")), escape(say("matrix.text"))
+    return (
+        f'<div class="sk-scroll" tabindex="0" role="region" aria-label="{caption}">'
+        f'<table class="sk-matrix"><caption>{caption}</caption>'
+        f'<thead><tr><th scope="col">{corner}</th>{numbers}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _name(text: str, most: int) -> str:
+    line = " ".join(plain(text).split())
+    return escape(line if len(line) <= most else line[: most - 1] + "…")
+
+
+def _cell(value: float) -> str:
+    share = round(60 * max(0.0, value))
+    return f'<td style="--sk-share:{share}%">{value:.3f}</td>'
+
+
+# ---- files
+
+
+def downloads(model: str, texts: Sequence[str], vectors: Sequence[Vector], say: Say) -> str:
+    """Buttons that save the vectors as JSON and as CSV; the files are in the page."""
+    files = {
+        "json": as_json(model, texts, vectors),
+        "csv": as_csv(texts, vectors),
+    }
+    buttons = "".join(
+        f'<button type="button" class="sk-save" data-name="embeddings.{kind}">'
+        f"{escape(say('matrix.save', kind=kind.upper()))}</button>"
+        f"<textarea hidden>{escape(text)}</textarea>"
+        for kind, text in files.items()
+    )
+    return f'<div class="sk-actions sk-downloads">{buttons}</div>'
+
+
+def as_json(model: str, texts: Sequence[str], vectors: Sequence[Vector]) -> str:
+    """One object; float32 has no more than nine digits to tell."""
+    data = [
+        {"text": text, "embedding": [float(f"{value:.9g}") for value in vector]}
+        for text, vector in zip(texts, vectors, strict=True)
+    ]
+    return json.dumps({"model": model, "data": data}, ensure_ascii=False)
+
+
+def as_csv(texts: Sequence[str], vectors: Sequence[Vector]) -> str:
+    """A row for each text. One that a spreadsheet would take for a formula begins with a quote."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(["text", *range(len(vectors[0]) if vectors else 0)])
+    for text, vector in zip(texts, vectors, strict=True):
+        safe = f"'{text}" if text[:1] in tuple("=+-@\t\r") else text
+        writer.writerow([safe, *(f"{value:.9g}" for value in vector)])
+    return out.getvalue()

@@ -1,0 +1,119 @@
+"""The dashboard's numbers, and a plot of each over the last minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from html import escape
+from itertools import pairwise
+
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets.metrics_history import Sample, Which, median_s, rates
+from servekit.gateway.ui.widgets.plots import STYLES, Line, Point, chart, number
+from servekit.gateway.ui.widgets.status_poller import SPAN_S
+from servekit.protocol.messages import Status
+
+
+def figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
+    """Both, as HTML. Figures of "now" are those of the last look."""
+    now, tokens = time.time(), rates(samples)
+
+    def line(name: str, of: Callable[[Sample], float | None], style: int = 0) -> Line:
+        return Line(name, [(now - one.at, of(one)) for one in samples], style)
+
+    rate = [(now - one.at, value) for one, value in zip(samples, tokens, strict=True)]
+    requests = [
+        line(say("plot.running"), lambda one: one.running),
+        line(say("plot.waiting"), lambda one: one.queued, 1),
+    ]
+    firsts = [Line("", _firsts(samples, now))]
+    plots = [
+        chart(say("plot.tokens"), say("plot.tokens_unit"), [Line("", rate)], SPAN_S, say),
+        chart(say("plot.requests"), "", requests, SPAN_S, say),
+        chart(say("plot.ttft"), "ms", firsts, SPAN_S, say),
+        *_queues(samples, line, say),
+        chart(say("plot.restarts"), "", [line("", lambda one: one.restarts)], SPAN_S, say),
+        *_gpus(samples, line, say),
+    ]
+    return (
+        f'<div class="sk-tiles">{"".join(_tiles(samples, tokens, status, say))}</div>'
+        f'<div class="sk-plots">{"".join(plots)}</div>'
+    )
+
+
+MakeLine = Callable[[str, Callable[[Sample], float | None], int], Line]
+
+
+def _queues(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
+    """By model, where there are several: those that waited most."""
+    names = {name for one in samples for name in one.waiting}
+    most = {name: max(one.waiting.get(name, 0) for one in samples) for name in names}
+    first = sorted(names, key=lambda name: (-most[name], name))[:STYLES]
+    if len(first) > 1:
+        lines = [line(name, partial(_waiting, name), style) for style, name in enumerate(first)]
+        yield chart(say("plot.queues"), "", lines, SPAN_S, say)
+
+
+def _waiting(name: str, one: Sample) -> float:
+    return one.waiting.get(name, 0)
+
+
+def _gpus(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
+    """How busy each is, and how full; of many GPUs the first ones."""
+    kinds: dict[str, Callable[[Sample], dict[Which, float]]] = {
+        "plot.busy": lambda one: one.busy,
+        "plot.memory": lambda one: one.used,
+    }
+    for key, shares in kinds.items():
+        known = sorted({which for one in samples for which in shares(one)})[:STYLES]
+        lines = [
+            line(" · ".join(filter(None, (f"GPU {index}", node))), of, style)
+            for style, (node, index) in enumerate(known)
+            for of in (partial(_percent, shares, (node, index)),)
+        ]
+        if lines:
+            yield chart(say(key), "%", lines, SPAN_S, say)
+
+
+def _percent(
+    shares: Callable[[Sample], dict[Which, float]], which: Which, one: Sample
+) -> float | None:
+    share = shares(one).get(which)
+    return None if share is None else 100 * share
+
+
+def _firsts(samples: Sequence[Sample], now: float) -> list[Point]:
+    """Without the looks between which nothing came: a line from one figure to the next."""
+    points: list[Point] = []
+    for before, one in pairwise(samples):
+        if (found_s := median_s(before, one)) is not None:
+            points.append((now - one.at, 1000 * found_s))
+    return points
+
+
+def _tiles(
+    samples: Sequence[Sample], tokens: Sequence[float], status: Status | None, say: Say
+) -> list[str]:
+    last = samples[-1] if samples else Sample(0.0)
+    first_s = median_s(samples[0], last) if samples else None
+    replicas = [one for model in status.models for one in model.replicas] if status else []
+    requests = f"{sum(one.requests for one in status.gateways):,}" if status else "–"
+    ready = sum(one.state == "ready" for one in replicas)
+    return [
+        _tile(say("tile.tokens"), number(tokens[-1] if tokens else 0.0)),
+        _tile(say("tile.running"), str(last.running)),
+        _tile(say("tile.waiting"), str(last.queued)),
+        _tile(say("tile.ttft"), "–" if first_s is None else _duration(first_s)),
+        _tile(say("tile.requests"), requests),
+        _tile(say("tile.workers"), f"{ready} / {len(replicas)}"),
+        _tile(say("tile.restarts"), str(sum(one.restarts for one in replicas)) if status else "–"),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{number(1000 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
+
+
+def _tile(name: str, value: str) -> str:
+    return f'<div class="sk-tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'

@@ -1,0 +1,102 @@
+"""Tokens with their probabilities, as HTML: by colour, by underline, and in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+
+from servekit.gateway.ui.pages.language import Say
+from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.protocol.messages import TokenLogprob
+
+#: Lowest probability of each level; level 0 is what the model was sure of.
+LEVELS = (0.9, 0.6, 0.3, 0.1, 0.0)
+#: Characters of one token that are shown: some vocabularies have very long ones.
+MOST_CHARS = 80
+
+
+def level(probability: float) -> int:
+    """0 to 4, the less probable the higher."""
+    return next(at for at, least in enumerate(LEVELS) if probability >= least)
+
+
+def probability(logprob: float) -> float:
+    """From its logarithm; engines may tell a little over 0."""
+    return min(1.0, math.exp(min(0.0, logprob)))
+
+
+def percent(probability: float) -> str:
+    """In words short enough for a tooltip."""
+    share = 100 * probability
+    if 0 < share < 0.1:
+        return "< 0.1 %"
+    return f"{share:.0f} %" if share >= 99.95 or share == 0 else f"{share:.1f} %"
+
+
+def shown(token: bytes) -> str:
+    """A token to read: line ends and the like as signs; it may be a part of a character."""
+    text = token.decode(errors="replace")[:MOST_CHARS]
+    text = text.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
+    return plain(text) or "∅"
+
+
+def spans(prompt: str, tokens: Sequence[TokenLogprob], say: Say) -> str:
+    """The prompt and its completion, each token for itself. The last element is left open."""
+    label = escape(say("tokens.label"))
+    before = f'<span class="sk-said">{escape(plain(prompt), quote=False)}</span>'
+    marks = "".join(_span(at, one, say) for at, one in enumerate(tokens))
+    return f'<div class="sk-tokens" role="group" aria-label="{label}">{before}{marks}'
+
+
+def _span(at: int, one: TokenLogprob, say: Say) -> str:
+    chance, text = probability(one.logprob), shown(one.token)
+    best = [(shown(token), probability(logprob)) for token, logprob in one.best]
+    rest = [(word, share) for word, share in best if word != text]
+    others = ", ".join(f"{word} {percent(share)}" for word, share in rest) or say("tokens.none")
+    label = say("tokens.one", token=text, percent=percent(chance), others=others)
+    rows = [[text, percent(chance), chance, True]]
+    rows += [[word, percent(share), share, False] for word, share in rest]
+    ends = "\n" if one.token.endswith(b"\n") else ""
+    return (
+        f'<span class="sk-token sk-p{level(chance)}" role="button" tabindex="{-1 if at else 0}" '
+        f'aria-label="{escape(label)}" data-rows="{escape(json.dumps(rows))}">'
+        f"{escape(_spaced(one.token, text))}</span>{ends}"
+    )
+
+
+def _spaced(token: bytes, text: str) -> str:
+    """A token of nothing but blanks would be nothing to point at."""
+    return text.replace(" ", "␣") if token.strip() == b"" else text
+
+
+def legend(say: Say) -> str:
+    """What the colours and underlines mean."""
+    names = (*(f"≥ {100 * least:.0f} %" for least in LEVELS[:-1]), f"< {100 * LEVELS[-2]:.0f} %")
+    marks = "".join(
+        f'<li><span class="sk-token sk-p{at}">abc</span> {name}</li>'
+        for at, name in enumerate(names)
+    )
+    detail = escape(say("tokens.point"))
+    head = "".join(
+        f' data-{name}="{escape(say(f"tokens.{name}"))}"' for name in ("token", "chance", "chosen")
+    )
+    return (
+        f'<ul class="sk-legend" aria-label="{escape(say("tokens.legend"))}">{marks}</ul>'
+        f'<div class="sk-detail" aria-live="polite"{head}><p class="sk-quiet">{detail}</p></div>'
+    )
+
+
+def summary(tokens: Sequence[TokenLogprob], say: Say) -> str:
+    """How sure the model was over all of them, in a sentence."""
+    if not tokens:
+        return ""
+    mean = sum(min(0.0, one.logprob) for one in tokens) / len(tokens)
+    perplexity, least = math.exp(min(-mean, 700.0)), min(tokens, key=lambda one: one.logprob)
+    return say(
+        "tokens.summary",
+        perplexity=f"{perplexity:.2f}",
+        token=shown(least.token),
+        percent=percent(probability(least.logprob)),
+    )

@@ -1,0 +1,78 @@
+"""Who may do what, as gateways are told it, and what they tell each other of it.
+
+Imported by way of `servekit.protocol.messages`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from servekit.protocol.base import Value
+
+
+class KeyRule(Value, frozen=True):
+    """One API key as gateways know it: what recognises it, and what its holder may do.
+
+    One of `hash` (as the file has it) and `digest` (`config.keys.fast_digest`, of a key that the
+    supervisor has in the clear) is set.
+    """
+
+    name: str
+    hash: str = ""
+    digest: bytes = b""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    models: tuple[str, ...] | None = None  # by their own names; None: all
+    priority: int = 0
+    admin: bool = False
+    metrics: bool = False
+
+
+class KeyUse(Value, frozen=True):
+    """What one key has used at one gateway since it was last told, and what it has under way."""
+
+    name: str
+    requests: int
+    tokens: int
+    active: int
+
+
+class RequestLimits(Value, frozen=True):
+    """What one request may hold; see `config.access.LimitsConfig`."""
+
+    messages: int = 4096
+    stop_strings: int = 32
+    images: int = 16
+    json_depth: int = 64
+    schema_depth: int = 16
+
+
+class Tracing(Value, frozen=True):
+    """Where spans go; see `config.access.TracingConfig`."""
+
+    endpoint: str = ""  # OTLP over HTTP; "": requests are not traced
+    sample: float = 1.0  # share of requests, 0 to 1, of those whose client has not decided
+    service: str = "servekit"
+
+
+class AccessRules(Value, frozen=True):
+    """Who may do what. Without keys, whoever reaches the port may do all but administer."""
+
+    keys: tuple[KeyRule, ...] = ()
+    salt: bytes = b""  # of every `digest`
+    sessions: bytes = b""  # what proves who has signed in on the page
+    cors: tuple[str, ...] = ()  # origins, or "*"
+    hosts: tuple[str, ...] = ()  # names by which it is reached; none: by any
+    log_prompts: bool = False
+    limits: RequestLimits = RequestLimits()
+    certificate: str = ""  # changes when the TLS files do: read them again
+    runtime_adapters: bool = False  # without keys: whoever reaches the port may load adapters
+    open_metrics: bool = False  # with keys: /metrics is read without one
+    tracing: Tracing = Tracing()
+    unknown_parameters: Literal["warn", "refuse", "ignore"] = "warn"
+    default_model: str = ""  # of requests that name none; "": the first
+    max_queue_bytes: int = 256 * 2**20  # of what waits at one gateway
+    write_timeout_s: float = 60.0  # for none of an answer to leave
+    trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
+    prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only

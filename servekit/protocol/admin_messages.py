@@ -1,0 +1,85 @@
+"""What operators ask of the supervisor, and what it answers.
+
+Imported by way of `servekit.protocol.messages`, which has the unions.
+
+operator → supervisor  GetStatus · Shutdown · GetWhy · Reload, and those of adapters and residency
+supervisor → operator  Status · Accepted · Refused · Why · Adapters
+"""
+
+from __future__ import annotations
+
+from servekit.protocol.adapters import AdapterStatus
+from servekit.protocol.base import Message, Value
+from servekit.protocol.residency import Residence
+from servekit.protocol.startup_messages import Starts
+from servekit.protocol.types import (
+    GatewayStatus,
+    GpuStatus,
+    ModelStatus,
+    ReplicaHistory,
+    ScaleStatus,
+)
+
+
+class GetStatus(Message, frozen=True):
+    pass
+
+
+class Shutdown(Message, frozen=True):
+    now: bool = False  # do not drain
+
+
+class GetWhy(Message, frozen=True):
+    """Why is a model, or one of its replicas, as it is? Answered by Why, or Refused."""
+
+    name: str
+
+
+class Reload(Message, frozen=True):
+    """Read the configuration again. Accepted, or Refused with what is wrong with it."""
+
+
+class Why(Message, frozen=True):
+    """Answer to GetWhy."""
+
+    model: str
+    breaker: str  # "closed", or a sentence that says since when and until when it is open
+    replicas: tuple[ReplicaHistory, ...]
+    adapters: tuple[AdapterStatus, ...] = ()
+    residence: Residence | None = None
+    scale: ScaleStatus | None = None
+
+
+class ModelTraffic(Value, frozen=True):
+    """What goes on for one model, by the word of all gateways, at most a second ago."""
+
+    model: str
+    queued: int  # requests
+    tokens: int  # given out since the supervisor began; its difference over time is the rate
+
+
+class Status(Message, frozen=True):
+    """Answer to GetStatus."""
+
+    version: str
+    pid: int
+    url: str
+    config: str
+    started_at: float  # Unix time, s
+    rss_bytes: int
+    models: tuple[ModelStatus, ...]
+    gateways: tuple[GatewayStatus, ...]
+    draining: bool
+    starts: tuple[Starts, ...] = ()  # of workers, gateways and standbys
+    gpus: tuple[GpuStatus, ...] = ()  # those that servekit may use, as they were lately
+    traffic: tuple[ModelTraffic, ...] = ()
+
+
+class Accepted(Message, frozen=True):
+    message: str = ""  # what will be done
+
+
+class Refused(Message, frozen=True):
+    message: str
+    invalid: bool = False  # what was asked for is wrong, not the moment
+    retry_after_s: float = 0.0  # over 0: nobody can do it now, and later somebody may

@@ -1,0 +1,60 @@
+"""How a process came up: the phases of its start, as it tells and the supervisor keeps them.
+
+worker → supervisor    Phased · Greeted
+supervisor → operator  Starts, in Status; Start, in the record of a death before it was ready
+
+Times on the wire are those of CLOCK_MONOTONIC, which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from servekit.protocol.base import Message, Value
+
+#: What a start was for: the instance was started, its file was read again, a request or an
+#: operator wanted the model, the life before is over, a standby is to be at hand, or the load takes
+#: one more.
+Cause = Literal["up", "reload", "request", "operator", "restart", "standby", "scale"]
+
+
+class Phase(Value, frozen=True):
+    """A part of a start. Phases may overlap, and one may be `within` another."""
+
+    name: str
+    began_s: float
+    ended_s: float | None = None  # None: it goes on, or its process died in it
+    within: str = ""  # the name of another
+    failed: bool = False  # an error ended it
+    why: str = ""  # it failed, or what it looked for is not here
+
+
+class Phased(Message, frozen=True):
+    """A phase has begun; or it has ended, which is said of the same one again."""
+
+    phase: Phase
+
+
+class Greeted(Message, frozen=True):
+    """A gateway has connected, and sends requests from now on."""
+
+    gateway: str
+    at_s: float
+
+
+class Start(Value, frozen=True):
+    """One start of a process. Seconds count from what it was started for."""
+
+    cause: Cause
+    at: float  # Unix time of that, s
+    state: Literal["starting", "up", "died"]
+    phases: tuple[Phase, ...]  # as they began
+    total_s: float  # until requests reach it; else until it died, or until now
+    first_token_s: float | None = None  # until its first token came back; None: none has
+
+
+class Starts(Value, frozen=True):
+    """The start of a process, and the one before, the newest last."""
+
+    name: str
+    starts: tuple[Start, ...]

@@ -1,0 +1,101 @@
+"""Connections between machines: TCP under mutual TLS, and a peer that is gone is noticed.
+
+A process that dies is noticed at once, by EOF, as on a Unix socket. A machine that loses its power
+or its network says nothing: the kernel asks it whether it is there once there has been silence for
+a while, and the connection ends when it has not answered for `lost_s`, whether something was sent
+to it or not. A peer that lives and is busy is not taken for lost: its kernel answers for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from typing import TYPE_CHECKING, Any, Literal
+
+from servekit.errors import StartError
+from servekit.protocol.transport import tls
+from servekit.protocol.transport.address import host_and_port
+from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.credentials import Credentials, Role
+
+if TYPE_CHECKING:
+    from servekit.protocol.transport.connection import Connection, Factory
+
+#: From the first packet to a connection that is verified, both ways.
+DIAL_S = 5.0
+#: Longest frame of a worker until it has said Hello, with all that its model can do.
+_HELLO_BYTES = 2**20
+#: For the other side to say that it has heard a close; one that is gone never does.
+_GOODBYE_S = 1.0
+
+
+async def dial(
+    address: str,
+    factory: Factory,
+    credentials: Credentials | Identity | None,
+    lost_s: float,
+    role: Role,
+) -> Connection[Any]:
+    """Connect to a member in that role.
+
+    Raises OSError, with a sentence where that is not the system's own.
+    """
+    host, port = host_and_port(address)
+    loop = asyncio.get_running_loop()
+    try:
+        context = _context(credentials, address, "client")
+        async with asyncio.timeout(DIAL_S):
+            transport, connection = await loop.create_connection(
+                factory, host, port, ssl=context, ssl_shutdown_timeout=_GOODBYE_S
+            )
+    except TimeoutError:
+        raise TimeoutError(f"{address} has not answered within {DIAL_S:g} s") from None
+    except ssl.SSLError as error:
+        raise tls.NotTrusted(f"{address}: {tls.explain(error)}") from None
+    except StartError as error:
+        raise tls.NotTrusted(error.message) from None
+    if connection.peer is None or connection.peer.role != role:
+        connection.abort()
+        raise tls.NotTrusted(f"{address} is not a {role} of this cluster")
+    _watch(transport.get_extra_info("socket"), lost_s)
+    connection.allow(_HELLO_BYTES)
+    return connection
+
+
+async def listen(
+    address: str, factory: Factory, credentials: Credentials | Identity | None, lost_s: float
+) -> asyncio.Server:
+    """Listen on a port; 0 is a free one. Raises OSError, ValueError, StartError."""
+    host, port = host_and_port(address)
+    context = _context(credentials, address, "server")
+    server = await asyncio.get_running_loop().create_server(
+        factory,
+        host,
+        port,
+        ssl=context,
+        ssl_handshake_timeout=DIAL_S,
+        ssl_shutdown_timeout=_GOODBYE_S,
+    )
+    for sock in server.sockets:
+        _watch(sock, lost_s)  # accepted sockets inherit it
+    return server
+
+
+def _context(
+    shown: Credentials | Identity | None, address: str, side: Literal["client", "server"]
+) -> ssl.SSLContext:
+    """Raises StartError where there is nothing to show, or it is not valid by the clock here."""
+    if shown is None:
+        raise StartError(f"{address} is on a network, and this process has no certificate for it")
+    return shown.context(side) if isinstance(shown, Identity) else tls.context(shown, side)
+
+
+def _watch(sock: Any, lost_s: float) -> None:
+    """Have the connection end when its peer has not answered for so long. Source: tcp(7)."""
+    between_s = max(1, round(lost_s / 4))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, between_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * lost_s))

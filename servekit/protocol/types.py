@@ -1,0 +1,406 @@
+"""What the messages carry, without tags of their own: sampling, deltas, and what is known of
+models, workers and gateways. Imported by way of `servekit.protocol.messages`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
+from servekit.protocol.base import Message, Value
+from servekit.protocol.residency import Residence
+from servekit.protocol.startup_messages import Start
+
+FinishReason = Literal["stop", "length", "cancelled"]
+WorkerState = Literal[
+    "starting",
+    "loading",
+    "ready",
+    "stalled",  # makes no progress, or its engine has died: it is sent nothing new, and ended
+    "draining",
+    "backoff",
+    "failed",
+    "stopped",
+    "asleep",  # its weights are in the host's memory, or are read again; it takes no requests
+]
+
+#: What a request asks a worker to do.
+Task = Literal["generate", "embed", "tokenize", "detokenize"]
+#: Tasks, and parameters that not every engine can serve.
+Capability = Literal[
+    "generate",
+    "embed",
+    "tokenize",
+    "detokenize",
+    "logprobs",
+    "logit_bias",
+    "penalties",
+    "min_p",
+    "grammar",
+    "stop_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "tools",
+    "forced_tools",  # calls that a grammar asks for, of a model whose template has no tools
+    "adapters",
+]
+
+
+#: How one replica is spread over its GPUs: each layer over all; layer after layer; as llama.cpp.
+Parallel = Literal["", "tensor", "device_map", "split"]
+#: What a grammar is made of: parameters of ours, and of vLLM's in their older and newer form.
+GrammarParam = Literal[
+    "response_format",
+    "tools",
+    "text.format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+]
+
+
+class Grammar(Value, frozen=True):
+    """What the text has to be, token by token.
+
+    `text` is a JSON schema ("json_schema"; `true` lets any JSON pass), a regular expression in
+    the Rust dialect ("regex"), or a grammar in llguidance's Lark dialect ("lark").
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    param: GrammarParam = "response_format"  # what it is made of
+
+
+class SamplingParams(Value, frozen=True):
+    """How to choose tokens. None means the model's own default (its generation config).
+
+    Ranges are checked at the gateway; an engine may rely on them.
+    """
+
+    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt alone
+    temperature: float | None = None  # >= 0; 0 is greedy
+    top_p: float | None = None  # (0, 1]
+    top_k: int | None = None  # >= 0; 0 is off
+    min_p: float | None = None  # [0, 1]
+    seed: int | None = None  # signed 64 bit; None: a fresh one
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    repetition_penalty: float | None = None  # > 0; 1 is off
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, [-100, 100] added to its logit
+    logprobs: int | None = None  # report log probabilities, and those of so many best, 0 to 20
+    grammar: Grammar | None = None
+    clamp: bool = False  # lower max_tokens to the room there is, rather than refuse the request
+    stop_token_ids: tuple[int, ...] = ()  # these end the text as the end of sequence does
+    include_stop: bool = False  # what ended the text, a string or one of these, is a part of it
+    bad_words: tuple[str, ...] = ()  # whose tokens, written as such, never come
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens
+    echo: bool = False  # tell the prompt's text
+    truncate_prompt: int = 0  # keep so many tokens of the prompt's end; 0: all; -1: those that fit
+
+
+class ToolCall(Value, frozen=True):
+    """A call that a model has made in an earlier turn. `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(Value, frozen=True):
+    """One turn of a conversation, as the chat template gets it."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str | None = None  # which call a tool's message answers
+    reasoning: str | None = None  # what an assistant thought before it said this
+
+
+class Progress(Value, frozen=True):
+    """How far a load is. `done` and `total` count in `unit`; total 0 means unknown."""
+
+    phase: str  # "fetch" | "convert" | "load" | "warm-up"
+    done: int = 0
+    total: int = 0
+    unit: Literal["bytes", "tensors", "steps", ""] = ""
+
+
+class Dialect(Value, frozen=True):
+    """How a model writes tool calls and thoughts, as its worker has found out."""
+
+    tools: str = ""  # the family of its tool calls, a key of `gateway.parsing`; "": none known
+    tool_begin: str = ""  # what stands around one call, where the family leaves that open
+    tool_end: str = ""
+    think_begin: str = ""  # "" for a model that does not think aloud
+    think_end: str = ""
+    thinks_at_once: bool = False  # the template has already written `think_begin`
+    tokens: tuple[tuple[str, int], ...] = ()  # its markers that are tokens: text, id
+
+
+class ModelInfo(Value, frozen=True):
+    """What a loaded model can do; sent once by its worker."""
+
+    max_context: int  # tokens, prompt and completion together
+    slots: int  # requests the engine runs at once
+    chat: bool  # it has a chat template
+    architecture: str  # e.g. "LlamaForCausalLM"; "echo"
+    dtype: str  # e.g. "float32"
+    device: str  # e.g. "cpu", "cuda:0" as the worker sees it
+    parameters: int = 0
+    kv_cache_bytes: int = 0
+    detail: str = ""  # one line for people: attention, batching mode
+    resumes: bool = True  # it can go on after token ids that another worker has produced
+    #: Tasks and optional parameters that the engine serves: see `Capability`.
+    serves: tuple[Capability, ...] = ("generate",)
+    dialect: Dialect = Dialect()
+    embedding_size: int = 0  # of its vectors, where it serves "embed"
+    adapters: tuple[AdapterInfo, ...] = ()  # of its WorkerSpec, those that serve
+    refused_adapters: dict[str, str] = {}  # the others: name, and why
+    sleeps: bool = False  # it can give its device's memory back, and take it again
+    prefix_block: int = 0  # tokens in a block of its prefix cache; 0: it has none
+    prefix_tokens: int = 0  # that its prefix cache holds at most; 0: not known
+    #: What it has loaded, as far as it decides what is said: the spec's `edition`, a dot, and the
+    #: files' digest. Workers of one generation go on with each other's answers. "": not known.
+    generation: str = ""
+    token_bytes: int = 0  # of a text that one token stands for, at most; 0: not known
+    weights_bytes: int = 0  # 0: as many as its parameters have in `dtype`
+
+
+class WorkerSpec(Value, frozen=True):
+    """All that a worker needs to load its model."""
+
+    name: str  # the worker's own name, e.g. "smollm2/0"
+    model: str
+    engine: str
+    path: str
+    revision: str | None
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    max_context: int | None
+    trust_remote_code: bool
+    sampling: dict[str, float | int]  # defaults from the file, by SamplingParams field
+    options: dict[str, Any]  # the engine's own, already checked against its schema
+    socket: str  # where the worker listens
+    tool_parser: str = ""  # a key of `dialects.MARKERS`, or "none"; "": as the template tells
+    reasoning_parser: str = ""  # a key of `dialects.THOUGHTS`, or "none"; "": as the template tells
+    adapters: tuple[AdapterSpec, ...] = ()
+    gpus: int = 1  # how many it sees, on a GPU; it is to use all of them
+    parallel: Parallel = ""  # how it is spread over them; "": it has one
+    memory_bytes: int = 0  # of each GPU, all that the worker may take; 0: as much as is free
+    host_memory_bytes: int = 0  # on a CPU, what the file lets it take of the host's; 0: unsaid
+    sleeps: bool = False  # it will be put to sleep, and should be able to
+    edition: str = ""  # a digest of what of this decides what is said
+    chat_template: str = ""  # jinja text; "": the model's own
+
+
+class ReplicaStatus(Value, frozen=True):
+    """One worker, as seen by the supervisor."""
+
+    name: str
+    state: WorkerState
+    socket: str
+    pid: int
+    device: str  # "cpu" or the GPU's index and name
+    gpus: tuple[str, ...] = ()  # UUIDs
+    progress: Progress | None = None
+    reason: str = ""  # why it failed, or last died
+    restarts: int = 0
+    running: int = 0
+    waiting: int = 0
+    rss_bytes: int = 0
+    gpu_bytes: int = 0
+    timings_s: dict[str, float] = {}
+    stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
+    claim_bytes: int = 0  # of its GPUs together, what it was promised
+    excess: str = ""  # a sentence on what it holds beyond that
+    kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, told in steps
+    trouble: str = ""  # a sentence while it is ready and yet cannot serve: its endpoint is down
+    held_bytes: tuple[int, ...] = ()  # of each of its `gpus`
+    generation: str = ""  # of its ModelInfo; until it is ready the beginning: its `edition`
+
+
+class ScaleStatus(Value, frozen=True):
+    """How a model scales: between which numbers of replicas, and what was last done, and why."""
+
+    min: int
+    max: int
+    desired: int
+    reason: str = ""  # "scaled up to 3: 37 waited 3.2 s"
+    at: float = 0.0  # Unix time of that, s; 0: it has not been scaled yet
+    waits: str = ""  # what keeps it from being scaled up although it should be
+
+
+class ModelStatus(Value, frozen=True):
+    """One model and its replicas, as seen by the supervisor."""
+
+    name: str
+    engine: str
+    path: str
+    created: int  # Unix time, s
+    replicas: tuple[ReplicaStatus, ...]
+    info: ModelInfo | None = None
+    aliases: tuple[str, ...] = ()
+    timeout_s: float = 600.0
+    max_queue: int = 1024
+    quarantine_s: float = 600.0
+    adapters: tuple[AdapterStatus, ...] = ()
+    standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
+    residence: Residence | None = None  # None: it is loaded at the start, and stays
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
+    scale: ScaleStatus | None = None  # None: its number of replicas is the file's
+
+
+class TokenLogprob(Value, frozen=True):
+    """A token that was chosen, its log probability before any sampling filter, and the best.
+
+    Tokens are bytes because a token may be a part of a character.
+    """
+
+    token: bytes
+    logprob: float
+    best: tuple[tuple[bytes, float], ...] = ()  # the most probable first
+
+
+class Continuation(Value, frozen=True):
+    """What another worker needs beside the tokens so far, to go on with a request as it began."""
+
+    generation: str  # of its worker and, after a plus sign, of the adapter that it names
+    max_tokens: int  # as it was settled for the worker that began
+    #: Token ids of the prompt, where a chat template made it, which may tell the time: unsigned, 4
+    #: bytes each, little-endian. b"": the request's own prompt makes the same ones again.
+    prompt: bytes = b""
+
+
+class PromptToken(Value, frozen=True):
+    """A token of a prompt, and how probable it was after those before it.
+
+    The first comes after nothing: its `logprob` is None. The most probable token has rank 1.
+    """
+
+    id: int
+    token: bytes
+    logprob: float | None = None
+    rank: int = 0
+    best: tuple[tuple[int, bytes, float], ...] = ()  # ids, texts, log probabilities
+
+
+class Prompt(Value, frozen=True):
+    """What a request wanted to know of its own prompt."""
+
+    text: str = ""  # with `echo`
+    tokens: list[PromptToken] = []  # with `prompt_logprobs`: all
+
+
+class Delta(Value, frozen=True):
+    """What one engine step brought to one request.
+
+    `finish` is set on the last one, and with it `completion_tokens`; `prompt_tokens` is on each,
+    for who tells it at once. `token_ids` are those sampled since the last Delta (the
+    end-of-sequence token not among them); `text` may lag behind them while a character or a
+    possible stop string is incomplete. With `logprobs` and stop strings they wait for their text,
+    and those of a stop string that was found never come. The answer to "tokenize" is one Delta
+    with the ids, to "detokenize" one with the text.
+    """
+
+    id: int
+    text: str
+    token_ids: list[int] = []
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
+    vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
+    stop: str = ""  # the stop string that ended it, if one did
+    cached_tokens: int = 0  # of the prompt, those that came from the engine's prefix cache
+    # of a request that is traced, with `finish`: Unix times in ns at which it was accepted, given
+    # to the engine, brought its first token, and ended
+    times_ns: tuple[int, ...] = ()
+    stop_token: int = -1  # that of `stop_token_ids` that ended it, if one did
+    continuation: Continuation | None = None  # on the first with tokens, where more are to come
+    prompt: Prompt | None = None  # with the first one, where asked for
+
+
+class OneEach(Message, frozen=True):
+    """What most of most steps is: one more token each, of requests that a Delta has spoken of.
+
+    In columns, as one message of three lists is read in a third of the time of as many Deltas.
+    """
+
+    ids: list[int]
+    texts: list[str]
+    token_ids: list[int]
+
+
+class ExitRecord(Value, frozen=True):
+    """One death of a worker, as far as it can be told afterwards."""
+
+    at: float  # Unix time, s
+    pid: int
+    lived_s: float
+    what: str  # one sentence: code or signal, and the reason
+    code: int | None
+    signal: int | None
+    phase: str  # "loading", "ready", ...: its state when it died
+    out_of_memory: str  # "", "host" or "gpu": a guess, from the kernel's counters and its words
+    served: int  # requests it had completed
+    running: int  # requests that were in its engine, by its last Pong
+    rss_bytes: int  # when last measured
+    gpu_bytes: int
+    tail: tuple[str, ...]  # its last lines
+    stacks: tuple[str, ...]  # of all its threads, if it was made to dump them
+    start: Start | None = None  # how far it came, where it was never ready
+
+
+class ReplicaHistory(Value, frozen=True):
+    """What became of one replica, the last exit last."""
+
+    name: str
+    state: str
+    reason: str
+    restarts: int
+    next_attempt_s: float | None  # seconds from now; None where none is planned
+    exits: tuple[ExitRecord, ...]
+    alert: str = ""  # a sentence on what is amiss while it lives
+
+
+class GatewayStatus(Value, frozen=True):
+    name: str
+    pid: int
+    state: str
+    restarts: int = 0
+    rss_bytes: int = 0
+    requests: int = 0
+    in_flight: int = 0
+    node: str = ""  # its address, where it is not on the supervisor's
+    reason: str = ""  # why it does not serve, or what its last life has ended of: a sentence
+
+
+class GpuStatus(Value, frozen=True):
+    """One GPU, whoever uses it."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int
+    utilisation: float | None = None  # share of the last moments with a kernel running, 0 to 1
+    node: str = ""  # of a cluster, the address of the machine it is in; "": this one
+
+
+def as_builtins(value: Any) -> Any:
+    """Structs as dicts with their field names (on the wire they are arrays)."""
+    if isinstance(value, msgspec.Struct):
+        return {name: as_builtins(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: as_builtins(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_builtins(item) for item in value]
+    return value

@@ -1,0 +1,253 @@
+"""What runs in the actors of a Ray cluster, worker or gateway: its place, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from servekit.protocol.ray_messages import (
+    Berth,
+    Berthed,
+    Exited,
+    Held,
+    Measured,
+    Running,
+    Signal,
+    Start,
+    Started,
+    Strays,
+    Vacate,
+)
+from servekit.protocol.transport.credentials import Renew, Role
+from servekit.ray.certificates import Certificates
+from servekit.ray.client import Cluster, Unable
+from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.process.child_process import Exit
+from servekit.supervisor.process.log_capture import Output, RotatingFile
+from servekit.supervisor.scheduling import remote_gpus
+from servekit.supervisor.scheduling.placement import device
+from servekit.supervisor.scheduling.remote_gpus import Elsewhere
+from servekit.system.gpus import Slot
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: How long a process may take to write its stacks, and they to come here.
+_DUMP_S = 3.0
+#: How long giving a place back may take.
+VACATE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a process in a berth is started with, on the host where that is.
+
+    `fingerprint` is of all of it that makes it what it is: one that has another is not taken over.
+    """
+
+    args: tuple[str, ...]
+    env: dict[str, str]  # over the node's own
+    fingerprint: str
+    log_path: Path
+    role: Literal["worker", "gateway"] = "worker"
+    pin: Literal["uuid", "index"] = "uuid"
+    listen: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(slots=True)
+class _Place:
+    """What is known of one process's place."""
+
+    wait: Callable[[str], None]  # told what it waits for; "" when it does not any more
+    measure: Callable[[Elsewhere], None]  # told of its GPUs there
+    host: str = ""
+    gpus: Slot = ()
+    running: Running | None = None
+    output: Output | None = None
+    role: Role = "worker"
+    child: RemoteChild[Any] | None = None
+    ended: dict[int, asyncio.Future[Exited]] = field(default_factory=dict)  # by PID
+
+
+class Berths:
+    """All of an instance, by the names of who is in them, who have certificates of these.
+
+    `cluster` is set before any of it is used.
+    """
+
+    cluster: Cluster
+
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+        self._places: dict[str, _Place] = {}
+
+    async def enter(
+        self,
+        name: str,
+        wait: Callable[[str], None],
+        wish: Callable[[int], Berth],
+        measure: Callable[[Elsewhere], None] = lambda told: None,
+    ) -> str:
+        """Wait for a place, as `wish` asks for it by its id; why there is none, "" if there is."""
+        known = self._places.get(name)
+        place = self._places[name] = known or _Place(wait, measure)
+        place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
+        measure(Elsewhere())
+        try:
+            found: Berthed = await self.cluster.ask(wish)
+        except Unable as error:
+            return error.message
+        finally:
+            wait("")
+        place.gpus = remote_gpus.given(found.gpus, found.host)
+        place.host, place.running = found.host, found.running
+        measure(Elsewhere(place.gpus, place.gpus))
+        return ""
+
+    async def spawn(
+        self,
+        name: str,
+        order: Order,
+        incoming: Any,
+        on_message: Callable[[Any], None],
+        on_line: Callable[[str], None],
+    ) -> RemoteChild[Any]:
+        """Start it in its place, or take over what serves there. Raises OSError."""
+        place = self._places[name]
+        place.output = output = Output(RotatingFile(order.log_path), on_line)
+        place.role = order.role
+        if place.running is not None:
+            self._certificates.forget(order.role, name)  # which it has is not known
+        running = place.running or await self._start(name, order, place)
+        place.running = None
+        ended = self._end_of(place, running.pid)
+        child: RemoteChild[Any] = RemoteChild(
+            name,
+            running.address,
+            self._certificates.own,
+            incoming,
+            on_message,
+            Hands(
+                kill=lambda cause: self._kill(name),
+                exited=lambda: _exit(ended, output),
+                dump=lambda: self._dump(name, output),
+            ),
+            role=order.role,
+        )
+        place.child = await child.attach()
+        return child
+
+    async def _start(self, name: str, order: Order, place: _Place) -> Running:
+        assert place.output is not None
+        secret = self._certificates.issue(order.role, name, is_dialled=True).to_bytes()
+        what = order.args, order.env, secret, order.fingerprint, order.pin, order.role, order.listen
+        try:
+            started: Started = await self.cluster.ask(lambda id: Start(id, name, *what))
+        except Unable as error:
+            tail = [line for line in place.output.tail if not line.startswith("{")]
+            last = f": {tail[-1].strip()}" if tail else ""
+            raise Unable(f"{error.message}{last}") from None
+        return Running(started.pid, started.address, order.fingerprint)
+
+    async def strays(self, name: str) -> str:
+        """A sentence on GPU memory that it holds elsewhere; "" if none, or nobody can tell."""
+        try:
+            async with asyncio.timeout(VACATE_S):
+                found: Held = await self.cluster.ask(lambda id: Strays(id, name))
+        except (Unable, TimeoutError):
+            return ""
+        return found.stray
+
+    async def release(self, name: str) -> None:
+        """Give its place back."""
+        if self._places.pop(name, None) is None:
+            return
+        try:
+            async with asyncio.timeout(VACATE_S):
+                await self.cluster.ask(lambda id: Vacate(id, name))
+        except (Unable, TimeoutError) as error:
+            log.warning("a place was not given back", worker=name, reason=str(error))
+
+    def host(self, name: str) -> str:
+        """The address of the node where it has its place; "" where it has none."""
+        place = self._places.get(name)
+        return "" if place is None else place.host
+
+    def where(self, name: str) -> str:
+        """On which node and device it is, in words; "" where it has no place."""
+        place = self._places.get(name)
+        if place is None or not place.host:
+            return ""
+        return device(place.gpus) if place.gpus else f"cpu on {place.host}"
+
+    def look(self) -> None:
+        """Called often: renew certificates that are due, the supervisor's own among them."""
+        self._certificates.look()
+        for name, place in self._places.items():
+            child = place.child
+            if child is None or child.exited.done():
+                continue
+            due = self._certificates.due(place.role, name, is_dialled=True)
+            if due is not None:
+                child.send(Renew(due))
+
+    # ---- what the cluster tells
+
+    def waits(self, name: str, what: str) -> None:
+        if (place := self._places.get(name)) is not None:
+            place.wait(what)
+
+    def lines(self, name: str, lines: tuple[str, ...]) -> None:
+        place = self._places.get(name)
+        if place is not None and place.output is not None:
+            place.output.data_received("".join(f"{line}\n" for line in lines).encode())
+
+    def measured(self, message: Measured) -> None:
+        place = self._places.get(message.name)
+        if place is not None and place.host:
+            place.measure(remote_gpus.measured(place.gpus, place.host, message))
+            if place.child is not None and place.child.pid == message.pid:
+                place.child.rss_bytes = message.rss_bytes
+
+    def exited(self, message: Exited) -> None:
+        """Of a process; PID 0 is whichever runs there."""
+        place = self._places.get(message.name)
+        if place is None:
+            return
+        pids = [message.pid] if message.pid else list(place.ended)
+        for pid in pids:
+            ended = self._end_of(place, pid)
+            if not ended.done():
+                ended.set_result(message)
+
+    def _end_of(self, place: _Place, pid: int) -> asyncio.Future[Exited]:
+        if pid not in place.ended:
+            place.ended = {pid: asyncio.get_running_loop().create_future()}
+        return place.ended[pid]
+
+    # ---- what is done to a process
+
+    async def _kill(self, name: str) -> None:
+        self.cluster.tell(Signal(name, signal.SIGKILL, group=True))
+
+    async def _dump(self, name: str, output: Output) -> Sequence[str]:
+        self.cluster.tell(Signal(name, signal.SIGUSR2))
+        await output.dumped(_DUMP_S)
+        return tuple(output.stacks)
+
+
+async def _exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
+    told = await asyncio.shield(ended)
+    return Exit(
+        code=told.code,
+        signal=told.signal,
+        tail=tuple(output.tail),
+        out_of_memory=told.out_of_memory,
+        cause=told.cause,
+        stacks=tuple(output.stacks),
+    )

@@ -1,0 +1,82 @@
+"""What it takes to join a Ray cluster, and to find again what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from servekit.config.cluster import RayConfig
+from servekit.config.engines.options import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.errors import StartError
+from servekit.protocol.ray_messages import Want
+from servekit.protocol.transport.certificate_authority import Authority
+
+#: In the run directory: whoever comes after us needs it to be let in by the workers.
+_AUTHORITY = "authority"
+#: To a head that listens.
+_REACH_S = 5.0
+
+
+def namespace(settings: RayConfig, run_dir: Path) -> str:
+    """Ray's, for the actors of the instance that runs here."""
+    here = f"{socket.gethostname()}:{run_dir}"
+    return settings.namespace or f"servekit-{hashlib.sha256(here.encode()).hexdigest()[:12]}"
+
+
+def forget(run_dir: Path) -> None:
+    """Nothing is left to be found again."""
+    (run_dir / _AUTHORITY).unlink(missing_ok=True)
+
+
+async def reach(address: str) -> None:
+    """Raises StartError where nobody listens: Ray itself takes minutes to say so."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_REACH_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        late = f"no answer in {_REACH_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        said = os.strerror(number) if number is not None and number > 0 else late
+        raise StartError(
+            f"no Ray cluster answers at {address} ({said}): start one there with `ray start"
+            " --head`, or change `ray.address`"
+        ) from None
+    writer.close()
+
+
+def authority(run_dir: Path) -> Authority:
+    """The one of whoever served from this run directory before, if it did not end in order."""
+    try:
+        return Authority.from_bytes((run_dir / _AUTHORITY).read_bytes())
+    except (OSError, StartError):
+        return Authority.new("servekit")
+
+
+def leave(run_dir: Path, authority: Authority) -> None:
+    """For whoever comes after us. Raises OSError."""
+    path = run_dir / _AUTHORITY
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(authority.to_bytes())
+
+
+def wants(models: Sequence[ModelConfig]) -> tuple[Want, ...]:
+    """What each model needs on a node: its engine, and its files where they are not fetched."""
+    return tuple(map(want, models))
+
+
+def want(model: ModelConfig) -> Want:
+    here = KINDS[model.engine].needs_files and Path(model.path).is_absolute()
+    return Want(model.name, model.engine, model.path if here else "")
+
+
+def every(host: str) -> str:
+    return "[::]" if ":" in host else "0.0.0.0"

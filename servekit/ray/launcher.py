@@ -1,0 +1,213 @@
+"""`launcher: ray`: workers in the actors of a Ray cluster, reached over TCP with mutual TLS.
+
+Ray says where, and starts and ends processes; nothing of a request passes through it. A worker and
+its place are two things: it is started again where it was as long as its node lives, and placed
+anew when that is lost. Actors outlive the supervisor for `ray.grace_s`, and the next one finds
+them by their names: what runs as the file wants it is taken over, and the rest is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from servekit import __version__
+from servekit.config.cluster import RayConfig
+from servekit.config.engines.options import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.errors import StartError
+from servekit.protocol.messages import Status, Stop
+from servekit.protocol.ray_messages import Berth, Node
+from servekit.protocol.transport.credentials import Credentials
+from servekit.ray import bootstrap, node_requirements
+from servekit.ray.actors import VACATE_S, Berths, Order
+from servekit.ray.certificates import Certificates
+from servekit.ray.client import Cluster, Unable
+from servekit.ray.node_inventory import Survey
+from servekit.ray.takeover import Heritage
+from servekit.supervisor import access_rules
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.lifecycle.launcher import Guest
+from servekit.supervisor.lifecycle.managed_process import Host, Life
+from servekit.supervisor.lifecycle.remote_process import RemoteChild
+from servekit.supervisor.process import environment
+from servekit.supervisor.process.task_utils import ended
+from servekit.supervisor.scheduling.memory_requests import least
+from servekit.supervisor.workers.worker_spec import worker_spec
+
+
+class Instance(Host, Protocol):
+    """The supervisor."""
+
+    def status(self) -> Status: ...
+
+
+class RayLauncher:
+    """Made on the event loop; of no use before `open`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        host: Instance,
+        run: Callable[[Life[Any]], None],
+        heritage: Heritage | None = None,
+    ) -> None:
+        self._heritage = heritage
+        self._settling: asyncio.Task[None] | None = None
+        self._settings = plan.config.ray or RayConfig()
+        self._host = host
+        self.grace_s = self._settings.grace_s
+        self._run = run
+        self._survey = Survey(self._settings)
+        authority = bootstrap.authority(host.run_dir.path)
+        self.cluster_authority = authority.certificate  # PEM
+        self._certificates = Certificates(authority, self._settings.certificate_life_s)
+        self.gateways_everywhere = self._settings.gateways == "every_node"
+        self.berths = Berths(self._certificates)
+        self.cluster = self.berths.cluster = Cluster(
+            host,
+            self._settings,
+            bootstrap.namespace(self._settings, host.run_dir.path),
+            bootstrap.wants(plan.config.models),
+            self.berths,
+            watch=self.gateways_everywhere,
+        )
+
+    # ---- the cluster
+
+    async def open(self, plan: Plan) -> None:
+        """Join the cluster and look at its nodes. Raises StartError where it cannot serve that."""
+        address, within_s = self._settings.address, self._settings.connect_s
+        await bootstrap.reach(address)
+        self._run(self.cluster)
+        try:
+            async with asyncio.timeout(within_s):
+                self._survey.nodes = await asyncio.shield(self.cluster.joined)
+        except TimeoutError:
+            raise StartError(
+                f"the Ray cluster at {address} has not let us in within {within_s:g} s; look at it"
+                " with `ray status`"
+            ) from None
+        except Unable as error:
+            raise StartError(f"cannot join the Ray cluster at {address}: {error.message}") from None
+        refusal = self._survey.refusal(plan.config.models)
+        if refusal := refusal or self._unreachable(plan.config.server.host):
+            raise StartError(refusal)
+        bootstrap.leave(self._host.run_dir.path, self._certificates.authority)
+        self.keep(plan.config.models)
+        if self._heritage is not None:
+            drain_s = plan.config.server.drain_timeout_s
+            settling = self._heritage.settle(self._host.status, drain_s)
+            self._settling = asyncio.get_running_loop().create_task(settling)
+
+    async def refusal(self, models: Sequence[ModelConfig]) -> str:
+        return await self._survey.again(self.cluster, models)
+
+    async def fault(self, node: Node) -> str:
+        """Why nothing of ours can run on a node, whatever room it has; "" if it can."""
+        return await self._survey.fault(self.cluster, node)
+
+    def _unreachable(self, host: str) -> str:
+        """Why gateways on other nodes would be of no use; "" if they are, or there are none."""
+        there = self.cluster.nodes
+        own = next((node.host for node in there if node.node == self.cluster.own), "")
+        if (
+            not self.gateways_everywhere
+            or not access_rules.is_loopback(host)
+            or access_rules.is_loopback(own)
+        ):
+            return ""
+        return (
+            f"`ray.gateways: every_node` is for clients elsewhere, and they do not reach {host}: as"
+            " `server.host` say 0.0.0.0, or the address of this machine"
+        )
+
+    def keep(self, models: Sequence[ModelConfig]) -> None:
+        """Of what was found, end all that nobody will ask for."""
+        names = [f"{m.name}/{i}" for m in models if m.load == "on_start" for i in range(least(m))]
+        if self.gateways_everywhere:
+            sites = node_requirements.sites_of(self.cluster.nodes, self.cluster.own, {})
+            names += [f"gateway/{host}" for host in sites]
+        self.cluster.keep(tuple(names))
+
+    async def close(self, tasks: Mapping[Life[Any], asyncio.Task[None]]) -> set[str]:
+        """All workers have ended, and given their places back. Who does not end."""
+        if self._heritage is not None and self._settling is not None:
+            self._settling.cancel()
+            self._heritage.end()
+        self.cluster.end(Stop(), VACATE_S)
+        bootstrap.forget(self._host.run_dir.path)
+        return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S)
+
+    def gateway_credentials(self, name: str) -> Credentials:
+        return self._certificates.issue("gateway", name)
+
+    def renewed(self, gateway: str) -> Credentials | None:
+        if self.berths.host(gateway):
+            return None
+        return self._certificates.due("gateway", gateway)
+
+    # ---- for workers
+
+    def gpus_for(self, model: ModelConfig) -> int:
+        return self._survey.gpus_for(model)
+
+    async def enter(self, guest: Guest) -> str:
+        mark = self._fingerprint(guest)
+        claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
+        want = bootstrap.want(guest.model)
+        return await self.berths.enter(
+            guest.name,
+            lambda what: guest.told_to_wait(what),
+            lambda id: Berth(id, guest.name, guest.model.name, *claim, mark, want=want),
+            lambda told: guest.measure_gpus(told),
+        )
+
+    async def spawn(
+        self,
+        guest: Guest,
+        incoming: Any,
+        on_message: Callable[[Any], None],
+        on_line: Callable[[str], None],
+    ) -> RemoteChild[Any]:
+        host = self.berths.host(guest.name)
+        order = Order(
+            args=(
+                *("--name", guest.name),
+                *("--listen", f"tcp://{bootstrap.every(host)}:0", "--advertise", host),
+                *("--grace-s", f"{self._settings.grace_s:g}"),
+            ),
+            env=self._environment(guest),
+            fingerprint=self._fingerprint(guest),
+            log_path=self._host.run_dir.log_path(guest.name),
+            pin=KINDS[guest.model.engine].pin,
+        )
+        return await self.berths.spawn(guest.name, order, incoming, on_message, on_line)
+
+    async def strays(self, name: str) -> str:
+        return await self.berths.strays(name)
+
+    async def release(self, name: str) -> None:
+        await self.berths.release(name)
+
+    def where(self, name: str) -> str:
+        return self.berths.where(name)
+
+    # ---- what a worker is
+
+    def _environment(self, guest: Guest) -> dict[str, str]:
+        """Over that of its node; whose pin is set there."""
+        extra = {**self._host.keys_of(guest.model), **guest.model.env}
+        kind = KINDS[guest.model.engine]
+        return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)
+
+    def _fingerprint(self, guest: Guest) -> str:
+        """Of all that a worker is started with: one that has another is not taken over."""
+        spec = worker_spec(guest.model, guest.place, "")
+        env = sorted(self._environment(guest).items())
+        parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))
+        return hashlib.sha256(parts).hexdigest()

@@ -1,0 +1,31 @@
+"""What launches workers, as the file says: nothing of its own, or Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from servekit.ray.launcher import Instance, RayLauncher
+from servekit.ray.takeover import Heritage
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.process.task_utils import undisturbed
+
+
+def launcher_of(
+    plan: Plan, host: Instance, run: Callable[[Life[Any]], None], heritage: Heritage | None
+) -> RayLauncher | None:
+    """What the file says; None where workers are children of the supervisor."""
+    return RayLauncher(plan, host, run, heritage) if plan.config.launcher == "ray" else None
+
+
+def grace_s(launcher: RayLauncher | None) -> float:
+    """How long what serves may outlive the supervisor."""
+    return 0.0 if launcher is None else launcher.grace_s
+
+
+async def opened(
+    launcher: RayLauncher | None, plan: Plan, until_told: Callable[[], Coroutine[Any, Any, None]]
+) -> bool:
+    """Whether what launches workers is at hand; False where it is told to end before it is."""
+    return launcher is None or await undisturbed(until_told(), launcher.open(plan))

@@ -1,0 +1,142 @@
+"""Whether the nodes of a cluster can run what the file asks for: pure, and said in one sentence.
+
+Only nodes on which some worker could be placed count: a head without resources needs no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from servekit.config.engines.options import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.protocol.ray_messages import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What each worker of a model claims, all on one node."""
+
+    model: str
+    gpus: int
+    cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What is installed where the supervisor runs."""
+
+    servekit: str
+    python: str
+    ray: str
+
+
+def gpus_for(model: ModelConfig, *, any_there: bool) -> int:
+    """How many GPUs each worker of a model gets, where nodes have some or none; 0: the CPU."""
+    needs = KINDS[model.engine].gpu_here
+    if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
+        return 0
+    wanted = model.device == "cuda" or needs == "must" or any_there
+    return model.gpus_per_replica if wanted else 0
+
+
+def in_words(model: ModelConfig) -> str:
+    """What a worker of a model runs on, before anybody has asked the nodes."""
+    least, most = (gpus_for(model, any_there=any_there) for any_there in (False, True))
+    if not most:
+        return "cpu, on a Ray node"
+    return f"{_count(most, 'GPU')} of a Ray node{'' if least else ', or its cpu if none has any'}"
+
+
+def refusal(
+    nodes: Sequence[Node], own: Versions, needs: Sequence[Need], *, grows: bool = False
+) -> str:
+    """What keeps the file from being served by these nodes; "" if nothing does.
+
+    `grows`: there may be other nodes later, larger ones, too.
+    """
+    return next(filter(None, _refusals(nodes, own, needs, grows)), "")
+
+
+def _refusals(
+    nodes: Sequence[Node], own: Versions, needs: Sequence[Need], grows: bool
+) -> Iterator[str]:
+    for need in needs:
+        if not grows and not any(fits(node, need) for node in nodes):
+            yield _too_large(nodes, need)
+    for node in nodes:
+        for need in needs:
+            if fits(node, need):
+                yield unfit(node, own, need.model)
+
+
+def unfit(node: Node, own: Versions, model: str) -> str:
+    """Why no worker of a model can run there, whatever room it has; "" if one can."""
+    if node.problem:
+        return f"the Ray node {node.host} cannot run workers: {node.problem}"
+    lack = node.lacks.get(model)
+    lacking = f"model {model!r} could be placed on the Ray node {node.host}, and {lack}"
+    return next(_differing(node, own), lacking if lack else "")
+
+
+def fault(node: Node, own: Versions) -> str:
+    """Why nothing of ours can run there, whatever it is; "" if it can."""
+    return node.problem or next(_differing(node, own), "")
+
+
+def sites_of(nodes: Sequence[Node], own: str, in_use: Mapping[str, str]) -> dict[str, Node]:
+    """Where gateways are to be, by address: one on each machine but ours, which `own` is on.
+
+    Of several nodes at one address that which is `in_use` there stays; else it is the first.
+    """
+    here = {node.host for node in nodes if node.node == own}
+    found: dict[str, Node] = {}
+    for node in sorted(nodes, key=lambda node: (node.node != in_use.get(node.host), node.node)):
+        if node.host not in here:
+            found.setdefault(node.host, node)
+    return found
+
+
+def fits(node: Node, need: Need) -> bool:
+    """Whether a worker fits the node while nothing else is there."""
+    return node.gpus >= need.gpus and node.cpus >= need.cpus
+
+
+def _too_large(nodes: Sequence[Node], need: Need) -> str:
+    if need.gpus and not any(node.gpus >= need.gpus for node in nodes):
+        most = max(nodes, key=lambda node: node.gpus)
+        return (
+            f"model {need.model!r} needs {_count(need.gpus, 'GPU')} on one node of the Ray cluster"
+            f" for each replica, and the largest, {most.host}, has {most.gpus:g}"
+        )
+    with_gpus = [node for node in nodes if node.gpus >= need.gpus]
+    most = max(with_gpus, key=lambda node: node.cpus)
+    beside = f" beside {_count(need.gpus, 'GPU')}" if need.gpus else ""
+    return (
+        f"model {need.model!r} needs {_count(need.cpus, 'CPU')}{beside} on one node of the Ray"
+        f" cluster for each replica, and the largest, {most.host}, has {most.cpus:g}; `ray.cpus`"
+        " says how many"
+    )
+
+
+def _differing(node: Node, own: Versions) -> Iterator[str]:
+    pairs = (
+        ("servekit", node.servekit, own.servekit),
+        ("Python", _minor(node.python), _minor(own.python)),
+        ("Ray", node.ray, own.ray),
+    )
+    for what, there, here in pairs:
+        if there != here and not node.problem:
+            has = f"has {what} {there}" if there else f"has no {what} that its Python finds"
+            yield (
+                f"the Ray node {node.host} {has}, and this one has {here}: install the same on all"
+                " nodes"
+            )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' * (number != 1)}"

@@ -1,0 +1,336 @@
+"""What an actor of Ray's is: it starts a worker or gateway on its node, hears it, tells of it.
+
+All of it is called from the driver, in threads of the actor. When nobody has asked for anything
+for a while and no worker runs any more, it gives its place back and is gone: a supervisor that
+never returns leaves nothing in the cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import msgspec
+
+from servekit.errors import StartError
+from servekit.protocol.messages import GpuStatus
+from servekit.protocol.ray_messages import RemoteGpu, Running, Start
+from servekit.protocol.transport.credentials import Credentials
+from servekit.ray.process.node_probe import as_remote, own_gpus
+from servekit.ray.process.sockets import Doors
+from servekit.supervisor.process.environment import THREADS
+from servekit.system import procfs
+from servekit.system.gpu_memory_audit import group_of, stray_memory
+from servekit.system.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_use
+
+#: Lines that are kept for a supervisor that comes later.
+_MOST_LINES = 2000
+_LONGEST_LINE_BYTES = 64 * 2**10
+#: A worker listens as soon as its interpreter has imported what that takes.
+_LISTENS_WITHIN_S = 120.0
+_LOOK_EVERY_S = 0.5
+#: For Ray to take a place back; whoever joins the cluster next finds what it has not.
+_GIVE_BACK_S = 20.0
+#: Over the grace of its worker, for the worker to be the first to go.
+_LONGER_S = 5.0
+
+
+class Sight(msgspec.Struct, frozen=True):
+    """What the driver sees of a shim."""
+
+    node: str
+    host: str
+    gpus: tuple[RemoteGpu, ...]
+    fault: str  # why it cannot be used: a sentence
+    running: Running | None
+
+
+class News(msgspec.Struct, frozen=True):
+    """What has happened since the driver last asked."""
+
+    lines: tuple[str, ...]
+    seen: int  # to be asked from, next time
+    pid: int = 0  # of a worker that has ended
+    code: int | None = None  # its exit code; negative: a signal; None: none has ended
+    out_of_memory: bool = False
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What the process takes, and NVML says, on the node."""
+
+    gpus: tuple[GpuStatus, ...]  # all of them
+    pid: int  # of the process; 0: none runs
+    held: dict[str, int]  # bytes that it and what it has started hold, by UUID
+    rss_bytes: int = 0  # that it has resident
+
+
+class Process:
+    """One worker or gateway, from its start until its warden has told of its end."""
+
+    def __init__(self, fingerprint: str, role: str) -> None:
+        self.fingerprint, self.role = fingerprint, role
+        self.pid = 0
+        self.address = ""
+        self.code: int | None = None
+        self.out_of_memory = False
+        self.warden: subprocess.Popen[bytes] | None = None
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """A line of JSON from it, or from its warden."""
+        self.pid = told.get("pid", self.pid)
+        self.address = told.get("address", self.address)
+        self.code = told.get("code", self.code)
+        self.out_of_memory = told.get("out_of_memory", self.out_of_memory)
+
+
+class Shim:
+    """One berth. `gpus` is how many Ray was asked for."""
+
+    def __init__(self, gpus: int, grace_s: float) -> None:
+        self._wanted = gpus
+        self._grace_s = grace_s
+        self._gpus: tuple[Gpu, ...] = own_gpus() if gpus else ()
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
+        self._count = 0  # lines so far
+        self._process: Process | None = None
+        self._asked_at = time.monotonic()
+        self._doors = Doors()
+        threading.Thread(target=self._leave_when_alone, daemon=True).start()
+
+    # ---- what the driver asks
+
+    def look(self) -> bytes:
+        """Where it is, and what runs here: a Sight."""
+        import ray
+
+        self._asked()
+        node = ray.get_runtime_context().get_node_id()
+        host = ray.util.get_node_ip_address()
+        sight = Sight(node, host, as_remote(self._gpus), self._fault(), self._running())
+        return msgspec.msgpack.encode(sight)
+
+    def start(self, order: bytes) -> tuple[int, str, str]:
+        """Start a worker: its PID and address; or why there is none."""
+        self._asked()
+        wish = msgspec.msgpack.decode(order, type=Start)
+        self.end()
+        try:
+            listening = self._doors.open(wish.listen)
+        except StartError as error:
+            return 0, "", error.message
+        process = Process(wish.fingerprint, wish.role)
+        with self._changed:
+            self._process = process
+        self._spawn(process, wish, listening)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: process.address or process.code is not None, _LISTENS_WITHIN_S
+            )
+        self._asked()
+        if process.address or process.code is not None:
+            return process.pid, process.address, ""
+        self.end()
+        return 0, "", f"it did not listen within {_LISTENS_WITHIN_S:g} s"
+
+    def poll(self, seen: int, wait_s: float) -> bytes:
+        """News, as soon as there are any, or after `wait_s`."""
+        self._asked()
+        process = self._process
+        with self._changed:
+            self._changed.wait_for(lambda: self._count > seen or _ended(process), wait_s)
+            if self._count > seen and not _ended(process):
+                self._changed.wait(0.05)  # lines come in flocks
+            fresh = min(self._count - seen, len(self._lines))
+            lines = tuple(list(self._lines)[len(self._lines) - fresh :]) if fresh > 0 else ()
+            news = News(lines, self._count)
+            if process is not None and _ended(process):
+                news = News(lines, self._count, process.pid, process.code, process.out_of_memory)
+                if process is self._process:
+                    self._process = None
+        self._asked()
+        return msgspec.msgpack.encode(news)
+
+    def signal(self, number: int, group: bool) -> None:
+        """Send a signal to the worker, or to its group."""
+        process = self._process
+        if process is not None and process.pid and process.code is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.killpg if group else os.kill)(process.pid, number)
+
+    def strays(self) -> str:
+        """A sentence on GPU memory that the worker holds where it may not; "" if none."""
+        process = self._process
+        if process is None:
+            return ""
+        own = {gpu.uuid for gpu in self._gpus}
+        return stray_memory(group_of(process.pid), own, gpu_memory_by_pid(), find_gpus())
+
+    def measure(self) -> bytes:
+        """What is taken now: Figures."""
+        self._asked()
+        process = self._process
+        pid = process.pid if process is not None and process.code is None else 0
+        # gateways use no GPU: nobody asks the driver of a node for them
+        is_worker = process is not None and process.role == "worker"
+        gpus = gpus_in_use() if self._wanted or is_worker else ()
+        holdings = gpu_memory_by_pid() if gpus and pid else {}
+        held: dict[str, int] = {}
+        for one in group_of(pid) if holdings else ():
+            for uuid, size in holdings.get(one, {}).items():
+                held[uuid] = held.get(uuid, 0) + size
+        rss_bytes = procfs.rss_bytes(pid, group_of(pid) - {pid}) if pid else 0
+        return msgspec.msgpack.encode(Figures(gpus, pid, held, rss_bytes))
+
+    def end(self) -> None:
+        """Kill what runs; returns when nothing of it is left."""
+        process = self._process
+        if process is not None and process.warden is not None:
+            assert process.warden.stdin is not None
+            process.warden.stdin.close()
+            process.warden.wait()
+
+    # ---- the worker
+
+    def _spawn(self, process: Process, wish: Start, listening: Sequence[int]) -> None:
+        credentials = Credentials.from_bytes(wish.credentials).hand_over()
+        reports, report = os.pipe()
+        reading, writing = os.pipe()
+        args = [*wish.args, "--credentials-fd", str(credentials), "--report-fd", str(report)]
+        for fd in listening:
+            args += ["--listen-fd", str(fd)]
+        mark = secrets.token_hex(16)
+        command = [sys.executable, *_safe_path(), "-m", "servekit.ray.process.actor_supervisor"]
+        try:
+            process.warden = subprocess.Popen(
+                [*command, wish.role, mark, str(report), *args],
+                env=self._environment(wish),
+                stdin=subprocess.PIPE,
+                stdout=writing,
+                stderr=writing,
+                pass_fds=(credentials, report, *listening),
+                start_new_session=True,
+            )
+        finally:
+            for fd in (credentials, report, writing):
+                os.close(fd)
+        for work, fd in ((self._hear, reading), (self._follow, reports)):
+            opened = os.fdopen(fd, "rb")
+            threading.Thread(target=work, args=(process, opened), daemon=True).start()
+
+    def _environment(self, wish: Start) -> dict[str, str]:
+        """The node's own, less what Ray tells its workers, and the pin."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        own = {name: value for name, value in own.items() if name not in THREADS}
+        if not wish.env.keys() & {*THREADS}:
+            own |= _own_threads()
+        by_index = wish.pin == "index"
+        pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in self._gpus)
+        return {**own, **wish.env, "CUDA_VISIBLE_DEVICES": pin}
+
+    def _hear(self, process: Process, output: IO[bytes]) -> None:
+        """What it writes, line by line."""
+        with output:
+            while line := output.readline(_LONGEST_LINE_BYTES):
+                text = line.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
+                with self._changed:
+                    self._lines.append(text)
+                    self._count += 1
+                    self._changed.notify_all()
+
+    def _follow(self, process: Process, reports: IO[bytes]) -> None:
+        """What it and its warden report, until both are gone."""
+        with reports:
+            for line in reports:
+                told = json.loads(line)
+                if "code" not in told:
+                    self._take(process, told)
+                    continue
+                break
+            else:
+                told = {"code": -signal.SIGKILL}  # nobody was left to say so
+        assert process.warden is not None
+        process.warden.wait()
+        self._take(process, told)
+
+    def _take(self, process: Process, told: Mapping[str, Any]) -> None:
+        with self._changed:
+            process.take(told)
+            self._changed.notify_all()
+
+    # ---- its own state
+
+    def _running(self) -> Running | None:
+        process = self._process
+        if process is None or not process.address or process.code is not None:
+            return None
+        return Running(process.pid, process.address, process.fingerprint)
+
+    def _fault(self) -> str:
+        if len(self._gpus) == self._wanted:
+            return ""
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return (
+            f"Ray has given {self._wanted} GPUs there (CUDA_VISIBLE_DEVICES={given!r}), and NVML"
+            f" finds {len(self._gpus)} of them"
+        )
+
+    def _asked(self) -> None:
+        self._asked_at = time.monotonic()
+
+    def _leave_when_alone(self) -> None:
+        limit_s = self._grace_s + _LONGER_S
+        while time.monotonic() - self._asked_at < limit_s or self._running() is not None:
+            time.sleep(_LOOK_EVERY_S)
+        self.end()
+        _give_back()
+
+
+def _ended(process: Process | None) -> bool:
+    return process is not None and process.code is not None
+
+
+def _own_threads() -> dict[str, str]:
+    """What the node itself says of threads: Ray sets a thread for each CPU of its actors.
+
+    Its own process (the raylet) is our parent; our environment of the start has been overwritten by
+    our title.
+    """
+    told = {name: procfs.variable(os.getppid(), name) for name in THREADS}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _safe_path() -> tuple[str, ...]:
+    # Whatever lies in the actor's working directory must not be imported by our name.
+    return ("-P",)
+
+
+def _give_back() -> None:
+    """Remove the placement group that this actor is in, which ends the actor, too.
+
+    Without its head Ray answers nothing, and for a long time says nothing of that either.
+    """
+    giving = threading.Thread(target=_remove_group, daemon=True)
+    giving.start()
+    giving.join(_GIVE_BACK_S)
+    os._exit(0)
+
+
+def _remove_group() -> None:
+    import ray
+
+    with contextlib.suppress(Exception):  # the cluster may be gone: then so is this
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            ray.util.remove_placement_group(group)
+            time.sleep(_LONGER_S)

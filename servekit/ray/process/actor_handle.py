@@ -1,0 +1,241 @@
+"""One worker's place in the cluster, made and given back through Ray's own calls.
+
+They block, all of them: each is made in a thread. What an actor is asked is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+import structlog
+from ray.util import list_named_actors
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from servekit.protocol.ray_messages import Berth as Wish
+from servekit.protocol.ray_messages import Start
+from servekit.ray.process import placement_groups
+from servekit.ray.process.actor import Figures, News, Shim, Sight
+from servekit.ray.process.node_checks import Scouts
+from servekit.ray.process.node_selection import Free, free_of
+
+log: Any = structlog.get_logger("servekit.ray.process")
+
+#: For Ray to start an actor's process where there is room, and for an actor to answer.
+_ACTOR_S = 60.0
+_ANSWER_S = 5.0
+#: How long Ray may take to give a place back.
+_GONE_S = 10.0
+#: Threads of an actor: calls that wait must not keep others out.
+_THREADS = 16
+#: How long one question for news may wait for some.
+POLL_S = 5.0
+#: Longer than a driver may take to open its GPUs: who asked again would fill the actor's threads.
+_MEASURE_S = 90.0
+
+
+class Gone(Exception):
+    """The actor, or its node, is no more."""
+
+
+class Berth:
+    """A placement group and its actor. `label` is the name that both have in the namespace.
+
+    An actor that claims nothing has no group.
+    """
+
+    def __init__(self, label: str, group: Any, actor: Any) -> None:
+        self.label = label
+        self.name = name_of(label)
+        self._group = group
+        self._actor = actor
+        self.sight: Sight | None = None
+        self.model = ""
+
+    async def look(self) -> Sight:
+        """See where it is and what runs there. Raises Gone."""
+        answer = await self._ask(self._actor.look, within_s=_ANSWER_S)
+        self.sight = msgspec.msgpack.decode(answer, type=Sight)
+        return self.sight
+
+    async def start(self, order: Start) -> tuple[int, str, str]:
+        """Start a worker: its PID and address, or why there is none. Raises Gone."""
+        sent = msgspec.msgpack.encode(order)
+        answer: tuple[int, str, str] = await self._ask(self._actor.start, sent, within_s=180.0)
+        return answer
+
+    async def poll(self, seen: int) -> News:
+        """What has happened, as soon as something has. Raises Gone."""
+        answer = await self._ask(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
+        return msgspec.msgpack.decode(answer, type=News)
+
+    async def signal(self, number: int, *, group: bool) -> None:
+        with contextlib.suppress(Gone):
+            await self._ask(self._actor.signal, number, group, within_s=_ANSWER_S)
+
+    async def strays(self) -> str:
+        """A sentence on GPU memory that its worker holds elsewhere. Raises Gone."""
+        return str(await self._ask(self._actor.strays, within_s=10.0))
+
+    async def measure(self) -> Figures:
+        """What it takes there. Raises Gone."""
+        answer = await self._ask(self._actor.measure, within_s=_MEASURE_S)
+        return msgspec.msgpack.decode(answer, type=Figures)
+
+    async def end(self) -> None:
+        """Kill what runs there, and wait for its end."""
+        with contextlib.suppress(Gone):
+            await self._ask(self._actor.end, within_s=_ANSWER_S)
+
+    async def vacate(self) -> None:
+        """Give the place back; returns when Ray has it."""
+        await self.end()
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
+        if self._actor is not None:
+            with contextlib.suppress(Exception):
+                ray.kill(self._actor, no_restart=True)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+        deadline = time.monotonic() + _GONE_S
+        while self.label in list_named_actors() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    async def _ask(self, method: Any, *args: Any, within_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(method.remote(*args), within_s)
+        except TimeoutError:
+            raise Gone(f"its node has not answered within {within_s:g} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise Gone(_first_line(error)) from None
+        except ray.exceptions.RayError as error:
+            raise Gone(_first_line(error)) from None
+
+
+async def make(
+    wish: Wish,
+    grace_s: float,
+    scouts: Scouts,
+    aim: placement_groups.Aim,
+    waits: Callable[[str], None],
+) -> Berth:
+    """Have Ray place a worker, where `aim` says if it can; `waits` is told for what. Raises Gone.
+
+    Who is to be on a certain node, by its wish, claims nothing there, and waits for nothing.
+    """
+    if wish.node:
+        return await _make_on(wish, grace_s, placement_groups.name(wish))
+    label, group = await placement_groups.placed(wish, scouts, aim, waits)
+    berth = Berth(label, group, None)
+    there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    await _begin(berth, there, wish, grace_s)
+    berth.model = wish.model
+    return berth
+
+
+async def _make_on(wish: Wish, grace_s: float, label: str) -> Berth:
+    """An actor on a certain node. Raises Gone."""
+    berth = Berth(label, None, None)
+    await _begin(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
+    return berth
+
+
+async def _begin(berth: Berth, there: Any, wish: Wish, grace_s: float) -> None:
+    """Have its actor made, and wait for it. Raises Gone; whatever is raised, nothing is left."""
+    making = asyncio.create_task(asyncio.to_thread(_actor, berth.label, there, wish, grace_s))
+    try:
+        berth._actor = await asyncio.shield(making)
+        await _up(berth)
+    except BaseException:
+        await asyncio.shield(_undo(berth, making))
+        raise
+
+
+async def _undo(berth: Berth, making: asyncio.Task[Any]) -> None:
+    """Give back what is being made: an actor that a thread makes yet would be nobody's."""
+    with contextlib.suppress(Exception):
+        berth._actor = await making
+    await asyncio.to_thread(berth._remove)  # nothing was started there
+
+
+def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
+    options = ray.remote(Shim).options(
+        name=label,
+        lifetime="detached",
+        num_cpus=wish.cpus,
+        num_gpus=wish.gpus,
+        scheduling_strategy=there,
+        max_restarts=0,
+        max_concurrency=_THREADS,
+    )
+    return options.remote(wish.gpus, grace_s)
+
+
+async def _up(berth: Berth) -> None:
+    """Wait until the actor's process is there. Raises Gone."""
+    answer = await berth._ask(berth._actor.look, within_s=_ACTOR_S)
+    berth.sight = msgspec.msgpack.decode(answer, type=Sight)
+
+
+def find() -> list[Berth]:
+    """Those that are there already, of whoever was before us in this namespace. Blocks."""
+    found: list[Berth] = []
+    for label in list_named_actors():
+        if "#" not in label:
+            continue
+        with contextlib.suppress(ValueError):  # it has gone meanwhile
+            actor = ray.get_actor(label)
+            found.append(Berth(label, _group(label), actor))
+    return found
+
+
+def sweep() -> None:
+    """Give back the places in this namespace that have no actor any more. Blocks.
+
+    That of an actor that ended while Ray had no head to be told, or had just begun to be made.
+    """
+    actors = set(list_named_actors())
+    for found in placement_group_table().values():
+        label = found["name"]
+        gone = found["state"] == "REMOVED" or "#" not in label or label in actors
+        if not gone and (group := _group(label)) is not None:  # else it is of another namespace
+            log.info("an empty place is given back", worker=name_of(label))
+            remove_placement_group(group)
+
+
+def _group(label: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return get_placement_group(label)
+    return None
+
+
+def name_of(label: str) -> str:
+    """The worker's."""
+    return label.rpartition("#")[0]
+
+
+def free_nodes() -> list[Free]:
+    """What is free of each node now. Blocks."""
+    from ray._private.state import available_resources_per_node  # there is no public way
+
+    return free_of(ray.nodes(), available_resources_per_node())
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,89 @@
+"""`python -m servekit.ray.process.actor_supervisor ROLE MARK REPORT_FD ARGS…`: one process, and its end.
+
+An actor of Ray's can be killed at any time, and its worker, or gateway, must not outlive it, nor
+may anything that this has started: so this small process stands between them, with the actor's end
+of a pipe for a lifeline. It tells in one JSON line on REPORT_FD each: the process's PID, and how it
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from servekit.system import procfs, python_command, subreaper
+from servekit.system.orphan_cleanup import kill_marked
+from servekit.system.parent_death import CHILD_MARK
+from servekit.system.rlimits import raise_file_limit
+
+#: Where there are no pidfds.
+_LOOK_EVERY_S = 0.05
+_CLEAR_S = 5.0
+
+
+def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
+    """Returns when nothing of the worker is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    subreaper.become_subreaper()
+    raise_file_limit()
+    fds = [int(args[i + 1]) for i, arg in enumerate(args) if arg.endswith("-fd")]
+    oom_kills = procfs.oom_kills()
+    worker = subreaper.start(
+        [*python_command.module(f"servekit.{role}"), *args, "--parent-pid", str(os.getpid())],
+        env={**os.environ, CHILD_MARK: mark},
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    for fd in fds:
+        if fd != report_fd:
+            os.close(fd)
+    _tell(report_fd, {"pid": worker.pid})
+    _until_over(worker)
+    code = _end(worker, mark)
+    oom = code == -signal.SIGKILL and procfs.oom_kills() > oom_kills
+    _tell(report_fd, {"code": code, "out_of_memory": oom})
+
+
+def _tell(fd: int, what: dict[str, object]) -> None:
+    os.write(fd, json.dumps(what).encode() + b"\n")
+
+
+def _until_over(worker: subprocess.Popen[bytes]) -> None:
+    """Until the worker has ended, or the actor is gone."""
+    try:
+        pidfd = os.pidfd_open(worker.pid)
+    except OSError:
+        while not select.select([0], [], [], _LOOK_EVERY_S)[0] and not _has_ended(worker.pid):
+            pass
+        return
+    select.select([0, pidfd], [], [])
+    os.close(pidfd)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(worker: subprocess.Popen[bytes], mark: str) -> int:
+    """End its group, and what has left that; its exit code, or its signal, negative."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    code = worker.wait()
+    subreaper.reaped(worker)
+    deadline = time.monotonic() + _CLEAR_S
+    while kill_marked(CHILD_MARK, mark) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    subreaper.end_adopted()
+    return code
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])

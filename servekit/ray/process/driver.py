@@ -1,0 +1,343 @@
+"""The process that speaks to Ray: does what the supervisor asks, and tells what it hears.
+
+It holds nothing that matters. When it dies the workers serve on, the next one finds their actors
+by name, and the supervisor's own connections to them have not been touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import msgspec
+import ray
+import structlog
+from msgspec.structs import replace
+
+from servekit.protocol import ray_messages as c
+from servekit.protocol.messages import Stop
+from servekit.protocol.ray_messages import Node, ToCluster
+from servekit.protocol.transport.connection import Connection, adopt
+from servekit.ray.process import actor_handle as berths
+from servekit.ray.process import namespace_lock, nodes
+from servekit.ray.process.actor import Figures, News
+from servekit.ray.process.actor_handle import Berth, Gone
+from servekit.ray.process.namespace_lock import Tenant
+from servekit.ray.process.node_checks import LOOK_S, Scouts
+from servekit.ray.process.node_selection import choose
+from servekit.system.parent_death import end_group
+
+log: Any = structlog.get_logger("servekit.ray.process")
+
+#: How long a node may take to look at itself, beside what the supervisor allows for all: by then
+#: it is to be told which node it was.
+_SOONER_S = 2.0
+#: A node that took a worker with it is not chosen again for so long: Ray learns of it later.
+_SHUN_S = 30.0
+#: Between two looks at which nodes there are.
+_WATCH_EVERY_S = 1.0
+#: As often as the supervisor reads the GPUs of its own machine.
+_MEASURE_EVERY_S = 5.0
+
+
+async def live(control: socket.socket) -> int:
+    """Until the supervisor is gone, or closes the connection."""
+    driver = Driver()
+    await driver.hear(control)
+    return await driver.over
+
+
+class Driver:
+    """All state is written on the event loop."""
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._control: Connection[ToCluster] = Connection(ToCluster, self._take, self._on_eof)
+        self._grace_s = 0.0
+        self._berths: dict[str, Berth] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model, and where
+        self._shunned: dict[str, float] = {}  # by node: until when
+        self._nodes: dict[str, Node] = {}  # those that are there, by Ray's id
+        self._wants: tuple[c.Want, ...] = ()  # what they are asked about models
+        self._scouts = Scouts()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def hear(self, control: socket.socket) -> None:
+        await adopt(control, lambda: self._control)
+
+    def _on_eof(self, error: Exception | None) -> None:
+        log.info("the supervisor is gone", error=str(error or "EOF"))
+        end_group()  # Ray's own goodbye may hang, and nothing of ours is at stake
+
+    # ---- what it is asked
+
+    def _take(self, message: ToCluster) -> None:
+        match message:
+            case c.Join():
+                self._spawn(self._answer(message.id, self._join(message)))
+            case c.Look():
+                self._spawn(self._answer(message.id, self._look(message)))
+            case c.Berth():
+                task = self._spawn(self._answer(message.id, self._berth(message)))
+                self._making[message.name] = task
+            case c.Start():
+                self._spawn(self._answer(message.id, self._start(message)))
+            case c.Signal(name, number, group):
+                if (berth := self._berths.get(name)) is not None:
+                    self._spawn(berth.signal(number, group=group))
+            case c.Strays():
+                self._spawn(self._answer(message.id, self._strays(message)))
+            case c.Vacate():
+                self._spawn(self._answer(message.id, self._vacate(message)))
+            case Stop():
+                self._on_eof(None)
+            case c.Keep(names):
+                for name in self._berths.keys() - set(names):
+                    self._spawn(self._forget(name))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answer(self, id: int, work: Coroutine[Any, Any, msgspec.Struct]) -> None:
+        try:
+            answer = await work
+        except (Gone, ConnectionError) as error:
+            answer = c.Sorry(id, str(error))
+        except Exception as error:
+            log.exception("Ray has refused")
+            answer = c.Sorry(id, f"Ray: {type(error).__name__}: {error}")
+        self._control.send(answer)
+
+    # ---- the cluster
+
+    async def _join(self, wish: c.Join) -> msgspec.Struct:
+        self._grace_s = wish.grace_s
+        until = time.monotonic() + wish.within_s - _SOONER_S
+        tenant = Tenant.here(wish.turn, wish.since, wish.run_dir)
+        await asyncio.to_thread(_connect, wish.address, wish.namespace, tenant)
+        turn = namespace_lock.own_turn(wish.turn)
+        if refusal := await namespace_lock.refusal(wish.namespace, turn):
+            return c.Sorry(wish.id, refusal)
+        self._wants = wish.wants
+        await self._meet(await nodes.alive(), _left_s(until))
+        for berth in await asyncio.to_thread(berths.find):
+            await self._take_over(berth)
+        await asyncio.to_thread(berths.sweep)
+        if wish.watch:
+            self._spawn(self._watch())
+        own = ray.get_runtime_context().get_node_id()
+        return c.Joined(wish.id, tuple(self._nodes.values()), turn, own)
+
+    async def _look(self, wish: c.Look) -> msgspec.Struct:
+        until = time.monotonic() + wish.within_s - _SOONER_S
+        there = await nodes.alive()
+        if wish.node and wish.node not in there:
+            return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
+        if not wish.node:
+            self._wants = wish.wants  # of those that come later, too
+        asked = [there[wish.node]] if wish.node else there.values()
+        looks = await nodes.look_at(asked, wish.wants, _left_s(until))
+        self._scouts.note(looks, wish.wants)
+        return c.Looked(wish.id, looks)
+
+    async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
+        """These are there now; those that are new look at themselves."""
+        new = [there[id] for id in there.keys() - self._nodes.keys()]
+        looks = await nodes.look_at(new, self._wants, within_s)
+        self._scouts.note(looks, self._wants)
+        known = self._nodes | {look.node: look for look in looks}
+        self._nodes = {id: node for id, node in known.items() if id in there}
+
+    async def _watch(self) -> None:
+        """Tell of nodes that come and go."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            try:
+                there = await nodes.alive()
+            except Exception as error:  # its control plane is being started again, say
+                log.warning("Ray does not say which nodes there are", reason=str(error))
+                continue
+            if there.keys() != self._nodes.keys():
+                await self._meet(there, LOOK_S)
+                self._control.send(c.Nodes(tuple(self._nodes.values())))
+
+    async def _take_over(self, berth: Berth) -> None:
+        try:
+            await berth.look()
+        except Gone:
+            self._spawn(berth.vacate())
+            return
+        if berth.name in self._berths:
+            self._spawn(berth.vacate())
+            return
+        log.info("found", worker=berth.name)
+        self._berths[berth.name] = berth
+        self._follow(berth)
+
+    # ---- berths
+
+    async def _berth(self, wish: c.Berth) -> msgspec.Struct:
+        if (known := self._berths.get(wish.name)) is not None:
+            if (sight := await self._suits(known, wish)) is not None:
+                known.model = wish.model
+                return c.Berthed(wish.id, sight.host, sight.gpus, sight.running)
+            await self._forget(wish.name)
+        aim = functools.partial(self._aim, wish)
+        waits = functools.partial(self._waits, wish.name)
+        try:
+            berth = await berths.make(wish, self._grace_s, self._scouts, aim, waits)
+        finally:
+            self._intended.pop(wish.name, None)
+        self._berths[wish.name] = berth
+        self._follow(berth)
+        assert berth.sight is not None
+        if berth.sight.fault:
+            await self._forget(wish.name)
+            return c.Sorry(wish.id, f"node {berth.sight.host}: {berth.sight.fault}")
+        return c.Berthed(wish.id, berth.sight.host, berth.sight.gpus)
+
+    async def _suits(self, berth: Berth, wish: c.Berth) -> Any:
+        """What is seen of a berth that may go on as wished; None where it may not."""
+        try:
+            sight = await berth.look()
+        except Gone:
+            self._shun(berth)
+            return None
+        if len(sight.gpus) != wish.gpus or sight.fault or wish.node not in ("", sight.node):
+            return None
+        if sight.running is not None and sight.running.fingerprint != wish.fingerprint:
+            await berth.end()
+            return replace(sight, running=None)
+        return sight
+
+    def _waits(self, name: str, what: str) -> None:
+        self._control.send(c.Waits(name, what))
+
+    async def _aim(self, wish: c.Berth, faults: Mapping[str, str]) -> str:
+        self._intended.pop(wish.name, None)
+        free = await asyncio.to_thread(berths.free_nodes)
+        now = time.monotonic()
+        shunned = {node for node, until in self._shunned.items() if until > now} | faults.keys()
+        held = [
+            one.sight.node
+            for one in self._berths.values()
+            if one.model == wish.model and one.sight is not None
+        ]
+        held += [node for model, node in self._intended.values() if model == wish.model]
+        node = choose(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
+        self._intended[wish.name] = (wish.model, node)  # before another one is looked for
+        return node
+
+    def _shun(self, berth: Berth) -> None:
+        if berth.sight is not None:
+            self._shunned[berth.sight.node] = time.monotonic() + _SHUN_S
+
+    async def _start(self, order: c.Start) -> msgspec.Struct:
+        if (berth := self._berths.get(order.name)) is None:
+            return c.Sorry(order.id, "its place in the cluster is lost")
+        pid, address, refusal = await berth.start(order)
+        if refusal or not address:
+            return c.Sorry(order.id, refusal or "it ended before it listened", pid=pid)
+        return c.Started(order.id, pid, address)
+
+    async def _strays(self, question: c.Strays) -> msgspec.Struct:
+        berth = self._berths.get(question.name)
+        return c.Held(question.id, "" if berth is None else await berth.strays())
+
+    async def _vacate(self, wish: c.Vacate) -> msgspec.Struct:
+        if (making := self._making.get(wish.name)) is not None:
+            making.cancel()
+            await asyncio.wait((making,))
+        await self._forget(wish.name)
+        return c.Vacated(wish.id)
+
+    async def _forget(self, name: str) -> None:
+        if (following := self._following.pop(name, None)) is not None:
+            following.cancel()
+        if (berth := self._berths.pop(name, None)) is not None:
+            await berth.vacate()
+
+    # ---- what it hears
+
+    def _follow(self, berth: Berth) -> None:
+        self._following[berth.name] = self._spawn(self._hear_of(berth))
+
+    async def _hear_of(self, berth: Berth) -> None:
+        measuring = self._spawn(self._measure(berth))
+        try:
+            await self._hear_news(berth)
+        finally:
+            measuring.cancel()
+
+    async def _measure(self, berth: Berth) -> None:
+        while True:
+            with contextlib.suppress(Gone):  # whether it is lost is found out by asking for news
+                found = await berth.measure()
+                self._control.send(_measured(berth.name, found))
+            await asyncio.sleep(_MEASURE_EVERY_S)
+
+    async def _hear_news(self, berth: Berth) -> None:
+        seen = 0
+        while True:
+            try:
+                news = await berth.poll(seen)
+            except Gone as error:
+                self._lose(berth, str(error))
+                return
+            seen = news.seen
+            if news.lines:
+                self._control.send(c.Lines(berth.name, news.lines))
+            if news.code is not None:
+                self._control.send(_exited(berth.name, news))
+
+    def _lose(self, berth: Berth, why: str) -> None:
+        log.warning("lost", worker=berth.name, reason=why)
+        self._shun(berth)
+        self._following.pop(berth.name, None)
+        if self._berths.get(berth.name) is berth:
+            del self._berths[berth.name]
+        self._spawn(berth.vacate())
+        self._control.send(c.Exited(berth.name, 0, None, None, f"its node or actor is lost: {why}"))
+
+
+def _measured(name: str, found: Figures) -> c.Measured:
+    return c.Measured(name, found.gpus, found.pid, found.held, found.rss_bytes)
+
+
+def _exited(name: str, news: News) -> c.Exited:
+    assert news.code is not None
+    died = news.code < 0
+    return c.Exited(
+        name,
+        news.pid,
+        None if died else news.code,
+        -news.code if died else None,
+        out_of_memory=news.out_of_memory,
+    )
+
+
+def _connect(address: str, namespace: str, tenant: Tenant) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.init(
+        address,
+        namespace=namespace,
+        job_config=tenant.note,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+
+
+def _left_s(until: float) -> float:
+    """Until then, on the monotonic clock; a second at least."""
+    return max(1.0, until - time.monotonic())

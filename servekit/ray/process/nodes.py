@@ -1,0 +1,74 @@
+"""Which nodes there are, and what each finds of itself when it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import ray
+from msgspec.structs import replace
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from servekit.protocol import ray_messages as c
+from servekit.protocol.ray_messages import Node
+from servekit.ray.process.node_probe import look
+
+#: Ray tells of a node that has come a moment before it has anything run there.
+_KNOWN_S = 5.0
+_LOOK_EVERY_S = 0.2
+
+
+async def alive() -> dict[str, dict[str, Any]]:
+    """The nodes that Ray takes to be there, by its ids."""
+    return {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
+
+
+async def look_at(
+    nodes: Iterable[dict[str, Any]], wants: tuple[c.Want, ...], within_s: float
+) -> tuple[Node, ...]:
+    """What each of them finds of itself, or why it could not look."""
+    return tuple(await asyncio.gather(*(_look(node, wants, within_s) for node in nodes)))
+
+
+async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:
+    total = node["Resources"]
+    known = Node(
+        node["NodeID"],
+        node["NodeManagerAddress"],
+        float(total.get("CPU", 0.0)),
+        float(total.get("GPU", 0.0)),
+    )
+    there = NodeAffinitySchedulingStrategy(known.node, soft=False)
+    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+    try:
+        answer = await asyncio.wait_for(_answer(task, msgspec.msgpack.encode(wants)), within_s)
+    except TimeoutError:
+        return replace(known, problem=f"it has not answered within {within_s:.0f} s")
+    except ModuleNotFoundError as error:
+        return replace(known, problem=f"servekit is not installed there ({error})")
+    except Exception as error:
+        return replace(known, problem=_last_line(error))
+    found = msgspec.msgpack.decode(answer, type=Node)
+    return replace(found, host=known.host, cpus=known.cpus, gpus=known.gpus)
+
+
+async def _answer(task: Any, wants: bytes) -> bytes:
+    """Raises what Ray raises; a node that has only just come is given time to be known."""
+    until = time.monotonic() + _KNOWN_S
+    while True:
+        try:
+            return bytes(await task.remote(wants))
+        except ray.exceptions.TaskUnschedulableError:
+            if time.monotonic() >= until:
+                raise
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if any("No module named 'servekit" in line for line in lines):
+        return "servekit is not installed there"
+    return lines[-1] if lines else type(error).__name__

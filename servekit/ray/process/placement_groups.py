@@ -1,0 +1,112 @@
+"""Has Ray find room for a worker, on a node that can run it.
+
+Ray's calls block: each is made in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from servekit.protocol.ray_messages import Berth as Wish
+from servekit.ray.process.node_checks import AGAIN_S, Scouts
+from servekit.ray.process.node_selection import all_of, waiting_for
+
+_LOOK_EVERY_S = 0.1
+#: Ray needs a moment also where there is room.
+_PATIENCE_S = 1.0
+#: How often it is looked for what a worker waits.
+_SAY_S = 1.0
+_NODE = "ray.io/node-id"
+
+#: By the nodes that cannot run it, and why: the one that it should be on; "" where none has room.
+Aim = Callable[[Mapping[str, str]], Awaitable[str]]
+
+
+async def placed(
+    wish: Wish, scouts: Scouts, aim: Aim, waits: Callable[[str], None]
+) -> tuple[str, Any]:
+    """A placement group that has its room, and its name. `waits` is told what is waited for.
+
+    Where Ray has found that on a node which nobody knew before, that is asked first.
+    """
+    while True:
+        label, faults = name(wish), await scouts.faults(wish)
+        making = _making(wish, label, await aim(faults), faults)
+        try:
+            group = await asyncio.shield(making)
+            found = await _has_room(group, wish, faults, waits)
+            if found and not await scouts.faults(wish, await asyncio.to_thread(_node_of, group)):
+                waits("")
+                return label, group
+        except BaseException:
+            await asyncio.shield(_undo(making))
+            raise
+        await _undo(making)
+
+
+def name(wish: Wish) -> str:
+    """One of its own for each place."""
+    return f"{wish.name}#{secrets.token_hex(4)}"
+
+
+def _making(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> asyncio.Task[Any]:
+    return asyncio.create_task(asyncio.to_thread(_group, wish, label, node, faults))
+
+
+async def _undo(making: asyncio.Task[Any]) -> None:
+    """Give a group back, also one that a thread makes yet: it would be nobody's."""
+    with contextlib.suppress(Exception):
+        await asyncio.to_thread(remove_placement_group, await making)
+
+
+def _group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> Any:
+    bundle = {"CPU": wish.cpus, **({"GPU": float(wish.gpus)} if wish.gpus else {})}
+    others = [{_NODE: f"!in({','.join(sorted(faults))})"}] if faults else None
+    return placement_group(
+        [bundle],
+        "STRICT_PACK",
+        name=label,
+        lifetime="detached",
+        _soft_target_node_id=node or None,
+        bundle_label_selector=others,
+    )
+
+
+async def _has_room(
+    group: Any, wish: Wish, faults: Mapping[str, str], waits: Callable[[str], None]
+) -> bool:
+    """Until Ray has found it, or nodes that have failed are to be asked again.
+
+    What is waited for is told once it takes long, and when it changes.
+    """
+    said, say_at = "", time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + AGAIN_S if faults else math.inf
+    while not await asyncio.to_thread(group.wait, 0):
+        if time.monotonic() >= until:
+            return False
+        if time.monotonic() >= say_at:
+            before, say_at = said, time.monotonic() + _SAY_S
+            there = all_of(await asyncio.to_thread(ray.nodes))
+            if (said := waiting_for(wish.cpus, wish.gpus, there, faults)) != before:
+                waits(said)
+        await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event
+    return True
+
+
+def _node_of(group: Any) -> str:
+    """Where its bundle is; "" where that is lost already."""
+    where = placement_group_table(group).get("bundles_to_node_id", {})
+    return str(where.get(0) or "")

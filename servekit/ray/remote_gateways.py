@@ -1,0 +1,295 @@
+"""Gateways on the other nodes of a cluster: one on each that is there, whenever it comes or goes.
+
+They are what the supervisor's own are, and differ in how they come to be: an actor of Ray's holds
+the listening sockets on its node, as the supervisor does at home, and starts the process, which
+the supervisor reaches over TCP. They outlive it as workers do, and the next one takes them over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from servekit import __version__
+from servekit.config.schema import ServerConfig
+from servekit.protocol.messages import FromGateway, GatewayStatus, Stop, Topology
+from servekit.protocol.ray_messages import Berth, Node
+from servekit.protocol.remote_gateway import Answered, Asked, Certified, FromRemoteGateway
+from servekit.ray import bootstrap
+from servekit.ray.actors import Order
+from servekit.ray.client import Unable
+from servekit.ray.launcher import RayLauncher
+from servekit.ray.node_requirements import sites_of
+from servekit.ray.takeover import PATIENCE_S
+from servekit.supervisor.gateway_process import Gateway
+from servekit.supervisor.lifecycle.launcher import AnyChild
+from servekit.supervisor.lifecycle.managed_process import Host, Life
+from servekit.supervisor.process import environment
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: For one whose node is lost to say goodbye, should it live.
+_LOST_S = 1.0
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+class Desk(Protocol):
+    """Who answers what operators ask a gateway over HTTP."""
+
+    def hear(self, asked: Asked, send: Callable[[Answered], None]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What each of them is to serve, and by whose means."""
+
+    server: ServerConfig
+    ports: tuple[int, ...]  # the public one first
+    launcher: RayLauncher
+    desk: Desk
+
+
+class RemoteGateway(Gateway):
+    """Runs the gateway of one node, which is known by its address."""
+
+    incoming = FromRemoteGateway
+
+    def __init__(self, node: Node, service: Service, host: Host, beside: Gateway) -> None:
+        super().__init__(node.host, (), service.server, host, lambda spent: None)
+        self.node = node  # Ray has another one for a machine that was started again
+        self._service = service
+        self._certified = ""  # the stamp of the certificate that it has
+        self._holds_until = 0.0  # till then it goes by what the last supervisor said
+        self.on_over: Callable[[RemoteGateway], None] = lambda _: None
+        self.join(beside)
+
+    # ---- its place
+
+    async def enter(self) -> str:
+        node, berths = self.node, self._service.launcher.berths
+        mark = self._fingerprint()
+        refusal = await self._service.launcher.fault(node) or await berths.enter(
+            self.name,
+            lambda what: None,
+            lambda id: Berth(id, self.name, "", 0, 0.0, "PACK", mark, node.node),
+        )
+        return f"on the node {node.host}: {refusal}" if refusal else ""
+
+    async def spawn(self) -> AnyChild[FromGateway]:
+        order = Order(
+            args=self._args(),
+            env=self._environment(),
+            fingerprint=self._fingerprint(),
+            log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
+            role="gateway",
+            listen=self._listen(),
+        )
+        try:
+            child = await self._service.launcher.berths.spawn(
+                self.name, order, self.incoming, self.receive, self._on_line
+            )
+        except Unable as error:
+            raise Unable(f"on the node {self.node.host}: {error.message}") from None
+        child.on_again = self._again
+        return child
+
+    async def run(self) -> None:
+        await super().run()
+        await self._service.launcher.berths.release(self.name)
+        self.on_over(self)
+
+    def _args(self) -> tuple[str, ...]:
+        server, here = self._service.server, self.node.host
+        return (
+            *("--name", self.name),
+            *("--control", f"tcp://{bootstrap.every(here)}:0", "--advertise", here),
+            *("--max-body-bytes", str(server.max_body_bytes)),
+            *("--grace-s", f"{self._service.launcher.grace_s:g}"),
+            *(("--tls-handed",) if server.tls else ()),
+            *(() if server.ui else ("--no-ui",)),
+            *(("--legacy",) if server.legacy else ()),
+        )
+
+    def _environment(self) -> dict[str, str]:
+        env = environment.for_gateway({}, "")
+        return {name: env[name] for name in env if name not in environment.OF_THIS_MACHINE}
+
+    def _listen(self) -> tuple[tuple[str, int], ...]:
+        address = listens_at(self._service.server.host, self.node.host)
+        return tuple((address, port) for port in self._service.ports)
+
+    def _fingerprint(self) -> str:
+        authority = self._service.launcher.cluster_authority
+        parts = (self._args(), self._listen(), __version__, authority)
+        return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
+
+    # ---- what it is told
+
+    def greet(self) -> None:
+        adopted = self.child is not None and getattr(self.child, "state", "") == "ready"
+        self._holds_until = time.monotonic() + PATIENCE_S if adopted else 0.0
+        self._certified = ""
+        super().greet()
+
+    def _again(self) -> None:
+        """It is reached again; what is about the moment may not have reached it."""
+        self._certified = ""
+        self.publish(self._topology)
+
+    def publish(self, topology: Topology) -> None:
+        """As any gateway; but one that serves by what the last supervisor said goes on with that
+
+        until ours has found again what there was, and does not lose it in between.
+        """
+        if self._holds_until and not self._may_change(topology):
+            self._topology = topology
+            return
+        self._holds_until = 0.0
+        self._certify(topology.access.certificate)
+        super().publish(topology)
+
+    def _may_change(self, topology: Topology) -> bool:
+        late = time.monotonic() >= self._holds_until
+        return late or topology.draining or _is_whole(topology)
+
+    @property
+    def is_up_to_date(self) -> bool:
+        return super().is_up_to_date and not self._holds_until
+
+    @property
+    def shares(self) -> bool:
+        return self.child is not None
+
+    def _certify(self, stamp: str) -> None:
+        """Hand it the certificate and its key, which are files on our machine."""
+        tls = self._service.server.tls
+        if tls is None or self.child is None or stamp == self._certified:
+            return
+        try:
+            files = tls.certificate.read_bytes(), tls.key.read_bytes()
+        except OSError as error:  # a moment ago it could be read
+            log.error("the certificate cannot be read", child=self.name, reason=str(error))
+            return
+        self._certified = stamp
+        self.child.send(Certified(stamp, *files))
+
+    # ---- what it tells
+
+    def receive(self, message: FromGateway | Asked) -> None:
+        if isinstance(message, Asked):
+            self._service.desk.hear(message, self._answer)
+        else:
+            super().receive(message)
+
+    def _answer(self, answered: Answered) -> None:
+        if self.child is not None:
+            self.child.send(answered)
+
+    def look(self) -> None:
+        super().look()
+        if self._holds_until and time.monotonic() >= self._holds_until:
+            self.publish(self._topology)
+
+    def status(self) -> GatewayStatus:
+        return replace(super().status(), node=self.node.host)
+
+
+class RemoteGateways:
+    """All of an instance; none without a cluster, or where the file does not ask for any.
+
+    `gateways` are those on the supervisor's node, and become those of all nodes: whoever has the
+    list sees them come and go. `run` runs the life of one.
+    """
+
+    def __init__(
+        self,
+        gateways: list[Gateway],
+        service: Service | None,
+        host: Host,
+        run: Callable[[Life[Any]], None],
+    ) -> None:
+        self._gateways = gateways
+        self._service = service
+        self._host = host
+        self._run = run
+        self._by_host: dict[str, RemoteGateway] = {}
+        self._halted = False
+
+    def begin(self) -> None:
+        """From now on, one on each node."""
+        if self._service is not None and self._service.launcher.gateways_everywhere:
+            self._service.launcher.cluster.on_nodes = self._look
+            self._look()
+
+    def halt(self) -> None:
+        """Begin none any more."""
+        self._halted = True
+
+    def _ended(self, life: RemoteGateway) -> None:
+        """The life of one is over; its node may be there again by now."""
+        if self._halted:
+            return
+        del self._by_host[life.node.host]
+        self._gateways.remove(life)
+        self._gateways[0].succeed(life)
+        self._look()
+
+    def _look(self) -> None:
+        """Compare what is there with what should be."""
+        if self._halted or self._service is None:
+            return
+        cluster = self._service.launcher.cluster
+        in_use = {host: one.node.node for host, one in self._by_host.items()}
+        sites = sites_of(cluster.nodes, cluster.own, in_use)
+        for host, node in sorted(sites.items()):
+            if host in self._by_host:
+                self._by_host[host].node = node
+                continue
+            log.info("a gateway begins on a node", node=host)
+            made = RemoteGateway(node, self._service, self._host, self._gateways[0])
+            made.on_over = self._ended
+            self._by_host[host] = made
+            self._gateways.append(made)
+            self._run(made)
+        for host in self._by_host.keys() - sites.keys():
+            if not self._by_host[host].ending:
+                log.warning("a node is gone, and its gateway with it", node=host)
+                self._by_host[host].end(Stop(), _LOST_S)
+
+
+def remote_gateways(
+    gateways: list[Gateway],
+    server: ServerConfig,
+    listeners: Sequence[socket.socket],
+    launcher: RayLauncher | None,
+    host: Host,
+    desk: Desk,
+    run: Callable[[Life[Any]], None],
+) -> RemoteGateways:
+    """Of an instance whose own gateways have these sockets."""
+    ports = tuple(sock.getsockname()[1] for sock in listeners)
+    service = None if launcher is None else Service(server, ports, launcher, desk)
+    return RemoteGateways(gateways, service, host, run)
+
+
+def _is_whole(topology: Topology) -> bool:
+    """What a supervisor has found again is all there, or lost: none is on its way up."""
+    workers = [replica for model in topology.models for replica in model.replicas]
+    on_their_way = ("starting", "loading")
+    return bool(topology.models) and all(one.state not in on_their_way for one in workers)
+
+
+def listens_at(host: str, node: str) -> str:
+    """Where one listens on a node of that address, by the file's `server.host`.
+
+    Every address is that there, too; one address is ours alone, and there it is the node's own.
+    """
+    return host if host in _EVERY_ADDRESS else node

@@ -1,0 +1,99 @@
+"""What a supervisor that was killed has left to us: its port, and gateways that serve on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from servekit.protocol.messages import Status
+from servekit.protocol.transport.socket_handover import DRAIN, inherit
+from servekit.supervisor.process.run_dir import read_record
+from servekit.system.orphan_cleanup import Started, end_leftovers, read_children
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: For our own gateways and workers to serve, before the old ones end in any case.
+PATIENCE_S = 120.0
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Heritage:
+    """`elders` are connections to the gateways that serve by what the last supervisor said."""
+
+    listeners: tuple[socket.socket, ...]
+    elders: tuple[socket.socket, ...]
+    children: Sequence[Started]
+    mark: str
+
+    @classmethod
+    def of(cls, run_dir: Path, port: int) -> Heritage | None:
+        """Take over what serves there on that port, 0 is any; None where nothing does."""
+        record = read_record(run_dir)
+        found = inherit(run_dir.glob("heir-*.sock"))
+        if not found or record is None:
+            return None
+        (_, listeners), *others = found
+        for _, same in others:
+            for sock in same:
+                sock.close()
+        made = cls(
+            tuple(listeners),
+            tuple(elder for elder, _ in found),
+            read_children(run_dir),
+            record.mark,
+        )
+        if port in (0, listeners[0].getsockname()[1]):
+            return made
+        made.dismiss()  # it is to be another port
+        for sock in listeners:
+            sock.close()
+        return None
+
+    def dismiss(self) -> None:
+        """Have them finish what they have, and end."""
+        for elder in self.elders:
+            with contextlib.suppress(OSError):
+                elder.send(DRAIN)
+
+    async def settle(self, status: Callable[[], Status], drain_s: float) -> None:
+        """Once ours serve, have the old gateways end, and see to it that nothing is left."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while not _serves(status()):  # noqa: ASYNC110 - looked at from outside
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        log.info("what the last supervisor had started may end", gateways=len(self.elders))
+        self.dismiss()
+        await asyncio.wait(
+            [asyncio.ensure_future(_gone(one)) for one in self.elders], timeout=drain_s
+        )
+        self.end()
+
+    def end(self) -> None:
+        """Now."""
+        end_leftovers(self.children, self.mark)
+        for elder in self.elders:
+            elder.close()
+
+
+def _serves(status: Status) -> bool:
+    ours = [gateway for gateway in status.gateways if not gateway.node]
+    workers = [replica for model in status.models for replica in model.replicas]
+    return (
+        all(gateway.state == "ready" for gateway in ours)
+        and any(worker.state == "ready" for worker in workers)
+        and all(worker.state not in ("starting", "loading") for worker in workers)
+    )
+
+
+async def _gone(elder: socket.socket) -> None:
+    elder.setblocking(False)
+    with contextlib.suppress(OSError):
+        await asyncio.get_running_loop().sock_recv(elder, 1)

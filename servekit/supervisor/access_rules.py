@@ -1,0 +1,179 @@
+"""Who may do what, from the file to what gateways are told: hashes, and no key in the clear."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from servekit.config.access import KeyConfig
+from servekit.config.keys import MAX_KEY_BYTES, fast_digest
+from servekit.config.schema import Config, ModelConfig
+from servekit.protocol.access import RequestLimits, Tracing
+from servekit.protocol.messages import AccessRules, KeyRule
+from servekit.supervisor.admin import systemd
+
+#: Of the digests of keys that we have in the clear: no two instances have the same.
+_SALT = secrets.token_bytes(32)
+#: Of who has signed in on the page: gateways come and go, these stay.
+_SESSIONS = secrets.token_bytes(32)
+
+_PUBLIC = (
+    "{host} can be reached by others, and there are no keys: whoever reaches it could use all."
+    " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or say --insecure"
+)
+
+
+_NO_KEY = "the variable {} holds no key: a key is"
+
+
+class KeyMissing(ValueError):
+    """A key that is not where the file says it is; `at` is where the file says so."""
+
+    def __init__(self, at: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.at = at
+
+
+def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
+    """What gateways go by. Raises KeyMissing."""
+    names = {alias: m.name for m in config.models for alias in (m.name, *m.aliases)}
+    names |= {adapter.name: adapter.name for m in config.models for adapter in m.adapters}
+    server = config.server
+    return AccessRules(
+        keys=tuple(_rule(key, i, names, environ) for i, key in enumerate(config.keys)),
+        salt=_SALT,
+        sessions=_SESSIONS,
+        cors=server.cors,
+        hosts=_hosts(config),
+        log_prompts=config.logging.prompts,
+        limits=RequestLimits(**server.limits.model_dump()),
+        runtime_adapters=server.runtime_adapters,
+        prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",
+        open_metrics=server.open_metrics,
+        unknown_parameters=server.unknown_parameters,
+        default_model=server.default_model or "",
+        tracing=Tracing(**config.tracing.model_dump()) if config.tracing else Tracing(),
+        certificate="" if server.tls is None else _stamp(server.tls.certificate, server.tls.key),
+        max_queue_bytes=server.max_queue_bytes,
+        write_timeout_s=server.write_timeout_s,
+        trusted_proxies=server.trusted_proxies,
+    )
+
+
+def _hosts(config: Config) -> tuple[str, ...]:
+    """By which names requests may come; none for any: keys, or `--insecure`, have the say."""
+    if config.keys or not is_loopback(config.server.host):
+        return ()
+    return ("localhost", socket.gethostname(), *config.server.hosts)
+
+
+def refuse_public(config: Config) -> str:
+    """Why this file is not served without `--insecure`; "" if it is."""
+    host = config.server.host
+    return "" if config.keys or is_loopback(host) else _PUBLIC.format(host=host)
+
+
+def secret_variables(config: Config) -> frozenset[str]:
+    """The environment variables that are keys: no child gets them, but for `handed`."""
+    ours = {key.environment for key in config.keys if key.environment}
+    return frozenset(ours | {name for model in config.models if (name := key_variable(model))})
+
+
+def public(environ: Mapping[str, str], config: Config) -> Mapping[str, str]:
+    """What any child may have of our environment."""
+    hidden = secret_variables(config) | systemd.VARIABLES
+    return {name: value for name, value in environ.items() if name not in hidden}
+
+
+def handed(environ: Mapping[str, str], model: ModelConfig) -> Mapping[str, str]:
+    """What the workers of this model alone have: the key to the endpoint behind it."""
+    name = key_variable(model)
+    return {name: environ[name]} if name in environ else {}
+
+
+def key_variable(model: ModelConfig) -> str:
+    """Which variable holds the key to the endpoint behind a model; "" for none."""
+    options = model.options if model.engine == "openai" else {}
+    return options.get("key_environment") or ""
+
+
+def check_handed(config: Config, environ: Mapping[str, str]) -> None:
+    """Raise KeyMissing for a model whose key is not there: its endpoint would refuse all."""
+    for i, model in enumerate(config.models):
+        if name := key_variable(model):
+            value = (model.env.get(name) or environ.get(name, "")).strip()
+            at = ("models", i, "options", "key_environment")
+            if not value:
+                raise KeyMissing(at, f"the variable {name} holds no key: it is not set, or empty.")
+            if not value.isascii() or not value.isprintable() or " " in value:
+                raise KeyMissing(at, f"{_NO_KEY.format(name)} printable ASCII without spaces.")
+
+
+def _rule(key: KeyConfig, at: int, names: Mapping[str, str], environ: Mapping[str, str]) -> KeyRule:
+    models = None
+    if key.models is not None:
+        models = tuple(sorted({names[model] for model in key.models}))
+    return KeyRule(
+        name=key.name,
+        hash=key.hash or "",
+        digest=b"" if key.hash else fast_digest(_clear(key, at, environ), _SALT),
+        requests_per_minute=key.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute,
+        max_concurrent=key.max_concurrent,
+        models=models,
+        priority=key.priority,
+        admin=key.admin,
+        metrics=key.metrics,
+    )
+
+
+def _clear(key: KeyConfig, at: int, environ: Mapping[str, str]) -> bytes:
+    """The key itself, from where the file says it is."""
+    if key.environment is not None:
+        value = environ.get(key.environment, "").strip()
+        return _usable(value, ("keys", at, "environment"), f"the variable {key.environment}")
+    assert key.file is not None
+    where = ("keys", at, "file")
+    try:
+        with key.file.open("rb") as file:
+            value = file.readline(2 * MAX_KEY_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise KeyMissing(where, f"cannot read the key in {key.file}: {reason}.") from None
+    return _usable(value, where, str(key.file))
+
+
+def _usable(value: str, at: tuple[str | int, ...], source: str) -> bytes:
+    if not value:
+        raise KeyMissing(at, f"{source} holds no key: it is not set, or empty.")
+    if not value.isascii() or not value.isprintable() or " " in value:
+        raise KeyMissing(at, f"{source} holds no key: a key is printable ASCII without spaces.")
+    if not 8 <= len(value) <= MAX_KEY_BYTES:
+        raise KeyMissing(at, f"the key in {source} must be 8 to {MAX_KEY_BYTES} characters long.")
+    return value.encode()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it, under each address that the name has."""
+    return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
+
+
+def _addresses(host: str) -> Iterator[str]:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return  # nobody can listen there, as will be said in a moment
+    for _, _, _, _, address in found:
+        yield str(address[0]).partition("%")[0]
+
+
+def _stamp(*files: Path) -> str:
+    """Differs when a file's content does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

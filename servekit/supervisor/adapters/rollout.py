@@ -1,0 +1,349 @@
+"""How the adapters of one model come and go on its workers: one change after the other.
+
+A load goes to all workers that serve, and is decided when all have answered (`adapters.decide`).
+A worker that comes up waits for the change that is under way, and is then brought up to date
+before it serves: no request ever meets a worker that lacks what the others have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
+from servekit.supervisor.adapters.state import (
+    Book,
+    Entry,
+    Later,
+    Outcome,
+    Refusal,
+    decide,
+    nobody,
+)
+from servekit.supervisor.event_log import journal
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+_LOOK_EVERY_S = 0.02
+
+
+class Worker(Protocol):
+    """What is asked of a worker here; each answer comes in any case, sooner or later."""
+
+    name: str
+
+    @property
+    def serves(self) -> bool: ...
+    @property
+    def holds(self) -> Mapping[str, AdapterInfo]: ...
+    async def load_adapter(self, adapter: AdapterSpec) -> Outcome: ...
+    async def unload_adapter(self, name: str) -> bool:
+        """Returns when it is gone; false: and the worker with it."""
+
+
+class Owner(Protocol):
+    """Whose adapters these are: a fleet."""
+
+    @property
+    def drain_timeout_s(self) -> float: ...
+    @property
+    def is_away(self) -> bool:
+        """Its workers come by need: no adapter has to wait for that."""
+
+    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+        """Those that these adapters are for."""
+
+    def changed(self) -> None: ...
+    def is_unused(self, adapter: str) -> bool:
+        """No gateway has a request for it any more."""
+
+
+class Adapters:
+    """The adapters of one version of a model. `book` says how they stand."""
+
+    def __init__(self, model: str, file: Sequence[AdapterSpec], owner: Owner) -> None:
+        self.model = model
+        self.book = Book(file, time.time())
+        self._owner = owner
+        self._turn = asyncio.Lock()  # first come, first served
+        self._following: set[asyncio.Task[None]] = set()
+        self._outdated: dict[str, set[str]] = {}  # by worker: what it has, if so, is not meant
+        self._claimed: set[str] = set()  # names that the file gives to anything
+
+    def statuses(self, serving: Sequence[Mapping[str, AdapterInfo]]) -> tuple[AdapterStatus, ...]:
+        """`serving`: what each of the fleet's workers that serve has."""
+        return self.book.statuses(serving)
+
+    def successor(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> Adapters:
+        """Those of the next version: the file's, and what operators have added to this one."""
+        made = Adapters(self.model, file, self._owner)
+        for spec in self.added:
+            if spec.name not in claimed:
+                made.book.expect(spec, time.time(), from_file=False)
+        made._claimed = set(claimed)
+        return made
+
+    @property
+    def added(self) -> tuple[AdapterSpec, ...]:
+        """What operators have added, and workers begin with."""
+        return self.book.expected(from_file=False)
+
+    def keep(self, added: Sequence[AdapterSpec]) -> None:
+        """Have what operators have added under a supervisor before us, by a worker's word."""
+        names = {*self._claimed, *(entry.spec.name for entry in self.book)}
+        unknown = [spec for spec in added if spec.name not in names]
+        for spec in unknown:
+            log.info("adapter kept", model=self.model, adapter=spec.name)
+            self.book.expect(spec, time.time(), from_file=False)
+        if unknown:
+            self._begin(self._complete(unknown))
+            self._owner.changed()
+
+    async def _complete(self, specs: Sequence[AdapterSpec]) -> None:
+        """Workers that came up before we knew of these lack them."""
+        async with self._turn:
+            for spec in specs:
+                lacking = [one for one in self._serving() if spec.name not in one.holds]
+                if not lacking or spec not in self.book.expected():
+                    continue
+                outcome = await self._load(lacking, spec)
+                if isinstance(outcome, AdapterInfo):
+                    self._serve(spec.name, outcome)
+                else:
+                    self._fail(spec.name, outcome)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
+
+    def halt(self) -> None:
+        """Give up what the file asks for."""
+        for task in self._following:
+            task.cancel()
+
+    # ---- for operators
+
+    async def add(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
+        """Load it on all workers, or on none; with its model, if that is away."""
+        async with self._turn:
+            known = self.book.get(spec.name)
+            if known is not None and (refusal := _refuse_again(known, spec, in_place=in_place)):
+                return refusal
+            from_file = bool(known and known.from_file)
+            if self._owner.is_away and not self._serving():
+                await self._expect(spec, from_file=from_file)
+                return Later()
+            return await self._exchange(known, spec, from_file=from_file)
+
+    async def remove(self, name: str) -> Refusal | None:
+        """Unload it everywhere, once no request needs it."""
+        async with self._turn:
+            if self.book.get(name) is None:
+                return Refusal(f"The lora adapter '{name}' cannot be found.", invalid=True)
+            await self._remove(name)
+            return None
+
+    # ---- for the file
+
+    def lacks(self, file: Sequence[AdapterSpec]) -> bool:
+        """Whether to follow the file takes a load: one has failed, was unloaded or exchanged."""
+        known = [(spec, self.book.get(spec.name)) for spec in file]
+        return any(
+            entry is None or entry.state == "failed" or entry.spec != spec for spec, entry in known
+        )
+
+    def follow(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
+        """Have what the file names now, and not what it named before.
+
+        What operators have added stays, unless the file gives its name to something: `claimed`.
+        """
+        self._claimed = set(claimed)
+        self._begin(self._follow(tuple(file), set(claimed)))
+
+    async def _follow(self, file: tuple[AdapterSpec, ...], claimed: set[str]) -> None:
+        named = {spec.name: spec for spec in file}
+        async with self._turn:
+            for entry in self.book:
+                name = entry.spec.name
+                gone = entry.from_file or name in claimed
+                if gone and named.get(name) != entry.spec:
+                    await self._remove(name)
+            for name, spec in named.items():
+                await self._have(name, spec)
+
+    async def _have(self, name: str, spec: AdapterSpec) -> None:
+        known = self.book.get(name)
+        if known is not None and known.state != "failed":
+            self.book.adopt(name)
+            self._owner.changed()
+        elif not self._serving():
+            await self._expect(spec, from_file=True)
+        else:
+            await self._exchange(known, spec, from_file=True)
+
+    # ---- for workers
+
+    def expected(self) -> tuple[AdapterSpec, ...]:
+        """What a worker that starts now is to begin with."""
+        return self.book.expected()
+
+    async def join(
+        self, worker: Worker, refused: Mapping[str, str], admit: Callable[[], None]
+    ) -> str:
+        """Bring a worker up to date that has loaded, and have it serve by `admit`.
+
+        Returns why it cannot serve; "" otherwise. `refused`: what it has been told to begin with
+        and has refused, and why.
+        """
+        async with self._turn:
+            for name in self._surplus(worker):
+                if not await worker.unload_adapter(name):
+                    return ""
+            for spec in self.book.expected():
+                outcome = await self._fetch(worker, spec, refused)
+                if isinstance(outcome, AdapterInfo):
+                    self._serve(spec.name, outcome)
+                elif outcome.left:
+                    return ""
+                elif self._is_elsewhere(spec.name):
+                    return f"the adapter {spec.name!r}: {outcome.message}"
+                else:
+                    self._fail(spec.name, outcome)
+                    if outcome.died:
+                        return outcome.message
+            admit()
+        return ""
+
+    def _surplus(self, worker: Worker) -> list[str]:
+        """What it is to unload: what is not expected, or was something else when it loaded it."""
+        outdated = self._outdated.pop(worker.name, set())
+        return list({*self.book.surplus(list(worker.holds)), *outdated.intersection(worker.holds)})
+
+    async def _fetch(
+        self, worker: Worker, spec: AdapterSpec, refused: Mapping[str, str]
+    ) -> Outcome:
+        """What a worker that comes up says of an adapter that it should have."""
+        if (info := worker.holds.get(spec.name)) is not None:
+            return info
+        if spec.name in refused:
+            return Refusal(refused[spec.name])
+        return await worker.load_adapter(spec)
+
+    # ---- changes; each has its turn
+
+    async def _exchange(
+        self, known: Entry | None, spec: AdapterSpec, *, from_file: bool
+    ) -> Outcome:
+        """Load an adapter, instead of what has its name. If it is refused, back to that."""
+        workers = self._serving()
+        if not workers:
+            return nobody(self.model)
+        self.book.ask(spec, time.time(), from_file=from_file)
+        self._owner.changed()
+        if known is not None:
+            await self._until_unused(spec.name)
+            await self._unload(spec.name)
+        outcome = await self._load(workers, spec)
+        if isinstance(outcome, AdapterInfo):
+            log.info("adapter serves", model=self.model, adapter=spec.name, workers=len(workers))
+            self._serve(spec.name, outcome)
+        else:
+            self._tell(spec.name, f"refused: {outcome.message}")
+            log.error(
+                "adapter refused", model=self.model, adapter=spec.name, reason=outcome.message
+            )
+            await self._go_back(known, spec, outcome, from_file=from_file)
+        self._owner.changed()
+        return outcome
+
+    async def _expect(self, spec: AdapterSpec, *, from_file: bool) -> None:
+        """Workers load it when they come, instead of what has its name."""
+        if self.book.get(spec.name) is not None:
+            await self._remove(spec.name)
+        self.book.expect(spec, time.time(), from_file=from_file)
+        self._owner.changed()
+
+    async def _go_back(
+        self, known: Entry | None, spec: AdapterSpec, refusal: Refusal, *, from_file: bool
+    ) -> None:
+        if known is not None and known.state == "serving":
+            again = await self._load(self._serving(), known.spec)
+            self.book.restore(known)
+            if isinstance(again, Refusal):
+                self._fail(known.spec.name, again)
+        elif from_file or known is not None:
+            self._fail(spec.name, refusal)
+        else:
+            self.book.forget(spec.name)
+
+    async def _load(self, workers: Sequence[Worker], spec: AdapterSpec) -> Outcome:
+        outcomes = await asyncio.gather(*(worker.load_adapter(spec) for worker in workers))
+        outcome = decide(self.model, outcomes)
+        if isinstance(outcome, Refusal):
+            await self._unload(spec.name)
+        return outcome
+
+    async def _remove(self, name: str) -> None:
+        self.book.leave(name, time.time())
+        self._owner.changed()
+        await self._until_unused(name)
+        await self._unload(name)
+        for worker in self._owner.workers(self):
+            if not worker.serves:  # asleep, or coming: it may have loaded that
+                self._outdated.setdefault(worker.name, set()).add(name)
+        self.book.forget(name)
+        self._owner.changed()
+        log.info("adapter unloaded", model=self.model, adapter=name)
+        self._tell(name, "unloaded")
+
+    async def _unload(self, name: str) -> None:
+        holders = [worker for worker in self._serving() if name in worker.holds]
+        await asyncio.gather(*(worker.unload_adapter(name) for worker in holders))
+
+    async def _until_unused(self, name: str) -> None:
+        """Gateways finish what they have taken, waiting requests included."""
+        deadline = time.monotonic() + self._owner.drain_timeout_s
+        await asyncio.sleep(0)  # they are told in this turn of the loop
+        while not self._owner.is_unused(name) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _serving(self) -> list[Worker]:
+        return [worker for worker in self._owner.workers(self) if worker.serves]
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return any(name in worker.holds for worker in self._serving())
+
+    def _serve(self, name: str, info: AdapterInfo) -> None:
+        known = self.book.get(name)
+        if known is not None and known.state != "serving":
+            self.book.serve(name, info, time.time())
+            self._tell(name, "serves")
+
+    def _fail(self, name: str, refusal: Refusal) -> None:
+        log.error("adapter failed", model=self.model, adapter=name, reason=refusal.message)
+        self._tell(name, f"failed: {refusal.message}")
+        self.book.fail(name, refusal.message, time.time())
+        self._owner.changed()
+
+    def _tell(self, name: str, what: str) -> None:
+        journal.tell("adapter", f"{name} {what}", model=self.model, adapter=name)
+
+
+def _refuse_again(known: Entry, spec: AdapterSpec, *, in_place: bool) -> Refusal | None:
+    """Why something that has this name keeps it; None where it is to be loaded again."""
+    name = spec.name
+    if known.from_file and known.spec != spec:
+        said = f"the adapter {name!r} is the configuration file's: change it there, and reload"
+        return Refusal(said, invalid=True)
+    if known.state == "failed" or in_place:
+        return None
+    return Refusal(
+        f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in"
+        " place, set 'load_inplace' to True.",
+        invalid=True,
+    )

@@ -1,0 +1,177 @@
+"""The adapters of one model, and what becomes of them: pure; the clock is an argument.
+
+state      fact                                          next
+           an operator adds it, or the file names it     loading
+           the same, and the model comes by need and     loading, until it comes
+           is not there
+loading    all workers that serve have it                serving
+           one refuses it, or dies over it               failed, or gone if an operator added it;
+                                                         the others unload it
+serving    an operator or the file removes it            unloading
+           a new worker refuses it, others have it       serving; that worker does not serve
+           a new worker refuses it, none has it          failed
+unloading  no worker has it any more                     gone
+failed     it is added again, or the file is read again  loading
+
+Expected is what the file names, and what an operator has added before: workers begin with it. The
+model itself is served whatever becomes of its adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from servekit.protocol.adapters import (
+    AdapterInfo,
+    AdapterSpec,
+    AdapterState,
+    AdapterStatus,
+)
+
+#: When somebody may look again whether a worker serves, in seconds.
+RETRY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a worker has not done as it was told."""
+
+    message: str
+    invalid: bool = False  # the adapter is wrong for the model, not the moment
+    died: bool = False  # and the worker with it
+    left: bool = False  # the worker was told to end: it counts for nothing
+    retry_after_s: float = 0.0
+
+
+Outcome = AdapterInfo | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Its model is not there; it is loaded with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One adapter. `expected`: workers begin with it; else an operator waits for the decision."""
+
+    spec: AdapterSpec
+    from_file: bool
+    expected: bool
+    state: AdapterState
+    since: float  # Unix time, s
+    reason: str = ""
+    info: AdapterInfo | None = None
+
+
+def nobody(model: str) -> Refusal:
+    """There is no worker to load it."""
+    message = f"no worker of {model!r} is ready; try again when one is"
+    return Refusal(message, retry_after_s=RETRY_AFTER_S)
+
+
+def decide(model: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """All or none: what the workers said together. What is wrong with the adapter is said first."""
+    asked = [one for one in outcomes if not (isinstance(one, Refusal) and one.left)]
+    refusals = [one for one in asked if isinstance(one, Refusal)]
+    if refusals:
+        return min(refusals, key=lambda one: (not one.invalid, one.died))
+    loaded = [one for one in asked if isinstance(one, AdapterInfo)]
+    return loaded[0] if loaded else nobody(model)
+
+
+class Book:
+    """What is known of each adapter, by name, in the order in which they came."""
+
+    def __init__(self, file: Sequence[AdapterSpec] = (), now: float = 0.0) -> None:
+        self._entries: dict[str, Entry] = {}
+        for spec in file:
+            self.expect(spec, now, from_file=True)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def get(self, name: str) -> Entry | None:
+        return self._entries.get(name)
+
+    # ---- what happens
+
+    def expect(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
+        """Workers are to have it, and have not said yet whether they do."""
+        self._entries[spec.name] = Entry(spec, from_file, True, "loading", now)
+
+    def ask(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
+        """Those who serve are asked for it now; nobody begins with it until that is decided."""
+        self._entries[spec.name] = Entry(spec, from_file, False, "loading", now)
+
+    def serve(self, name: str, info: AdapterInfo, now: float) -> None:
+        self._become(name, "serving", now, info=info, expected=True)
+
+    def fail(self, name: str, reason: str, now: float) -> None:
+        self._become(name, "failed", now, reason=reason)
+
+    def leave(self, name: str, now: float) -> None:
+        """It takes no new requests, and is about to go."""
+        self._become(name, "unloading", now)
+
+    def adopt(self, name: str) -> None:
+        """The file names what an operator has added."""
+        self._entries[name] = replace(self._entries[name], from_file=True)
+
+    def restore(self, entry: Entry) -> None:
+        self._entries[entry.spec.name] = entry
+
+    def forget(self, name: str) -> None:
+        self._entries.pop(name, None)
+
+    def _become(
+        self,
+        name: str,
+        state: AdapterState,
+        now: float,
+        *,
+        info: AdapterInfo | None = None,
+        reason: str = "",
+        expected: bool | None = None,
+    ) -> None:
+        old = self._entries[name]
+        self._entries[name] = replace(
+            old,
+            state=state,
+            since=now,
+            reason=reason,
+            info=info or old.info,
+            expected=old.expected if expected is None else expected,
+        )
+
+    # ---- what follows
+
+    def expected(self, *, from_file: bool | None = None) -> tuple[AdapterSpec, ...]:
+        """What a worker that starts now is to begin with; of the file only, or of operators."""
+        return tuple(
+            entry.spec
+            for entry in self
+            if entry.expected and entry.state in ("loading", "serving")
+            if from_file is None or entry.from_file is from_file
+        )
+
+    def surplus(self, held: Collection[str]) -> list[str]:
+        """Which of `held` a worker is to unload before it serves."""
+        wanted = {spec.name for spec in self.expected()}
+        return [name for name in held if name not in wanted]
+
+    def statuses(self, serving: Sequence[Mapping[str, AdapterInfo]]) -> tuple[AdapterStatus, ...]:
+        """All of them, given what each of the workers that serve has."""
+        return tuple(_status(entry, serving) for entry in self)
+
+
+def _status(entry: Entry, serving: Sequence[Mapping[str, AdapterInfo]]) -> AdapterStatus:
+    spec, state = entry.spec, entry.state
+    if state in ("loading", "serving") and entry.expected and serving:
+        # workers of another version may serve, too: only what all of them have can be asked of any
+        state = "serving" if all(spec.name in held for held in serving) else "loading"
+    info = entry.info or next((held[spec.name] for held in serving if spec.name in held), None)
+    return AdapterStatus(
+        spec.name, spec.path, state, entry.reason, info, entry.from_file, entry.since
+    )

@@ -1,0 +1,224 @@
+"""The operator's socket, both ends: what `servekit ps` and `servekit down` speak to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from servekit.errors import ConfigError, ServekitError, StartError
+from servekit.protocol.adapters import Adapters, AddAdapter, GetAdapters, RemoveAdapter
+from servekit.protocol.messages import (
+    Accepted,
+    FromSupervisor,
+    GetStatus,
+    GetWhy,
+    Refused,
+    Reload,
+    Shutdown,
+    Status,
+    ToSupervisor,
+    Why,
+)
+from servekit.protocol.metrics_messages import Figures, GetMetrics
+from servekit.protocol.remote_gateway import Answered, Asked
+from servekit.protocol.residency import Reside
+from servekit.protocol.transport.connection import Connection, listen
+from servekit.protocol.transport.rpc import put
+from servekit.supervisor.process.run_dir import nobody, read_record
+from servekit.system import procfs
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+_LOOK_EVERY_S = 0.05
+
+
+class Desk(Protocol):
+    """Who knows the answers: the supervisor."""
+
+    async def status_now(self) -> Status:
+        """The whole state, measured this moment."""
+
+    def shutdown(self, now: bool) -> None:
+        """Begin to end; without waiting for what is in flight if `now`."""
+
+    def why(self, name: str) -> Why | Refused:
+        """What became of a model or of one process."""
+
+    async def reload(self) -> Accepted | Refused:
+        """Read the file again and act on it."""
+
+
+class AdapterDesk(Protocol):
+    """Who knows of adapters, and answers when what was asked for is done, or refused."""
+
+    async def add(self, wish: AddAdapter) -> Accepted | Refused: ...
+    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused: ...
+    def show(self, wish: GetAdapters) -> Adapters | Refused: ...
+
+
+class ResidenceDesk(Protocol):
+    """Who loads, unloads, puts to sleep and wakes models."""
+
+    async def reside(self, wish: Reside) -> Accepted | Refused: ...
+
+
+class MetricsDesk(Protocol):
+    """Who has counted."""
+
+    def show(self, wish: GetMetrics) -> Figures: ...
+
+
+class Operators:
+    """Answers operators until closed."""
+
+    def __init__(
+        self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk, metrics: MetricsDesk
+    ) -> None:
+        self._desk = desk
+        self._adapters = adapters
+        self._residents = residents
+        self._metrics = metrics
+        self._answering: set[asyncio.Task[None]] = set()
+        self._connections: set[Connection[ToSupervisor]] = set()
+        self._server: asyncio.Server | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def listen(self, path: Path) -> None:
+        """Raises StartError where the file system has no sockets."""
+        try:
+            self._server = await listen(path, self._connect)
+        except OSError as error:
+            raise StartError(f"cannot listen on {path}: {error.strerror}") from error
+
+    def listen_again(self, path: Path) -> None:
+        """Called often: make the socket anew if somebody has removed it."""
+        if path.exists() or self._server is None:
+            return
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.get_running_loop().create_task(self._replace(path))
+
+    async def _replace(self, path: Path) -> None:
+        self.close()  # first, for some event loops remove the path as they close
+        try:
+            await self.listen(path)
+        except StartError as error:
+            log.warning("operators cannot reach us", reason=error.message)
+        else:
+            log.warning("the operators' socket was removed, and is made anew", path=str(path))
+
+    def close(self) -> None:
+        """Take no more operators. Those who wait for our end see it when the process exits."""
+        if self._server is not None:
+            self._server.close()
+
+    def _connect(self) -> Connection[ToSupervisor]:
+        connection: Connection[ToSupervisor] = Connection(
+            ToSupervisor,
+            lambda message: self._on_message(connection, message),
+            lambda error: self._connections.discard(connection),
+        )
+        self._connections.add(connection)
+        return connection
+
+    def _on_message(self, connection: Connection[ToSupervisor], message: ToSupervisor) -> None:
+        answer = self.answer(message)
+        if isinstance(answer, Coroutine):
+            self._later(_send(connection, answer))
+        else:
+            connection.send(answer)
+
+    def answer(self, message: ToSupervisor) -> FromSupervisor | Coroutine[Any, Any, FromSupervisor]:
+        """What there is to say to that, now or when it is done."""
+        match message:
+            case GetStatus():
+                return self._desk.status_now()
+            case Shutdown(now):
+                self._desk.shutdown(now)
+                return Accepted()
+            case GetWhy(name):
+                return self._desk.why(name)
+            case Reload():
+                return self._desk.reload()
+            case AddAdapter():
+                return self._adapters.add(message)
+            case RemoveAdapter():
+                return self._adapters.remove(message)
+            case GetAdapters():
+                return self._adapters.show(message)
+            case GetMetrics():
+                return self._metrics.show(message)
+            case Reside():
+                return self._residents.reside(message)
+
+    def hear(self, asked: Asked, send: Callable[[Answered], None]) -> None:
+        """A gateway on another machine asks what an operator has asked it over HTTP."""
+        question = asked.question
+        if isinstance(question, Shutdown):  # which nobody can ask for over HTTP
+            send(Answered(asked.id, Refused("that is not for a gateway to ask")))
+            return
+        self._later(_pass_on(self.answer(question), lambda told: send(Answered(asked.id, told))))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+
+async def _pass_on(
+    answer: FromSupervisor | Coroutine[Any, Any, FromSupervisor],
+    send: Callable[[FromSupervisor], None],
+) -> None:
+    try:
+        send(await answer if isinstance(answer, Coroutine) else answer)
+    except Exception:
+        log.exception("cannot answer")
+        send(Refused("the supervisor cannot answer; its log says why"))
+
+
+async def _send(
+    connection: Connection[ToSupervisor], answer: Coroutine[Any, Any, FromSupervisor]
+) -> None:
+    try:
+        connection.send(await answer)
+    except Exception:  # who asks is not kept waiting for what will not come
+        log.exception("cannot answer")
+        connection.close()
+
+
+async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> FromSupervisor:
+    """Ask the supervisor behind the control socket `path`.
+
+    Raises StartError when none runs there, ConfigError when what is asked for is wrong,
+    ServekitError when it refuses for another reason or does not answer.
+    """
+    try:
+        reply = await put(path, message, timeout_s)
+    except EOFError as error:
+        raise ServekitError(str(error)) from None
+    except TimeoutError:
+        raise ServekitError(f"the supervisor did not answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise nobody(path.parent) from error
+    if isinstance(reply, Refused):
+        raise (ConfigError if reply.invalid else ServekitError)(reply.message)
+    return reply
+
+
+def shut_down(run_dir: Path, *, now: bool) -> int:
+    """End the instance of `run_dir` and return its PID once that process is gone.
+
+    Raises StartError when none runs there.
+    """
+    record = read_record(run_dir)
+    process = procfs.read(record.pid) if record is not None else None
+    if process is None:
+        raise nobody(run_dir)
+    asyncio.run(ask(run_dir / "control.sock", Shutdown(now)))
+    while procfs.is_alive(process.pid, process.started):
+        time.sleep(_LOOK_EVERY_S)
+    return process.pid

@@ -1,0 +1,219 @@
+"""What /metrics shows: what gateways have counted, added up, and how things stand at the moment.
+
+Gateways tell what they have counted since they told last, so their sums live here, and a gateway
+that dies takes at most its last second of counts with it. Of the supervised processes the counters
+are their own (`Life.restarts`); they are read often and their growth is added up, for a reload
+brings new ones that may have the names of the old.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_args
+
+from servekit import metrics
+from servekit.protocol.adapters import AdapterState
+from servekit.protocol.messages import ModelStatus, Status, WorkerState
+from servekit.protocol.metrics_messages import Counted, Figures, GetMetrics, Series
+from servekit.protocol.residency import Residency
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.gateway_process import Gateway
+from servekit.supervisor.lifecycle.breaker import BreakerState
+from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.quarantine import Quarantine
+from servekit.supervisor.workers.gpu_memory import Vram
+from servekit.supervisor.workers.worker_process import Replica
+
+Labels = tuple[str, ...]
+
+_STATES: tuple[WorkerState, ...] = get_args(WorkerState)
+_BREAKER: tuple[BreakerState, ...] = get_args(BreakerState)
+_ADAPTER: tuple[AdapterState, ...] = get_args(AdapterState)
+_TIERS: tuple[Residency, ...] = get_args(Residency)
+#: Counted by gateways when they happen; shown from the start, that their first be an increase.
+_RARE = ("servekit_retries_total", "servekit_continuations_total", "servekit_quarantines_total")
+
+
+class Book:
+    """Sums, by metric and labels. They only grow."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, Labels], list[float]] = {}
+
+    def add(self, metric: str, labels: Labels, figures: Sequence[float]) -> None:
+        """Add to a sum. Figures that are none of the metric's are ignored: of another version."""
+        known = metrics.BY_NAME.get(metric)
+        if known is None or (known.width, len(known.labels)) != (len(figures), len(labels)):
+            return
+        sums = self._sums.setdefault((metric, labels), [0.0] * len(figures))
+        for at, figure in enumerate(figures):
+            sums[at] += figure
+
+    def series(self) -> Iterator[Series]:
+        for (metric, labels), sums in self._sums.items():
+            yield Series(metric, labels, sums)
+
+
+class Ledger:
+    """The counters of the supervised processes, through all of their successors."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._seen: dict[Life[Any], tuple[int, int]] = {}
+
+    def look(self, lives: Iterable[Life[Any]]) -> None:
+        """These live now; those that did at the last look are read for the last time."""
+        now = dict.fromkeys(lives)
+        for life in {**self._seen, **now}:
+            self._note(life)
+        self._seen = {life: self._seen[life] for life in now}
+
+    def _note(self, life: Life[Any]) -> None:
+        restarts, stalls = self._seen.get(life, (0, 0))
+        if isinstance(life, Replica):
+            worker = life.model.name, life.name
+            self._book.add("servekit_worker_restarts_total", worker, [life.restarts - restarts])
+            self._book.add("servekit_worker_stalls_total", worker, [life.stalls - stalls])
+        else:
+            gateway = (life.name,)
+            self._book.add("servekit_gateway_restarts_total", gateway, [life.restarts - restarts])
+        self._seen[life] = life.restarts, life.stalls
+
+
+class Accounts:
+    """All that /metrics shows, for whoever asks. `status` tells how the instance stands."""
+
+    def __init__(
+        self,
+        gateways: Sequence[Gateway],
+        fleets: Fleets,
+        quarantine: Quarantine,
+        status: Callable[[], Status],
+    ) -> None:
+        self._gateways = gateways
+        self._fleets = fleets
+        self._quarantine = quarantine
+        self._status = status
+        self._book = Book()
+        self._ledger = Ledger(self._book)
+        for gateway in gateways:
+            gateway.on_counted = self.counted
+
+    def counted(self, counted: Counted) -> None:
+        """A gateway has counted this since it said so last."""
+        for one in counted.series:
+            self._book.add(one.metric, one.labels, one.figures)
+
+    def look(self) -> None:
+        """Called often: count what has happened to the processes."""
+        self._ledger.look([*self._gateways, *self._fleets.replicas()])
+
+    def show(self, wish: GetMetrics) -> Figures:
+        self.look()
+        status = self._status()
+        for model in status.models:
+            for metric in _RARE:
+                self._book.add(metric, (model.name,), [0])
+        # a model that drains may have a successor of its name: no series may be there twice
+        now = {(one.metric, one.labels): one for one in self._now(status)}
+        return Figures((*self._book.series(), *now.values()))
+
+    def _now(self, status: Status) -> Iterator[Series]:
+        """The gauges."""
+        for model in reversed(status.models):  # those that drain come last there
+            yield from of_model(model)
+        yield from self._of_queues(status.models)
+        yield from self._of_fleets()
+        yield from of_service(status)
+
+    def _of_queues(self, models: Sequence[ModelStatus]) -> Iterator[Series]:
+        held = [request.model for request in self._quarantine.holding()]
+        for model in models:
+            who = (model.name,)
+            waiting = sum(one.traffic.queued.get(model.name, 0) for one in self._gateways)
+            yield Series("servekit_queue_depth", who, [waiting])
+            limit = model.max_queue * sum(one.shares for one in self._gateways)
+            yield Series("servekit_queue_limit", who, [limit])
+            yield Series("servekit_quarantined_requests", who, [held.count(model.name)])
+
+    def _of_fleets(self) -> Iterator[Series]:
+        for fleet in reversed(self._fleets.everyone()):
+            name = fleet.model.name
+            yield from _one_of("servekit_breaker_state", name, _BREAKER, fleet.circuit.state)
+        for replica in self._fleets.replicas():
+            who = replica.model.name, replica.name
+            yield Series("servekit_kv_cache_usage_ratio", who, [replica.pulse.last.kv_used])
+            yield from of_gpus(who, replica.vram)
+        for gpu in self._fleets.gpus:
+            labels = str(gpu.index), gpu.uuid, gpu.name, gpu.node
+            yield Series("servekit_gpu_memory_total_bytes", labels, [gpu.total_bytes])
+
+
+def of_gpus(who: tuple[str, str], vram: Vram) -> Iterator[Series]:
+    """What a worker holds: by its model's name and its own."""
+    there = {gpu.uuid: (*who, str(gpu.index), gpu.uuid, gpu.node) for gpu in vram.gpus}
+    for uuid, claim in vram.claims.items():
+        where = there.get(uuid, (*who, "", uuid, ""))
+        held = vram.by_gpu.get(uuid, 0)
+        yield Series("servekit_worker_gpu_memory_bytes", where, [held])
+        if claim:
+            yield Series("servekit_worker_gpu_memory_claimed_bytes", where, [claim])
+    for uuid, where in there.items():
+        if uuid not in vram.claims:
+            stray = vram.stray_by_gpu.get(uuid, 0)
+            yield Series("servekit_worker_gpu_memory_stray_bytes", where, [stray])
+
+
+def of_model(model: ModelStatus) -> Iterator[Series]:
+    """How a model and its workers stand."""
+    name = model.name
+    states = [replica.state for replica in model.replicas]
+    yield Series("servekit_model_ready", (name,), [float("ready" in states)])
+    for state in _STATES:
+        yield Series("servekit_workers", (name, state), [states.count(state)])
+    if model.residence is not None:
+        yield from _one_of("servekit_model_residency", name, _TIERS, model.residence.tier)
+    if (scale := model.scale) is not None:
+        counts = {"ready": states.count("ready"), "desired": scale.desired}
+        for what, count in {**counts, "min": scale.min, "max": scale.max}.items():
+            yield Series("servekit_replicas", (name, what), [count])
+    adapters = [adapter.state for adapter in model.adapters]
+    for one in _ADAPTER if adapters else ():
+        yield Series("servekit_adapters", (name, one), [adapters.count(one)])
+    for replica in model.replicas:
+        who = name, replica.name
+        yield Series("servekit_worker_running", who, [replica.running])
+        yield Series("servekit_worker_waiting", who, [replica.waiting])
+        if model.info is not None:
+            yield Series("servekit_worker_slots", who, [model.info.slots])
+        yield _resident(replica.name, replica.rss_bytes)
+
+
+def of_service(status: Status) -> Iterator[Series]:
+    """How gateways and the supervisor stand, and what runs here."""
+    for gateway in status.gateways:
+        who = (gateway.name,)
+        yield Series("servekit_gateway_up", who, [float(gateway.state == "ready")])
+        yield Series("servekit_gateway_in_flight", who, [gateway.in_flight])
+        yield _resident(gateway.name, gateway.rss_bytes)
+    for gpu in status.gpus:
+        which = str(gpu.index), gpu.uuid, gpu.name, gpu.node
+        if gpu.node:  # those of this machine are known at all times
+            yield Series("servekit_gpu_memory_total_bytes", which, [gpu.total_bytes])
+        yield Series("servekit_gpu_memory_used_bytes", which, [gpu.used_bytes])
+        if gpu.utilisation is not None:
+            yield Series("servekit_gpu_utilization_ratio", which, [gpu.utilisation])
+    yield _resident("supervisor", status.rss_bytes)
+    yield Series("servekit_start_time_seconds", (), [status.started_at])
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Series("servekit_build_info", (status.version, python), [1])
+
+
+def _resident(process: str, size_bytes: int) -> Series:
+    return Series("servekit_process_resident_memory_bytes", (process,), [size_bytes])
+
+
+def _one_of(metric: str, model: str, names: Iterable[str], now: str) -> Iterator[Series]:
+    """1 for the state that it is in, 0 for the others."""
+    return (Series(metric, (model, name), [float(name == now)]) for name in names)

@@ -1,0 +1,90 @@
+"""What the supervisor knows, as the messages that carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from servekit.errors import meant
+from servekit.protocol.admin_messages import ModelTraffic
+from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
+from servekit.protocol.residency import Residence
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.gateway_process import Gateway
+from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.workers.worker_process import Replica
+
+
+def of_model(fleet: Fleet, created: int, residence: Residence | None) -> ModelStatus:
+    """One model."""
+    model, replicas = fleet.model, fleet.replicas
+    return ModelStatus(
+        name=model.name,
+        engine=model.engine,
+        path=model.path,
+        created=created,
+        replicas=tuple(replica.status() for replica in replicas),
+        info=fleet.info,
+        aliases=model.aliases,
+        timeout_s=model.timeout_s,
+        max_queue=model.max_queue,
+        quarantine_s=model.quarantine_s,
+        adapters=fleet.adapter_statuses(),
+        standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
+        residence=residence,
+        routing=model.routing,
+        scale=fleet.scale,
+    )
+
+
+def traffic(served: Sequence[Fleet], gateways: Sequence[Gateway]) -> tuple[ModelTraffic, ...]:
+    """What goes on for each model, at all gateways together."""
+    return tuple(
+        ModelTraffic(
+            name,
+            sum(gateway.traffic.queued.get(name, 0) for gateway in gateways),
+            sum(gateway.tokens(name) for gateway in gateways),
+        )
+        for name in (fleet.model.name for fleet in served)
+    )
+
+
+def gpus(here: Sequence[GpuStatus], replicas: Sequence[Replica]) -> tuple[GpuStatus, ...]:
+    """Those of this machine, and those that workers on other nodes were given."""
+    there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
+    return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
+
+
+def why(
+    name: str,
+    fleets: Sequence[Fleet],
+    others: Sequence[Life[Any]],
+    residence: Callable[[Fleet, bool], Residence | None],
+) -> Why | Refused:
+    """What became of a model, by its name, an alias, an adapter or a replica; or of a gateway."""
+    for fleet in fleets:
+        model, explained = fleet.model, fleet.circuit.explain()
+        adapters = fleet.adapter_statuses()
+        if named := tuple(adapter for adapter in adapters if adapter.name == name):
+            return Why(model.name, explained, _stories(fleet), named)
+        stories = _stories(fleet)
+        if name in (model.name, *model.aliases):
+            return Why(
+                model.name, explained, stories, adapters, residence(fleet, True), fleet.scale
+            )
+        if own := tuple(story for story in stories if story.name == name):
+            return Why(name, explained, own)
+    for life in others:
+        if life.name == name:
+            return Why(name, "closed", (life.story(),))
+    known = [fleet.model.name for fleet in fleets]
+    known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
+    known += [replica.name for fleet in fleets for replica in fleet.replicas]
+    known += [life.name for life in others]
+    return Refused(
+        f"nothing here is called {name!r}; there are: {', '.join(known)}{meant(name, known)}", True
+    )
+
+
+def _stories(fleet: Fleet) -> tuple[ReplicaHistory, ...]:
+    return (*fleet.failed, *(replica.story() for replica in fleet.replicas))

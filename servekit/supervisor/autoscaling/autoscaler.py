@@ -1,0 +1,205 @@
+"""Has models of `replicas: {min, max}` follow their load. Facts are gathered here, `scaling`
+decides, and what it decides is carried out here and nowhere else.
+
+A replica that is added comes up like any other: through the gate, with its adapters, from a standby
+where there is one. One that goes is told to the gateways first, and finishes what it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from servekit.config.scale import ReplicaRange
+from servekit.protocol.types import ScaleStatus
+from servekit.supervisor.autoscaling import policy
+from servekit.supervisor.autoscaling.capacity import NoRoom, Rooms
+from servekit.supervisor.autoscaling.policy import Facts, Limits, Past, Step
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.event_log import journal
+from servekit.supervisor.gateway_process import Gateway
+from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.model_swap.manager import Residents
+from servekit.supervisor.model_swap.memory_accounting import CPU
+from servekit.supervisor.workers.worker_process import Replica
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+_COMING = ("starting", "loading")
+
+
+class Row:
+    """One model that scales: what is remembered of it beside its fleet."""
+
+    def __init__(self) -> None:
+        self.past = Past()
+        self.reason = self.waits = ""
+        self.at = 0.0  # Unix time of the last change, s
+        self.short = 0  # replicas for which there is no room
+        self.fresh: list[Replica] = []  # were added, and are not up yet
+
+
+class Scaler:
+    """All models of an instance; `look` is called often. `rooms` says where there is room."""
+
+    def __init__(
+        self,
+        fleets: Fleets,
+        gateways: Sequence[Gateway],
+        residents: Residents,
+        rooms: Rooms,
+    ) -> None:
+        self._fleets = fleets
+        self._gateways = gateways
+        self._residents = residents
+        self._rooms = rooms
+        self._rows: dict[Fleet, Row] = {}
+
+    def look(self) -> None:
+        """Begin what is to be done now."""
+        now = time.monotonic()
+        scaled = {fleet: fleet.model.replicas for fleet in self._fleets.served}
+        for fleet, size in scaled.items():
+            if isinstance(size, ReplicaRange):
+                row = self._rows.setdefault(fleet, Row())
+                if fleet.wanted and not fleet.changing and not self._fleets.halted:
+                    self._look(fleet, row, limits(fleet, size), now)
+                self._tell(fleet, row, size)
+            elif self._rows.pop(fleet, None) is not None:
+                fleet.scale = None
+        self._rows = {fleet: row for fleet, row in self._rows.items() if fleet in scaled}
+
+    def _look(self, fleet: Fleet, row: Row, limits: Limits, now: float) -> None:
+        row.fresh = [one for one in row.fresh if one in fleet.living and one.state != "ready"]
+        facts = self._facts(fleet, row)
+        step, row.past = policy.decide(limits, facts, row.past, now)
+        if step is None:
+            pressed = policy.pressed(limits, facts, row.past, now)
+            row.waits = _waits(limits, facts) if pressed else ""
+            self._is_short(fleet, row, 0)
+        elif step.change > 0:
+            self._up(fleet, row, step, facts)
+        else:
+            self._down(fleet, row, step)
+
+    # ---- facts
+
+    def _facts(self, fleet: Fleet, row: Row) -> Facts:
+        name, living = fleet.model.name, fleet.living
+        serving = [replica for replica in living if replica.serves]
+        coming = sum(replica.state in _COMING for replica in living)
+        pongs = [replica.pulse.last for replica in serving]
+        traffic = [gateway.traffic for gateway in self._gateways]
+        kv_used = sum(pong.kv_used for pong in pongs)
+        return Facts(
+            serving=len(serving),
+            coming=coming,
+            failing=len(living) - len(serving) - coming,
+            slots=fleet.info.slots if fleet.info is not None else 1,
+            queued=sum(one.queued.get(name, 0) for one in traffic),
+            waited_s=max((one.oldest_s.get(name, 0.0) for one in traffic), default=0.0),
+            held=sum(pong.waiting for pong in pongs),
+            running=sum(pong.running for pong in pongs),
+            kv_used=kv_used / len(pongs) if pongs else 0.0,
+            wanted_elsewhere=next(self._contested(fleet), ("", None))[0],
+            unborn=next((_why_not(one) for one in row.fresh if _has_failed(one)), ""),
+        )
+
+    def _contested(self, fleet: Fleet) -> Iterator[tuple[str, Replica]]:
+        """Replicas where another model waits for memory, and which; of models that make room."""
+        if fleet.model.load != "on_demand":
+            return
+        wanted = self._residents.waits_for(fleet)
+        for replica in fleet.living if wanted else ():
+            for at in [gpu.uuid for gpu in replica.place.gpus] or [CPU]:
+                if at in wanted:
+                    yield wanted[at], replica
+
+    # ---- deeds
+
+    def _up(self, fleet: Fleet, row: Row, step: Step, facts: Facts) -> None:
+        """As many as there is room for."""
+        count, occasion, refusal = 0, Occasion.now("scale"), ""
+        if self._residents.waits_for(fleet):
+            refusal = "another model waits for memory"
+        while count < step.change and not refusal:
+            slot = self._rooms.one_more(fleet)
+            if isinstance(slot, NoRoom):
+                refusal = slot.reason
+            else:
+                row.fresh.append(fleet.grow(slot, occasion))
+                count += 1
+        row.waits = refusal
+        self._is_short(fleet, row, step.change - count)
+        if count:
+            figures = {"queued": facts.queued, "waited_s": facts.waited_s, "running": facts.running}
+            self._note(fleet, row, "up", step.reason, figures)
+
+    def _down(self, fleet: Fleet, row: Row, step: Step) -> None:
+        elsewhere = [replica for _, replica in self._contested(fleet)]
+        replica = least_to_lose(
+            elsewhere or [r for r in row.fresh if _has_failed(r)] or fleet.living
+        )
+        running = replica.pulse.last.running
+        fleet.shrink(replica)
+        self._note(fleet, row, "down", step.reason, {"drained": replica.name, "running": running})
+
+    def _note(
+        self, fleet: Fleet, row: Row, way: str, reason: str, figures: Mapping[str, Any]
+    ) -> None:
+        name, count = fleet.model.name, len(fleet.living)
+        row.at, row.reason = time.time(), f"scaled {way} to {count}: {reason}"
+        log.info("scaled", model=name, replicas=count, reason=reason)
+        journal.tell("scale", row.reason, model=name, replicas=count, **figures)
+        fleet.changed()
+
+    def _is_short(self, fleet: Fleet, row: Row, replicas: int) -> None:
+        if row.short != replicas:
+            row.short = replicas
+            self._rooms.short(fleet.model.name, replicas)
+
+    def _tell(self, fleet: Fleet, row: Row, size: ReplicaRange) -> None:
+        desired = len(fleet.living) + row.short
+        told = ScaleStatus(size.min, size.max, desired, row.reason, row.at, row.waits)
+        if told != fleet.scale:
+            fleet.scale = told
+            fleet.changed()
+
+
+def limits(fleet: Fleet, size: ReplicaRange) -> Limits:
+    """As the policy gets them."""
+    scale = fleet.model.scale
+    return Limits(size.least, size.max, scale.wait_s, scale.kv_used, scale.down_s)
+
+
+def least_to_lose(replicas: Sequence[Replica]) -> Replica:
+    """Who goes: one that does not serve, else the one that runs the least, holds the least in its
+    KV cache, has had the fewest requests (so the fewest prompts are known to it), came last.
+    """
+
+    def loses(replica: Replica) -> tuple[object, ...]:
+        pong = replica.pulse.last
+        busy = pong.running + pong.waiting
+        return replica.serves, busy, round(pong.kv_used, 1), pong.served, -replica.place.index
+
+    return min(replicas, key=loses)
+
+
+def _waits(limits: Limits, facts: Facts) -> str:
+    if facts.failing:
+        return "none is added while one is failing"
+    if facts.coming:
+        return ""
+    return f"`max` is {limits.most}" if facts.living >= limits.most else "the last did not come up"
+
+
+def _has_failed(replica: Replica) -> bool:
+    return replica.state in ("failed", "backoff")
+
+
+def _why_not(replica: Replica) -> str:
+    return replica.reason or "it has failed"

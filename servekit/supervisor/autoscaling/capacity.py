@@ -1,0 +1,116 @@
+"""Where one more replica of a model that scales has room, beside all that is there or may come.
+
+On GPUs: where nobody's claim stands in the way, and every model that comes and goes would still
+fit beside those that stay. On the CPU: where the machine has the memory that a replica takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from servekit.config import memory
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.scheduling.bin_packing import Board, Want, candidates
+from servekit.supervisor.scheduling.memory_requests import gib, room_bytes
+from servekit.supervisor.scheduling.placement import allowed
+from servekit.supervisor.scheduling.shared_placement import want_of
+from servekit.system import procfs
+from servekit.system.gpus import Slot
+
+#: Of the host's memory, what a replica more must leave.
+KEPT_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Why there is none, in a sentence."""
+
+    reason: str
+
+
+class Rooms(Protocol):
+    """Where replicas may be. What launches workers elsewhere than here knows other places."""
+
+    def one_more(self, fleet: Fleet) -> Slot | NoRoom:
+        """Where one more has room now."""
+
+    def short(self, model: str, replicas: int) -> None:
+        """A model lacks room for so many; 0: it lacks none any more. Said on every change.
+
+        A cluster that can grow is to see it: as placements that are pending, for its autoscaler.
+        """
+
+
+class Here:
+    """This machine, which does not grow."""
+
+    def __init__(self, fleets: Fleets) -> None:
+        self._fleets = fleets
+
+    def one_more(self, fleet: Fleet) -> Slot | NoRoom:
+        if all(not slot for slot in fleet.planned):
+            return self._on_cpu(fleet)
+        return self._on_gpus(fleet)
+
+    def short(self, model: str, replicas: int) -> None:
+        """Nobody is told."""
+
+    def _on_cpu(self, fleet: Fleet) -> Slot | NoRoom:
+        model, there = fleet.model, procfs.available_bytes()
+        if model.memory is not None:
+            total = procfs.memory_bytes()
+            takes, there = memory.of(model.memory, total), total - self._claimed(total)
+        else:
+            takes = max((one.rss_bytes for one in fleet.living), default=0)
+            there -= KEPT_BYTES
+        if takes <= there:
+            return ()
+        said = f"a replica takes {gib(takes)} of this machine's memory, which has"
+        return NoRoom(f"no room: {said} {gib(max(0, there))} left")
+
+    def _claimed(self, total_bytes: int) -> int:
+        """What replicas on the CPU have been promised, those of models that are away included."""
+        return sum(
+            memory.of(fleet.model.memory, total_bytes) * sum(not slot for slot in fleet.planned)
+            for fleet in self._fleets.served
+            if fleet.model.memory is not None
+        )
+
+    def _on_gpus(self, fleet: Fleet) -> Slot | NoRoom:
+        fleets, reserve = self._fleets, self._fleets.plan.config.gpus.reserve
+        board = Board({gpu: room_bytes(gpu, reserve) for gpu in fleets.gpus})
+        own: Want | None = None
+        for other in fleets.everyone():
+            want = self._want(other.model, other.slots())
+            board.placed += [(want, slot) for slot in other.slots() if slot]
+            own = want if other is fleet else own
+        assert own is not None  # it is served
+        for slot in candidates(board, own):
+            if fleets.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
+                return slot
+        gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
+        return NoRoom(f"no room: {gpus} what a replica claims")
+
+    def _want(self, model: ModelConfig, slots: Sequence[Slot]) -> Want:
+        gpus = allowed(0, model, self._fleets.gpus)
+        return want_of(model, gpus, slots, self._fleets.plan.config.gpus.reserve)
+
+    def _lacks(self, model: ModelConfig, slot: Slot) -> bool:
+        """Its memory is promised yet to who has ended, until it is seen to be free."""
+        claims = zip(slot, self._fleets.claims(model, slot), strict=True)
+        return bool(self._fleets.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
+
+
+class Elsewhere:
+    """A cluster: it knows best, and may grow. Where it has no room, a replica is a placement that
+    is pending, which its autoscaler sees and `servekit ps` shows."""
+
+    def one_more(self, fleet: Fleet) -> Slot | NoRoom:
+        return ()
+
+    def short(self, model: str, replicas: int) -> None:
+        """It is told by what is pending."""

@@ -1,0 +1,160 @@
+"""What a reload changes: a pure function of what runs and of the new file.
+
+a model's section                          its replicas
+is the same                                are not touched
+differs in what only we or gateways read   go on, with the new values
+differs in its adapters                    go on, and load or unload those
+differs in how many, or on which GPUs      the difference is added or drained
+differs in the range that it scales in     go on, as far as the new range has them
+differs in anything that the worker loads  are replaced
+is gone                                    are drained
+is new                                     are started
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from servekit.config.scale import ReplicaRange
+from servekit.config.schema import Config, ModelConfig
+from servekit.supervisor.scheduling.placement import Assignment, device
+from servekit.system.gpus import Slot
+
+Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]
+#: Where the replicas of a model are.
+Slots = tuple[Slot, ...]
+
+#: Keys of a model that no worker ever sees.
+_NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
+    "stall_timeout_s",
+    "load_timeout_s",
+    "stray_memory",
+    "standby",
+    "load",
+    "idle_unload_s",
+    "idle_sleep_s",
+    "routing",
+    "scale",
+}
+#: What workers load and unload while they serve.
+_IN_PLACE = frozenset({"adapters"})
+#: Keys that say where workers run, not what they are.
+_PLACEMENT = frozenset({"replicas", "gpus"})
+#: Keys of `server` that a running instance can take over.
+_LIVE_SERVER = frozenset(
+    {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
+    | {"default_model", "unknown_parameters"}
+    | {"max_queue_bytes", "write_timeout_s", "trusted_proxies"}
+    | {"prefix_cache"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of one model, and how many replicas it has before and after."""
+
+    name: str
+    kind: Kind
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "replaced":
+                return f"{_replicas(self.before)} of {self.name} replaced" + (
+                    f" by {self.after}" if self.after != self.before else ""
+                )
+            case "scaled" if self.before != self.after:
+                return f"{self.name} scaled from {self.before} to {self.after}"
+            case "scaled":
+                return f"{self.name} moved"
+            case "adapted":
+                return f"adapters of {self.name} changed"
+            case "added":
+                return f"{self.name} added with {_replicas(self.after)}"
+        return f"{self.name} {self.kind}"
+
+
+def needs_restart(old: Config, new: Config) -> str:
+    """A sentence that names the keys which only a restart can change; "" if there are none."""
+    keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - _LIVE_SERVER)]
+    keys += [f"gpus.{key}" for key in sorted(_differ(old.gpus, new.gpus))]
+    keys += [
+        key for key in ("run_dir", "launcher", "ray") if getattr(old, key) != getattr(new, key)
+    ]
+    if not keys:
+        return ""
+    return f"{', '.join(keys)}: a change of it needs a restart; nothing was changed"
+
+
+def same_worker(old: ModelConfig, new: ModelConfig) -> bool:
+    """Whether a worker of `old` may go on as one of `new`."""
+    alike = (old.idle_sleep_s is None) == (new.idle_sleep_s is None)  # it has to be able to sleep
+    return alike and _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT | _IN_PLACE
+
+
+def slots(name: str, places: Sequence[Assignment]) -> Slots:
+    """Where each of its replicas is."""
+    return tuple(place.gpus for place in places if place.model == name)
+
+
+def diff(
+    running: Mapping[str, tuple[ModelConfig, Slots]],
+    models: Sequence[ModelConfig],
+    places: Sequence[Assignment],
+) -> tuple[Change, ...]:
+    """What is to change, in the new file's order, what is removed last."""
+    changes: list[Change] = []
+    for model in models:
+        after = slots(model.name, places)
+        if model.name not in running:
+            changes.append(Change(model.name, "added", 0, len(after)))
+            continue
+        old, before = running[model.name]
+        changes.append(
+            Change(model.name, _kind(old, model, before, after), len(before), len(after))
+        )
+    names = {model.name for model in models}
+    gone = [(name, held) for name, (_, held) in running.items() if name not in names]
+    return (*changes, *(Change(name, "removed", len(held), 0) for name, held in gone))
+
+
+def tell(changes: Sequence[Change], lacking: Collection[str] = (), *, access: bool = False) -> str:
+    """In words: "2 replicas of a replaced, b removed, c unchanged"; `access`: who may do what.
+
+    `lacking` are the models with adapters that are tried once more.
+    """
+    again = [c.name for c in changes if c.kind == "unchanged" and c.name in lacking]
+    if not access and not again and all(change.kind == "unchanged" for change in changes):
+        return "nothing to change"
+    first = ["access changed"] if access else []
+    told = [
+        f"adapters of {change.name} loaded again" if change.name in again else str(change)
+        for change in changes
+    ]
+    return ", ".join([*first, *told])
+
+
+def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Kind:
+    if not same_worker(old, new):
+        return "replaced"
+    if sorted(map(device, before)) != sorted(map(device, after)):
+        return "scaled"
+    if _differ(old, new) & _IN_PLACE:
+        return "adapted"
+    other_range = old.replicas != new.replicas and _has_range(old, new)
+    return "updated" if other_range or _differ(old, new) & _NOT_THE_WORKERS else "unchanged"
+
+
+def _has_range(*models: ModelConfig) -> bool:
+    return any(isinstance(model.replicas, ReplicaRange) for model in models)
+
+
+def _differ(old: object, new: object) -> set[str]:
+    return {key for key, value in vars(old).items() if value != getattr(new, key)}
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"

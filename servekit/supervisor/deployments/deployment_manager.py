@@ -1,0 +1,236 @@
+"""All models of an instance, and how a new file becomes what runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from servekit.config.schema import ModelConfig, names_of
+from servekit.errors import ConfigError, ServekitError
+from servekit.protocol.messages import Accepted, Refused
+from servekit.supervisor.deployments import config_diff as reload
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.event_log import journal
+from servekit.supervisor.lifecycle.managed_process import Host
+from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.scheduling.gpu_admission import Gate
+from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.scheduling.memory_requests import (
+    claim_bytes,
+    claims_of,
+    room_bytes,
+)
+from servekit.supervisor.workers.fork_server import Standby
+from servekit.supervisor.workers.worker_process import Replica
+from servekit.system.gpus import Gpu, Slot
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+
+class Fleets:
+    """Made empty; `apply` fills it, also for the first time. `run` runs a replica's life."""
+
+    def __init__(self, plan: Plan, host: Host, run: Callable[[Replica | Standby], None]) -> None:
+        self.plan = plan
+        self.host = host
+        self.gate = Gate(Ledger(plan.gpus, plan.config.gpus.reserve))
+        self._run = run
+        self.served: list[Fleet] = []
+        self._leaving: list[Fleet] = []  # of models that the file does not have any more
+        self._reloading = asyncio.Lock()
+        self.halted = False
+        self._has_served = False
+
+    def start(self, life: Replica | Standby) -> None:
+        self._run(life)
+
+    # ---- what there is
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.plan.gpus
+
+    @property
+    def drain_timeout_s(self) -> float:
+        return self.plan.config.server.drain_timeout_s
+
+    def everyone(self) -> list[Fleet]:
+        """Those that are served, and those that drain."""
+        return [*self.served, *self._leaving]
+
+    def replicas(self) -> list[Replica]:
+        return [replica for fleet in self.everyone() for replica in fleet.replicas]
+
+    def standbys(self) -> list[Standby]:
+        return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
+
+    def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
+        """What a worker of `model` would claim of each GPU there."""
+        return claims_of(model, slot, self.plan.config.gpus.reserve)
+
+    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
+        """What must be free there: what is claimed by `memory`, or else what its weights take."""
+        if model.memory is not None:
+            return self.claims(model, slot)
+        known = self.plan.estimates.get(model.name)
+        return (known.on_each_floor_bytes if known else 0,) * len(slot)
+
+    def has_room(self, model: ModelConfig, slot: Slot) -> bool:
+        """Whether one more worker fits beside those that are there, or will be again."""
+        reserve = self.plan.config.gpus.reserve
+        for gpu in slot:
+            taken = sum(self._taken(one, gpu) for one in self.replicas())
+            if taken + claim_bytes(model, gpu, reserve) > room_bytes(gpu, reserve):
+                return False
+        return True
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a worker is called so, of a model that the file does not have any more, too."""
+        taken = any(replica.name == name for replica in self.replicas())
+        return taken or bool(self.gate.ledger.claim_of(name))  # its memory is yet to be freed
+
+    def _taken(self, replica: Replica, gpu: Gpu) -> int:
+        """What a worker has been promised of a GPU, or will be again; asleep, what it has kept.
+
+        One that has failed has no process, and may never have one again.
+        """
+        if gpu not in replica.place.gpus or replica.state == "failed":
+            return 0
+        if replica.state == "asleep":
+            return self.gate.ledger.claim_of(replica.name).get(gpu.uuid, 0)
+        return replica.place.claims[replica.place.gpus.index(gpu)]
+
+    def in_vain(self) -> str:
+        """Why the start has failed: no model has served yet, and none ever will. "" otherwise.
+
+        What is loaded later has no part in it: a request that came to nothing ends no instance.
+        """
+        replicas = self.replicas()
+        self._has_served |= any(replica.state == "ready" for replica in replicas)
+        later = any(not one.wanted or one.model.load != "on_start" for one in self.served)
+        may_come = self._has_served or later
+        if may_come or not replicas or not all(replica.gave_up for replica in replicas):
+            return ""
+        reasons = dict.fromkeys(f"{one.model.name}: {one.reason}" for one in replicas)
+        return "no model can be served. " + " ".join(reasons)
+
+    # ---- what changes
+
+    async def reload(self) -> Accepted | Refused:
+        """Read the file again; what is wrong with it is said, and changes nothing.
+
+        One after the other: the file that was read last is the one that holds.
+        """
+        async with self._reloading:
+            try:
+                changes = await self._reload()
+            except ServekitError as error:
+                log.error("reload refused", reason=error.message)
+                journal.tell("reload", f"refused: {error.message}")
+                return Refused(error.message, isinstance(error, ConfigError))
+            except Exception as error:  # a bug of ours must not end what is served
+                log.exception("reload broke off")
+                journal.tell("reload", f"broke off: {error!r}")
+                return Refused(f"the reload broke off: {error!r}; the log has more")
+        log.info("reloaded", changes=changes)
+        journal.tell("reload", changes)
+        return Accepted(changes)
+
+    async def _reload(self) -> str:
+        self._refuse_at_the_end()
+        plan = await self._read()
+        self._refuse_at_the_end()
+        return self.apply(plan)
+
+    def _refuse_at_the_end(self) -> None:
+        if self.halted:
+            raise ServekitError("servekit is shutting down; there is nothing to reload")
+
+    async def _read(self) -> Plan:
+        """The plan of the file as it is now. Raises ConfigError, and has changed nothing."""
+        source = self.plan.source
+        held = {fleet.model.name: [slot for slot in fleet.slots() if slot] for fleet in self.served}
+        counts = {fleet.model.name: len(fleet.slots()) for fleet in self.served}
+        await asyncio.to_thread(source.await_rest)
+        plan = await asyncio.to_thread(source.plan, self.gpus, held, counts)
+        if restart := reload.needs_restart(self.plan.config, plan.config):
+            raise ConfigError(f"{source.path}: {restart}")
+        await self._check_elsewhere(plan)
+        return plan
+
+    async def _check_elsewhere(self, plan: Plan) -> None:
+        """Ask the nodes of a cluster for what new workers need there. Raises ConfigError."""
+        before = {model.name: model for model in self.plan.config.models}
+        fresh = [
+            model
+            for model in plan.config.models
+            if model.name not in before or not reload.same_worker(before[model.name], model)
+        ]
+        launcher = self.host.launcher if fresh else None
+        if launcher is not None and (refusal := await launcher.refusal(fresh)):
+            raise ConfigError(f"{plan.source.path}: {refusal}")
+
+    def apply(self, plan: Plan) -> str:
+        """Begin to make it so; returns what changes, in words."""
+        for name, choice in plan.choices.items():
+            log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
+        new_access = plan.access != self.plan.access
+        occasion = Occasion.up() if plan is self.plan else Occasion.now("reload")
+        self.plan = plan
+        models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
+        running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
+        changes = reload.diff(running, models, plan.places)
+        claimed = names_of(plan.config)
+        lacking = [name for name, fleet in before.items() if fleet.lacks_adapters]
+        kinds = {change.name: change.kind for change in changes}
+        self.served = [before.get(model.name) or Fleet(model, self) for model in models]
+        for fleet in before.values():
+            if kinds[fleet.model.name] == "removed":
+                self._leaving.append(fleet)
+                fleet.leave()
+        for fleet, model in zip(self.served, models, strict=True):
+            if kinds[model.name] == "unchanged":
+                fleet.retry(claimed)
+            else:
+                fleet.occasion = occasion
+                threads = next(p.threads for p in plan.places if p.model == model.name)
+                fleet.become(model, reload.slots(model.name, plan.places), threads, claimed)
+        self.host.changed()
+        return reload.tell(changes, lacking, access=new_access)
+
+    def ended(self, life: Replica | Standby) -> None:
+        """A life is over."""
+        if isinstance(life, Standby):
+            for fleet in self.everyone():
+                if life in fleet.nursery.standbys:
+                    fleet.nursery.ended(life)
+        else:
+            self._ended(life)
+        self._leaving = [f for f in self._leaving if f.replicas or f.nursery.standbys]
+
+    def _ended(self, replica: Replica) -> None:
+        for fleet in self.everyone():
+            if replica in fleet.replicas:
+                fleet.replicas.remove(replica)
+
+    def explained(self, model: str) -> None:
+        """It was a request that killed a model's workers, and it is refused from now on."""
+        for fleet in self.served:
+            if fleet.model.name == model:
+                fleet.circuit.reset()
+
+    def stir(self) -> None:
+        """Something has changed."""
+        for fleet in self.everyone():
+            fleet.stir()
+
+    def halt(self) -> None:
+        """Begin nothing any more: all of it is going to end."""
+        self.halted = True
+        for fleet in self.everyone():
+            fleet.halt()
+            fleet.nursery.close()

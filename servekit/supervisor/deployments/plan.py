@@ -1,0 +1,139 @@
+"""From the file to what runs where: read, checked against itself and against this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from servekit.config.cluster import RayConfig
+from servekit.config.engines.installed import Machine
+from servekit.config.engines.selection import Choice
+from servekit.config.load import complain, load_here
+from servekit.config.schema import Config
+from servekit.errors import ConfigError
+from servekit.protocol.messages import AccessRules
+from servekit.supervisor import access_rules as access
+from servekit.supervisor.process.environment import usable_cpus
+from servekit.supervisor.scheduling import host_memory
+from servekit.supervisor.scheduling import memory_estimator as estimates
+from servekit.supervisor.scheduling.memory_estimator import Estimate
+from servekit.supervisor.scheduling.placement import (
+    Assignment,
+    Misplaced,
+    place,
+    placed_elsewhere,
+)
+from servekit.system import procfs
+from servekit.system.gpus import Gpu, Slot
+
+#: A file that was changed so recently may be half written; how long that may go on.
+_AT_REST_S = 0.5
+_PATIENCE_S = 10.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the configuration comes from, and what the command line says over it."""
+
+    path: Path
+    server: Mapping[str, object] = field(default_factory=dict)
+    insecure: bool = False  # whoever reaches the port may use it, keys or not
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
+
+    def plan(
+        self,
+        gpus: Sequence[Gpu],
+        held: Mapping[str, Sequence[Slot]] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> Plan:
+        """Read the file; `held` are the GPUs that models have now and should keep.
+
+        `counts` are the replicas that those with a range have now, which they keep where all fits.
+        Raises ConfigError with everything that is wrong with it.
+        """
+        config, choices = load_here(self.path, Machine(bool(gpus)))
+        server = config.server.model_copy(update=dict(self.server))
+        config = config.model_copy(update={"server": server})
+        if not self.insecure and (reason := access.refuse_public(config)):
+            raise complain(self.path, ("server", "host"), f"{reason}.")
+        try:
+            rules = access.rules(config, self.environ)
+            access.check_handed(config, self.environ)
+        except access.KeyMissing as error:
+            raise complain(self.path, error.at, str(error)) from None
+        name = str(self.path.resolve())
+        if config.launcher == "ray":
+            cpus = (config.ray or RayConfig()).cpus
+            away = placed_elsewhere(config.models, max(1, int(cpus)))
+            return Plan(config, name, away, (), self, rules, choices=choices)
+        try:
+            places = self._places(config, gpus, held or {}, counts or {})
+            found = self._estimates(config, places)
+        except Misplaced as error:
+            raise complain(self.path, error.loc, error.message) from None
+        return Plan(config, name, places, tuple(gpus), self, rules, found, choices)
+
+    def _places(
+        self,
+        config: Config,
+        gpus: Sequence[Gpu],
+        held: Mapping[str, Sequence[Slot]],
+        counts: Mapping[str, int],
+    ) -> tuple[Assignment, ...]:
+        """Raises Misplaced. What a model has scaled up to gives way to what the file asks for."""
+        try:
+            places = place(config.models, gpus, usable_cpus(), held, config.gpus.reserve, counts)
+            host_memory.check(config.models, places, procfs.memory_bytes())
+        except Misplaced:
+            if not counts:
+                raise
+            return self._places(config, gpus, held, {})
+        return places
+
+    def _estimates(self, config: Config, places: Sequence[Assignment]) -> dict[str, Estimate]:
+        """What each model takes at its first place. Raises Misplaced."""
+        found: dict[str, Estimate] = {}
+        for index, model in enumerate(config.models):
+            own = [place for place in places if place.model == model.name]
+            one = estimates.estimate(model, own[0], self.environ)
+            if one is not None:
+                found[model.name] = one
+                for place in own:
+                    estimates.refuse(index, model, place, one, config.gpus.reserve)
+        return found
+
+    def await_rest(self) -> None:
+        """Return once nobody has written to the file for a moment; blocks, for a thread.
+
+        Half a file may well be a valid one with fewer models. Raises ConfigError.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        while (age_s := self._age_s()) < _AT_REST_S:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{self.path}: is still being written; try again when it is done")
+            time.sleep(min(_LOOK_EVERY_S, _AT_REST_S - max(0.0, age_s)))
+
+    def _age_s(self) -> float:
+        try:
+            age_s = time.time() - self.path.stat().st_mtime
+        except OSError:
+            return _AT_REST_S  # reading it will say what is wrong
+        return age_s if age_s >= 0 else _AT_REST_S  # a clock that was set back
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to run: the file, and where every worker goes."""
+
+    config: Config
+    config_path: str
+    places: tuple[Assignment, ...]
+    gpus: tuple[Gpu, ...]
+    source: Source
+    access: AccessRules
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)  # of models with files
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # of models with `engine: auto`

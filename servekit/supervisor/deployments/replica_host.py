@@ -1,0 +1,30 @@
+"""What a fleet needs to know of the others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.lifecycle.managed_process import Host
+from servekit.supervisor.scheduling.gpu_admission import Gate
+from servekit.supervisor.workers.fork_server import Standby
+from servekit.supervisor.workers.worker_process import Replica
+from servekit.system.gpus import Gpu, Slot
+
+
+class Yard(Protocol):
+    """All fleets together."""
+
+    @property
+    def host(self) -> Host: ...
+    @property
+    def gpus(self) -> tuple[Gpu, ...]: ...
+    @property
+    def drain_timeout_s(self) -> float: ...
+    def start(self, life: Replica | Standby) -> None: ...
+    @property
+    def gate(self) -> Gate: ...
+    def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
+    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]: ...
+    def has_room(self, model: ModelConfig, slot: Slot) -> bool: ...
+    def is_taken(self, name: str) -> bool: ...

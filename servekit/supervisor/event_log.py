@@ -1,0 +1,252 @@
+"""Keeps the events (`servekit.event_store`) in a file, without ever holding anybody up.
+
+A thread of its own writes. Between it and the event loop is a queue of bounded length: a disk that
+is slow or full costs events, which are counted, and nothing else. A file that is broken, or of
+another version, is put aside as events.db.broken, and a new one begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from servekit import event_store
+from servekit.event_store import FILE, TABLE, VERSION, Event
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: Events kept, and the largest file, whatever is in them: 16 MiB in pages of 4 KiB.
+MOST_EVENTS = 20_000
+MOST_PAGES = 4096
+#: Events that wait for the disk.
+_MOST_WAITING = 2000
+_LONGEST_CHARS = 2000
+#: After a failure it is tried again this often.
+_AGAIN_S = 5.0
+#: A writer that hangs in a disk is left behind at the end.
+_GOODBYE_S = 1.0
+_INSERT = "INSERT INTO events (at, kind, model, worker, what, detail) VALUES (?, ?, ?, ?, ?, ?)"
+_PRUNE = "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?"
+
+
+class Journal:
+    """Until it is opened, and after it is closed, what it is told is forgotten."""
+
+    def __init__(self, *, again_s: float = _AGAIN_S) -> None:
+        self._again_s = again_s
+        self._waiting: deque[Event] = deque()
+        self._news = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._lost = self._lost_told = 0  # one is the loop's, the other the thread's
+        self._is_failing = False
+        self._is_first = True
+
+    # ---- from the event loop
+
+    def open(self, folder: Path) -> None:
+        """Keep events in a file there, from now on."""
+        self._waiting.clear()
+        self._lost = self._lost_told = 0
+        self._closing, self._is_failing, self._is_first = False, False, True
+        self._thread = threading.Thread(
+            target=self._run, args=(folder / FILE,), name="journal", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what waits, if the disk takes it within a second."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._closing = True
+            self._news.set()
+            thread.join(_GOODBYE_S)
+
+    def tell(
+        self, kind: str, what: str = "", *, model: str = "", worker: str = "", **detail: Any
+    ) -> None:
+        """This has happened. Never blocks, never raises."""
+        if self._thread is None:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._lost += 1
+            return
+        model = model or ("" if worker.startswith("gateway/") else worker.rpartition("/")[0])
+        text = what if len(what) <= _LONGEST_CHARS else f"{what[:_LONGEST_CHARS]} …"
+        self._waiting.append(Event(time.time(), kind, text, model, worker, detail))
+        self._news.set()
+
+    # ---- in the thread
+
+    def _run(self, path: Path) -> None:
+        file: sqlite3.Connection | None = None
+        while True:
+            if not self._waiting and not self._closing:
+                self._news.wait()
+            self._news.clear()
+            ending = self._closing
+            try:
+                file = self._ready(path, file)
+                self._write(file)
+                self._recovered(path)
+            except (sqlite3.Error, OSError, ValueError) as error:
+                file = self._failed(path, file, error)
+                if not ending:
+                    self._wait_a_while()
+            if ending:
+                _close(file)
+                return
+
+    def _ready(self, path: Path, file: sqlite3.Connection | None) -> sqlite3.Connection:
+        """The file, opened if it is not, or if somebody has removed it."""
+        if file is not None and not path.exists():
+            _close(file)
+            file = None
+        file = file or _opened(path)
+        if self._is_first:
+            _note_crash(file)
+            self._is_first = False
+        return file
+
+    def _write(self, file: sqlite3.Connection) -> None:
+        """All that waits, in one transaction; it waits until that is done."""
+        batch, all_lost = list(self._waiting), self._lost
+        waited, lost = len(batch), all_lost - self._lost_told
+        if lost:
+            said = f"{lost} events could not be written"
+            batch.append(Event(time.time(), "gap", said, detail={"lost": lost}))
+        if not batch:
+            return
+        with file:
+            file.executemany(_INSERT, [_row(one) for one in batch])
+            file.execute(_PRUNE, (MOST_EVENTS,))
+        for _ in range(waited):
+            self._waiting.popleft()
+        self._lost_told = all_lost
+
+    def _wait_a_while(self) -> None:
+        deadline = time.monotonic() + self._again_s
+        while not self._closing and (left := deadline - time.monotonic()) > 0:
+            self._news.wait(left)
+            self._news.clear()
+
+    def _failed(
+        self, path: Path, file: sqlite3.Connection | None, error: Exception
+    ) -> sqlite3.Connection | None:
+        if not self._is_failing:
+            log.warning("cannot keep events", file=str(path), reason=str(error))
+        self._is_failing = True
+        if _is_full(error) and file is not None and _halved(file):
+            return file
+        _close(file)
+        if _is_broken(error):
+            _put_aside(path)
+        return None
+
+    def _recovered(self, path: Path) -> None:
+        if self._is_failing:
+            log.info("keeping events again", file=str(path))
+        self._is_failing = False
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """The file, made if need be. Raises sqlite3.Error."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    file = sqlite3.connect(path, timeout=5.0)
+    try:
+        _prepare(file)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _prepare(file: sqlite3.Connection) -> None:
+    # Not WAL: it takes a megabyte beside the file, and maps memory of a disk that may be full.
+    file.execute("PRAGMA journal_mode = DELETE")
+    file.execute("PRAGMA synchronous = NORMAL")
+    file.execute("PRAGMA cache_size = -256")
+    file.execute(f"PRAGMA max_page_count = {MOST_PAGES}")
+    [version] = file.execute("PRAGMA user_version").fetchone()
+    if version not in (0, VERSION):
+        raise sqlite3.DatabaseError(f"it is of another version: {version}")
+    [verdict] = file.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(f"it is malformed: {verdict}")
+    with file:
+        file.execute(TABLE)
+        file.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _note_crash(file: sqlite3.Connection) -> None:
+    """Say so if the last supervisor had not the time to say that it ended."""
+    query = "SELECT kind, detail FROM events WHERE kind IN ('up', 'down') ORDER BY id DESC LIMIT 1"
+    last = file.execute(query).fetchone()
+    if last is None or last[0] != "up":
+        return
+    pid = event_store.details(last[1]).get("pid", "unknown")
+    what = f"the supervisor before (pid {pid}) was killed, or its machine went down"
+    with file:
+        file.execute(_INSERT, _row(Event(time.time(), "crash", what)))
+
+
+def _row(event: Event) -> tuple[Any, ...]:
+    return (
+        *(event.at, event.kind, _text(event.model), _text(event.worker), _text(event.what)),
+        json.dumps(event.detail, default=str),
+    )
+
+
+def _text(text: str) -> str:
+    """What SQLite takes: halves of characters are none."""
+    return text.encode(errors="replace").decode()
+
+
+def _is_full(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+def _is_broken(error: Exception) -> bool:
+    """It will not get better by itself: the file is no database of ours, or is damaged."""
+    if isinstance(error, sqlite3.OperationalError) or not isinstance(error, sqlite3.DatabaseError):
+        # a table that lacks a column is damaged, too; all else may be the disk's
+        return "no such column" in str(error) or "has no column" in str(error)
+    return True
+
+
+def _halved(file: sqlite3.Connection) -> bool:
+    """Make room in a file that has reached its largest size; false where the disk is what is full.
+
+    Raises nothing.
+    """
+    with contextlib.suppress(sqlite3.Error), file:
+        file.execute("DELETE FROM events WHERE id <= (SELECT (min(id) + max(id)) / 2 FROM events)")
+        return True
+    return False
+
+
+def _put_aside(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.replace(path.with_name(f"{path.name}.broken"))
+    for tail in ("-journal", "-wal", "-shm"):
+        with contextlib.suppress(OSError):
+            path.with_name(f"{path.name}{tail}").unlink(missing_ok=True)
+
+
+def _close(file: sqlite3.Connection | None) -> None:
+    if file is not None:
+        with contextlib.suppress(sqlite3.Error):
+            file.close()
+
+
+#: The one of this process.
+journal = Journal()

@@ -1,0 +1,306 @@
+"""One gateway, as the supervisor sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+from msgspec.structs import replace
+
+from servekit.config.schema import ServerConfig
+from servekit.protocol.adapters import Told, Unused
+from servekit.protocol.messages import (
+    FromGateway,
+    GatewayStatus,
+    Ping,
+    Quarantined,
+    Serving,
+    Spent,
+    Topology,
+    Traffic,
+)
+from servekit.protocol.metrics_messages import Counted, Series
+from servekit.protocol.residency import KeepAlive, Wanted
+from servekit.protocol.transport.credentials import Renew
+from servekit.protocol.transport.socket_handover import heir_path
+from servekit.supervisor.event_log import journal
+from servekit.supervisor.lifecycle.launcher import AnyChild
+from servekit.supervisor.lifecycle.managed_process import Host, Life
+from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.process import environment
+from servekit.supervisor.process.child_process import Command
+from servekit.supervisor.quarantine import aged
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: How long a gateway may take to hear of a change, before it is gone on without it.
+_TELL_S = 2.0
+_LOOK_EVERY_S = 0.005
+#: How often a gateway is asked for a sign of life, and after which silence it is replaced.
+_ASK_EVERY_S = 1.0
+SILENT_S = 30.0
+#: Deaths of the same cause, before any gateway has served, after which the start has failed.
+_DEATHS_IN_VAIN = 5
+
+
+class Gateway(Life[FromGateway]):
+    """Runs one gateway on the shared listening sockets."""
+
+    incoming = FromGateway
+    begins_with = "imports"
+
+    def __init__(
+        self,
+        which: int | str,
+        listen_fds: tuple[int, ...],
+        server: ServerConfig,
+        host: Host,
+        tell_others: Callable[[Spent], None],
+    ) -> None:
+        super().__init__(f"gateway/{which}", host)
+        self.starting.occasion = Occasion.up()
+        self.has_served = False  # in any of its lives
+        self.traffic = Traffic(0, 0, {})
+        self._past_tokens: Counter[str] = Counter()  # of its lives before
+        self._tell_others = tell_others
+        self._which, self._listen_fds = which, listen_fds
+        self._server = server
+        self._topology, self._published_s = Topology(()), time.monotonic()
+        self._sent = self._told = 0  # serial numbers of topologies
+        self._asked_at = self.answered_at = 0.0  # on the monotonic clock
+        self._killing: asyncio.Task[None] | None = None
+        self._credentials_fd: int | None = None  # until it has them
+        self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
+        #: How much each model that comes and goes is in use there, and when that was said.
+        self.uses: dict[str, tuple[Wanted, float]] = {}
+        self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
+        self.on_counted: Callable[[Counted], None] = lambda _: None
+
+    def join(self, other: Gateway) -> None:
+        """Tell whom another one tells that is there already, and begin with what it knows."""
+        self.on_use, self.on_counted = other.on_use, other.on_counted
+        self._tell_others, self._topology = other._tell_others, other._topology
+
+    def succeed(self, other: Gateway) -> None:
+        """Another one is gone: what it has given out is not to be gone with it."""
+        self._past_tokens.update(other._past_tokens)
+
+    @property
+    def shares(self) -> bool:
+        """It takes its share of the workers' slots."""
+        return True
+
+    def command(self) -> Command:
+        self._forget_credentials()
+        if self.host.launcher is not None:
+            self._credentials_fd = self.host.launcher.gateway_credentials(self.name).hand_over()
+        return Command(
+            name=self.name,
+            module="servekit.gateway",
+            args=(
+                *("--name", self.name),
+                *(arg for fd in self._listen_fds for arg in ("--listen-fd", str(fd))),
+                *("--max-body-bytes", str(self._server.max_body_bytes)),
+                *self._tls_args(),
+                *self._ui_args(),
+                *("--operators", str(self.host.run_dir.control)),
+                *(("--legacy",) if self._server.legacy else ()),
+                *self._remote_args(),
+            ),
+            env=environment.for_gateway(self.host.environ, self.host.mark),
+            # A model may be called "gateway"; its workers' files have a "~".
+            log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
+            pass_fds=self._listen_fds + self._credentials_fds(),
+        )
+
+    def _remote_args(self) -> tuple[str, ...]:
+        """With workers on other machines, which outlive a supervisor, it does so, too."""
+        if self.host.launcher is None:
+            return ()
+        heir = heir_path(self.host.run_dir.path, self._which)
+        return (
+            *("--credentials-fd", str(self._credentials_fd)),
+            *("--heir", str(heir), "--grace-s", f"{self.host.launcher.grace_s:g}"),
+        )
+
+    def _credentials_fds(self) -> tuple[int, ...]:
+        return () if self._credentials_fd is None else (self._credentials_fd,)
+
+    def _forget_credentials(self) -> None:
+        if self._credentials_fd is not None:
+            os.close(self._credentials_fd)
+        self._credentials_fd = None
+
+    def _ui_args(self) -> tuple[str, ...]:
+        # Gradio keeps state in its process, so the first gateway serves the UI for all.
+        if not self._server.ui:
+            return ("--no-ui",)
+        return ("--ui-socket", str(self.host.run_dir.path / "ui.sock"))
+
+    def _tls_args(self) -> tuple[str, ...]:
+        if (tls := self._server.tls) is None:
+            return ()
+        return ("--tls-certificate", str(tls.certificate), "--tls-key", str(tls.key))
+
+    def greet(self) -> None:
+        self._forget_credentials()
+        passed_s = time.monotonic() - self._published_s
+        held = aged(self._topology.quarantined, passed_s)
+        self.publish(replace(self._topology, quarantined=held))
+
+    def publish(self, topology: Topology) -> None:
+        """Tell it where everything is; a later incarnation is told first thing."""
+        self._topology, self._published_s = topology, time.monotonic()
+        self._unused -= {
+            adapter.name
+            for model in topology.models
+            for adapter in model.adapters
+            if adapter.state == "serving"
+        }
+        self._sent += 1
+        if self.child is not None:
+            self.child.send(replace(topology, serial=self._sent))
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """It serves by what was published last, if it serves."""
+        return self.state != "ready" or self._told == self._sent
+
+    def is_done_with(self, adapter: str) -> bool:
+        """It has no request for an adapter that serves no more."""
+        return self.state != "ready" or adapter in self._unused
+
+    def hear(self, spent: Spent) -> None:
+        """Tell it what keys have used at another gateway."""
+        if spent.gateway != self.name and self.child is not None:
+            self.child.send(spent)
+
+    def receive(self, message: FromGateway) -> None:
+        self.answered_at = time.monotonic()
+        match message:
+            case Serving():
+                took_s = round(time.monotonic() - self._began_at, 2)
+                log.info("serving", child=self.name, after_s=took_s)
+                self.has_served = True
+                self.came_up()
+            case Quarantined():
+                self.host.quarantine(message)
+                one = Series("servekit_quarantines_total", (message.model,), [1])
+                self.on_counted(Counted((one,)))
+            case Counted():
+                self.on_counted(message)
+            case Told(serial):
+                self._told = serial
+            case Unused(adapter):
+                self._unused.add(adapter)
+            case Spent():
+                self._tell_others(message)
+            case Wanted(model):
+                self.uses[model] = message, time.monotonic()
+                self.on_use(None)
+            case KeepAlive():
+                self.on_use(message)
+            case Traffic():
+                self.traffic = message
+                self.host.noticed()
+
+    def look(self) -> None:
+        """Ask for a sign of life; one that gives none is replaced. The others serve on."""
+        super().look()
+        now = time.monotonic()
+        if self.state != "ready" or self.child is None:
+            return
+        launcher = self.host.launcher
+        if launcher is not None and (due := launcher.renewed(self.name)) is not None:
+            self.child.send(Renew(due))
+        owes = self.answered_at < self._asked_at
+        if owes and now - self._asked_at > SILENT_S:
+            self._give_up(self.child, f"it did not answer for {SILENT_S:g} s, killed")
+        elif not owes and now - self._asked_at >= _ASK_EVERY_S:
+            self._asked_at = now
+            self.child.send(Ping(0))
+
+    def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
+        log.error("stalled", child=self.name, pid=child.pid, reason=cause)
+        journal.tell("stalled", cause, worker=self.name, pid=child.pid)
+        self.stalls += 1
+        self.set("stalled", cause)
+        self._killing = self._loop.create_task(child.dump_and_kill(cause))
+
+    def slept(self) -> None:
+        """The supervisor has not run for a while: nobody could answer it."""
+        self._asked_at = self.answered_at = time.monotonic()
+
+    def load(self) -> tuple[int, int]:
+        return self.traffic.requests, self.traffic.in_flight
+
+    def awaited(self) -> set[str]:
+        """The models that requests wait for there, by what it told last."""
+        queued = {name for name, count in self.traffic.queued.items() if count}
+        return queued | {name for name, (wanted, _) in self.uses.items() if wanted.waiting}
+
+    def tokens(self, model: str) -> int:
+        """That it has given out, in all its lives."""
+        return self._past_tokens[model] + self.traffic.tokens.get(model, 0)
+
+    def buried(self) -> None:
+        self._past_tokens.update(self.traffic.tokens)
+        self.traffic = Traffic(0, 0, {})
+        self._unused.clear()
+        self.uses.clear()
+
+    def status(self) -> GatewayStatus:
+        return GatewayStatus(
+            name=self.name,
+            pid=self.pid,
+            state=self.state,
+            restarts=self.restarts,
+            rss_bytes=self.rss_bytes,
+            requests=self.traffic.requests,
+            in_flight=self.traffic.in_flight,
+            reason=self.reason,
+        )
+
+
+def gateways_of(server: ServerConfig, listen_fds: tuple[int, ...], host: Host) -> list[Gateway]:
+    """All of an instance; each tells the others what keys have used there."""
+    gateways: list[Gateway] = []
+
+    def tell_others(spent: Spent) -> None:
+        for gateway in gateways:
+            gateway.hear(spent)
+
+    for index in range(server.gateways):
+        gateways.append(Gateway(index, listen_fds, server, host, tell_others))
+    return gateways
+
+
+def in_vain(gateways: Sequence[Gateway]) -> str:
+    """Why the start has failed: no gateway has ever served, and one dies of the same again and
+    again. "" otherwise.
+    """
+    if any(gateway.has_served for gateway in gateways):
+        return ""
+    for gateway in gateways:
+        causes = [death.what for death in gateway.history.exits()[-_DEATHS_IN_VAIN:]]
+        if len(causes) == _DEATHS_IN_VAIN and len(set(causes)) == 1:
+            log_file = gateway.host.run_dir.log_path(gateway.name.replace("/", "-"))
+            return f"no gateway can serve. {gateway.name}: {causes[0]} (more in {log_file})"
+    return ""
+
+
+async def until_told(gateways: Sequence[Gateway]) -> None:
+    """Return when all of them go by what was published, changes of this turn of the loop included.
+
+    One that takes long is not waited for.
+    """
+    deadline = time.monotonic() + _TELL_S
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_EVERY_S)  # in this turn of the loop they are told
+        if all(gateway.is_up_to_date for gateway in gateways):
+            return

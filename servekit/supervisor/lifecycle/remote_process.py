@@ -1,0 +1,338 @@
+"""A worker or a gateway on another machine: the interface of `child.Child`, over the network.
+
+    dialled ──▶ attached ── EOF ──▶ redialling ── attached again: nothing was lost
+        ▲           │                  │
+        └───────────┼──────────────────┘ for `node_lost_s` since it was last heard: lost
+                    └─ exits, or is killed, by the word of who launched it ──▶ `exited`
+
+The connection is not the lifeline: the worker serves its gateways on without it, for a while, and
+so does a link that was cut. Who launched the process ends it and knows how it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+import structlog
+from msgspec.structs import replace as changed
+
+from servekit.errors import WireError
+from servekit.protocol.adapters import AdapterSpec, Remember
+from servekit.protocol.messages import PROTOCOL, Hello, Ping, WorkerSpec
+from servekit.protocol.startup_messages import Greeted, Phased
+from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.connection import LOST_S, Connection, dial
+from servekit.protocol.transport.credentials import Role
+from servekit.protocol.transport.resumable_channel import (
+    FLEETING,
+    Attach,
+    Attached,
+    Kept,
+    Superseded,
+)
+from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
+from servekit.supervisor.process.child_process import GOODBYE_S, Exit
+from servekit.system.shared_memory import Segment
+
+log: Any = structlog.get_logger("servekit.supervisor")
+Incoming = TypeVar("Incoming")
+
+#: Without a word from it for so long a worker is lost, with its node.
+NODE_LOST_S = 10.0
+#: Between attempts to reach it again.
+_REDIAL_S = 0.2
+#: For a worker that is reached to say who it is.
+_ATTACH_S = 5.0
+#: How long the launcher may take to end a process, and then to say how it has ended.
+_KILL_S = 10.0
+_SAY_S = 2.0
+#: How long stacks may take to come.
+_DUMP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What whoever launched a worker does to it, on its node.
+
+    `kill` ends it and all that it has started; `exited` returns once it has ended, with how; `dump`
+    has it write the stacks of all its threads and returns them. None of them need return while
+    the node is not reached; errors that they raise are logged.
+    """
+
+    kill: Callable[[str], Awaitable[None]]
+    exited: Callable[[], Awaitable[Exit]]
+    dump: Callable[[], Awaitable[Sequence[str]]] | None = None
+
+
+class RemoteChild(Generic[Incoming]):
+    """A worker that is reached over TCP, by `attach`; `exited` holds its Exit once it has ended.
+
+    `lost_s`: a connection whose other end has not answered for so long is over; `node_lost_s`: so
+    is the worker, unless it is reached again by then.
+
+    `state` and `spec` are what it was when it was attached: one that is "ready" is adopted, and
+    tells its Ready again. `added` are the adapters that it knows operators to have added.
+    """
+
+    forked = False
+    here = False  # its pid is one of another machine
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        identity: Identity,
+        incoming: Any,
+        on_message: Callable[[Incoming], None],
+        hands: Hands,
+        *,
+        lost_s: float = LOST_S,
+        node_lost_s: float = NODE_LOST_S,
+        role: Role = "worker",
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.pid = self.started = 0
+        self.rss_bytes = 0  # as its node has told
+        self.state = "empty"
+        self.spec: WorkerSpec | None = None
+        self.added: tuple[AdapterSpec, ...] = ()
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._identity = identity
+        self._incoming = incoming
+        self._on_message = on_message
+        self._hands = hands
+        self._lost_s = lost_s
+        self._node_lost_s = node_lost_s
+        self._role: Role = role
+        #: Called when a connection that was lost is there again: for what is not kept.
+        self.on_again: Callable[[], None] = lambda: None
+        self._session = secrets.token_hex(8)
+        self._kept = Kept()
+        self._had = 0
+        self._heard_at = self._loop.time()
+        self._asked_at = 0.0  # the first Ping since then
+        self._ahead_s = 0.0  # of the worker's monotonic clock before ours
+        self._cause = ""
+        self._stacks: tuple[str, ...] = ()
+        self._stopping = False
+        self._connection: Connection[Any] | None = None
+        self._attached = self._loop.create_future()
+        self._up = False  # attached by the connection that there is
+        self._last_effort: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def attach(self) -> Self:
+        """Reach it; itself. Raises OSError, with a sentence, where that fails."""
+        await self._dial()
+        self._begin(self._await_exit())
+        return self
+
+    # ---- as Child has it
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send it a message, now or when it is reached again; dropped once it is gone."""
+        if self.exited.done():
+            return
+        self._kept.add(message)
+        if isinstance(message, Ping) and self._asked_at <= self._heard_at:
+            self._asked_at = self._loop.time()
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def remember(self, added: tuple[AdapterSpec, ...]) -> None:
+        """Have it know what operators have added to its model, for whoever comes after us."""
+        if added != self.added:
+            self.added = added
+            self.send(Remember(added))
+
+    def kill(self, cause: str) -> None:
+        """Have it ended now, with all that it has started; `cause` becomes the reason."""
+        if not self.exited.done() and not self._cause:
+            self._cause = cause
+            self._begin(self._have_killed(cause))
+
+    def note_segments(self) -> set[Segment]:
+        """None here: whoever launched it clears up on its node."""
+        return set()
+
+    async def dump_and_kill(self, cause: str) -> None:
+        """Have it write the stacks of all its threads, and end it."""
+        if self._hands.dump is not None and not self.exited.done():
+            try:
+                async with asyncio.timeout(_DUMP_S):
+                    self._stacks = tuple(await self._hands.dump())
+            except Exception as error:
+                log.warning("no stacks came", child=self.name, error=repr(error))
+        self.kill(cause)
+
+    async def stop(self, ask: msgspec.Struct, grace_s: float) -> Exit:
+        """Ask it to end, insist after `grace_s`, and return when it has ended."""
+        self._stopping = True
+        self.send(ask)
+        await asyncio.wait((self.exited,), timeout=grace_s)
+        if not self.exited.done():
+            self.kill(f"did not stop within {grace_s:g} s, killed")
+        return await asyncio.shield(self.exited)
+
+    def leave(self) -> None:
+        """Let go of it: it serves on, for its grace time, and may be adopted by another."""
+        self._conclude(Exit(None, None, (), cause="left to itself"))
+
+    # ---- its end
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._tasks.discard)
+
+    async def _await_exit(self) -> None:
+        try:
+            self._conclude(await self._hands.exited())
+        except Exception as error:  # then its connection tells
+            log.warning("its launcher cannot tell how it ends", child=self.name, error=repr(error))
+
+    async def _have_killed(self, cause: str) -> None:
+        await self._end_there(cause)
+        await asyncio.wait((self.exited,), timeout=_SAY_S)  # by the launcher's word
+        self._conclude(Exit(None, None, (), cause=cause))
+
+    async def _end_there(self, cause: str) -> None:
+        try:
+            async with asyncio.timeout(_KILL_S):
+                await self._hands.kill(cause)
+        except Exception as error:
+            log.warning("not known to have ended", child=self.name, error=repr(error))
+
+    def _conclude(self, exit_: Exit) -> None:
+        if self.exited.done():
+            return
+        self.exited.set_result(
+            replace(exit_, cause=self._cause or exit_.cause, stacks=self._stacks or exit_.stacks)
+        )
+        if self._connection is not None:
+            self._connection.abort()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    # ---- the connection
+
+    async def _dial(self) -> None:
+        """Attach, for the first time or again. Raises OSError."""
+        self._attached = attached = self._loop.create_future()
+        connection: Connection[Any] = await dial(
+            self.address,
+            lambda: Connection(Hello, self._on_hello, self._on_close),
+            self._identity,
+            lost_s=self._lost_s,
+            role=self._role,
+        )
+        self._connection = connection
+        connection.send(Hello(PROTOCOL, "supervisor", self._identity.member))
+        connection.send(Attach(self._session, self._had))
+        try:
+            async with asyncio.timeout(_ATTACH_S):
+                await attached
+        except TimeoutError:
+            connection.abort()
+            raise TimeoutError(f"{self.address} has not said who it is") from None
+
+    def _on_hello(self, hello: Hello) -> None:
+        connection = self._connection
+        assert connection is not None  # it answers what was sent by way of it
+        if hello.protocol != PROTOCOL:
+            raise WireError(
+                f"{self._role} {hello.name} speaks protocol {hello.protocol} and this supervisor"
+                f" {PROTOCOL}: install the same servekit on all machines"
+            )
+        connection.allow()
+        connection.become(self._incoming | Attached | Superseded, self._hear, self._on_close)
+
+    def _hear(self, message: Any) -> None:
+        self._heard_at = self._loop.time()
+        if self.exited.done():
+            return
+        match message:
+            case Attached():
+                self._on_attached(message)
+            case Superseded():
+                self._conclude(Exit(None, None, (), cause="another supervisor has adopted it"))
+            case _:
+                self._had += not isinstance(message, FLEETING)
+                self._on_message(self._by_our_clock(message))
+
+    def _on_attached(self, told: Attached) -> None:
+        missing = self._kept.after(told.have)
+        if self.pid and (not told.resumed or missing is None):
+            self._conclude(Exit(None, None, (), cause="it is not the process any more that it was"))
+            return
+        self.added = self.added if self.pid else told.added
+        self.pid, self.state, self.spec = told.pid, told.state, told.spec
+        self._ahead_s = told.now_s - time.monotonic()
+        for message in missing or ():
+            assert self._connection is not None
+            self._connection.send(message)
+        self._up = True
+        if not self._attached.done():
+            self._attached.set_result(None)
+
+    def _by_our_clock(self, message: Any) -> Any:
+        """Times of another machine's monotonic clock say nothing here."""
+        if isinstance(message, Phased):
+            phase, ahead_s = message.phase, self._ahead_s
+            ended_s = None if phase.ended_s is None else phase.ended_s - ahead_s
+            return Phased(changed(phase, began_s=phase.began_s - ahead_s, ended_s=ended_s))
+        if isinstance(message, Greeted):
+            return Greeted(message.gateway, message.at_s - self._ahead_s)
+        return message
+
+    def _on_close(self, error: Exception | None) -> None:
+        was_up, self._up, known = self._up, False, self._connection is not None
+        self._connection = None
+        if known and not self._attached.done():
+            said = str(error) if error is not None else HUNG_UP
+            self._attached.set_exception(NotTrusted(f"{self.address}: {said}"))
+        if not was_up or self.exited.done():
+            return
+        if isinstance(error, WireError) and not isinstance(error, OSError):
+            self.kill(f"broke the wire protocol: {error}")
+        if self._asked_at <= self._heard_at:  # its kernel has answered for it until then
+            self._heard_at = max(self._heard_at, self._loop.time() - self._lost_s)
+        log.warning("control channel lost", child=self.name, error=str(error or "EOF"))
+        self._begin(self._redial())
+
+    async def _redial(self) -> None:
+        """Until it is reached, or is lost."""
+        said = ""
+        give_up_s = GOODBYE_S if self._stopping else self._node_lost_s
+        while (left_s := self._heard_at + give_up_s - self._loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._dial()
+            except OSError as error:
+                said = str(error) or said
+                await asyncio.sleep(_REDIAL_S)
+            else:
+                log.info("control channel found again", child=self.name)
+                self.on_again()
+                return
+        self._lose(said)
+
+    def _lose(self, said: str) -> None:
+        """It is not reached. Should it live, it is to serve no more: another takes its place."""
+        if self._stopping and not self._cause:
+            self._conclude(Exit(0, None, ()))
+            return
+        silent_s = self._loop.time() - self._heard_at
+        cause = f"node lost: no answer for {silent_s:.0f} s ({said})"
+        self._cause = self._cause or cause
+        self._last_effort = self._loop.create_task(self._end_there(cause))
+        self._conclude(Exit(None, None, (), cause=cause))

@@ -1,0 +1,177 @@
+"""How one process came up, this time and the time before: what is known of it, put together.
+
+The supervisor notes what it sees itself (why it was started, back-off, the gate, the process,
+its end); a worker tells the rest. What nobody knows the end of ends where the next thing is heard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from servekit.protocol.startup_messages import Cause, Greeted, Phase, Phased, Start, Starts
+from servekit.system import procfs
+
+#: Less than this is no phase: it was not waited at all.
+_NOTHING_S = 0.001
+#: Kept: the life now, and the one before.
+_LIVES = 2
+#: A worker that tells more has gone astray.
+_MOST_PHASES = 256
+#: The phase from what a process is started for to its start, by that.
+_BEFORE: dict[Cause, str] = {
+    "up": "supervisor",
+    "reload": "reload",
+    "request": "room",
+    "operator": "room",
+    "restart": "back-off",
+    "standby": "standby",
+    "scale": "room",
+}
+#: What a worker calls the first answer that it gives.
+FIRST_TOKEN = "warm-up"
+
+
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """What a process is started for, and since when; on the monotonic clock, in s."""
+
+    cause: Cause
+    at_s: float
+
+    @classmethod
+    def up(cls) -> Occasion:
+        """The start of this very process."""
+        return cls("up", time.monotonic() - procfs.age_s())
+
+    @classmethod
+    def now(cls, cause: Cause) -> Occasion:
+        return cls(cause, time.monotonic())
+
+
+@dataclass(slots=True)
+class _Life:
+    """One life of a process, of which its start is kept."""
+
+    occasion: Occasion
+    at: float
+    phases: list[Phase] = field(default_factory=list)
+    ready_s: float | None = None
+    died_s: float | None = None
+    greeted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def over_s(self) -> float | None:
+        """When it was over, one way or the other; None while it is under way."""
+        if self.ready_s is not None:
+            return max([self.ready_s, *self.greeted.values()])
+        return self.died_s
+
+    def told(self, phase: Phase) -> None:
+        """What is known of a phase, in place of what was known of it before."""
+        for at, known in enumerate(self.phases):
+            if (known.name, known.began_s) == (phase.name, phase.began_s):
+                self.phases[at] = phase
+                return
+        if len(self.phases) < _MOST_PHASES:
+            self.phases.append(phase)
+
+    def start(self, now: float) -> Start:
+        zero, over = self.occasion.at_s, self.over_s
+        phases = [*self.phases, *self._gateways()]
+        return Start(
+            cause=self.occasion.cause,
+            at=self.at,
+            state="up" if self.ready_s is not None else "starting" if over is None else "died",
+            phases=tuple(_since(zero, one) for one in sorted(phases, key=lambda one: one.began_s)),
+            total_s=(now if over is None else over) - zero,
+            first_token_s=self._first_token_s(),
+        )
+
+    def _gateways(self) -> Iterator[Phase]:
+        if self.ready_s is not None and self.greeted:
+            yield Phase("gateways", self.ready_s, self.over_s)
+
+    def _first_token_s(self) -> float | None:
+        ends = [one.ended_s for one in self.phases if one.name == FIRST_TOKEN and not one.failed]
+        return next((end - self.occasion.at_s for end in ends if end is not None), None)
+
+
+class Starting:
+    """The starts of one process. Times are on the monotonic clock, in s."""
+
+    def __init__(self) -> None:
+        self.occasion: Occasion | None = None  # of its next start, where it is not its own
+        self._lives: deque[_Life] = deque(maxlen=_LIVES)
+        self._awaited = ""  # a phase that ends where the next thing is heard
+
+    def begin(self, now: float) -> None:
+        """It is started, from now on."""
+        occasion = self.occasion or Occasion("restart", self._died_s(now))
+        self.occasion, self._awaited = None, ""
+        at = time.time() - (time.monotonic() - occasion.at_s)
+        self._lives.append(_Life(occasion, at))
+        self.spent(_BEFORE[occasion.cause], occasion.at_s, now)
+
+    def spent(self, name: str, began_s: float, ended_s: float) -> None:
+        """A phase that is over; none if it took no time."""
+        if self._lives and ended_s - began_s >= _NOTHING_S:
+            self._lives[-1].told(Phase(name, began_s, ended_s))
+
+    def awaits(self, name: str, began_s: float) -> None:
+        """A phase begins, and ends where the next thing is heard of the process."""
+        self._end_awaited(began_s)
+        if self._lives:
+            self._awaited = name
+            self._lives[-1].told(Phase(name, began_s))
+
+    def heard(self, said: Phased | Greeted) -> None:
+        """The process says so."""
+        if not self._lives:
+            return
+        if isinstance(said, Phased):
+            self._end_awaited(said.phase.began_s)
+            self._lives[-1].told(said.phase)
+        else:
+            self._lives[-1].greeted.setdefault(said.gateway, said.at_s)
+
+    def ready(self, now: float) -> None:
+        """It serves."""
+        self._end_awaited(now)
+        if self._lives:
+            self._lives[-1].ready_s = now
+
+    def died(self, now: float) -> None:
+        """Its life is over. What it died in is left open."""
+        self._awaited = ""
+        if self._lives:
+            self._lives[-1].died_s = now
+
+    def last(self) -> Start | None:
+        """Its newest start; None before the first."""
+        return self._lives[-1].start(time.monotonic()) if self._lives else None
+
+    def all(self, name: str) -> Starts:
+        """The newest last."""
+        now = time.monotonic()
+        return Starts(name, tuple(life.start(now) for life in self._lives))
+
+    def _died_s(self, now: float) -> float:
+        before = self._lives[-1].died_s if self._lives else None
+        return now if before is None else before
+
+    def _end_awaited(self, at_s: float) -> None:
+        if not self._awaited:
+            return
+        name, self._awaited = self._awaited, ""
+        began = next(one.began_s for one in self._lives[-1].phases if one.name == name)
+        self._lives[-1].told(Phase(name, began, max(began, at_s)))
+
+
+def _since(zero: float, phase: Phase) -> Phase:
+    ended_s = None if phase.ended_s is None else phase.ended_s - zero
+    return replace(phase, began_s=phase.began_s - zero, ended_s=ended_s)

@@ -1,0 +1,90 @@
+"""What is free at each place, and what will be, while a decision is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from servekit.supervisor.model_swap.types import Facts
+
+
+class Space:
+    """What is free now, and what will be once those that leave have left."""
+
+    def __init__(self, free: Mapping[str, int], models: Iterable[Facts]) -> None:
+        self.now = dict(free)
+        self.soon = dict(free)
+        self._freed = dict.fromkeys(free, 0)
+        for one in models:
+            if one.tier == "leaving":
+                self.leave(one, one.asleep if one.falls_asleep else {})
+
+    def fits(self, need: Mapping[str, int]) -> bool:
+        return not lacking(need, self.now) and not lacking(need, self.soon)
+
+    def lacks(self, need: Mapping[str, int]) -> dict[str, int]:
+        """What lacks even when those that leave have left."""
+        return lacking(need, self.soon)
+
+    def wants(self, one: Facts) -> dict[str, int]:
+        """What lacks for one that has its claim already, even when those that leave have left.
+
+        More may be claimed than there is, since a file was read anew; or less be free than nobody
+        claims, since strangers hold some.
+        """
+        over = {at: -self.soon[at] for at in one.claim if at in self.soon}
+        short = {at: size - self._freed[at] for at, size in one.lacks.items() if at in self.soon}
+        most = {at: max(over.get(at, 0), short.get(at, 0)) for at in {*over, *short}}
+        return {at: size for at, size in most.items() if size > 0}
+
+    def take(self, need: Mapping[str, int]) -> None:
+        """That is given away."""
+        self.keep(need)
+        for at, size in need.items():
+            if at in self.now:
+                self.now[at] -= size
+
+    def keep(self, need: Mapping[str, int]) -> None:
+        """Of what will be free, nobody else gets that."""
+        for at, size in need.items():
+            if at in self.soon:
+                self.soon[at] -= size
+
+    def leave(self, one: Facts, kept: Mapping[str, int]) -> None:
+        """It gives back what it holds, but for what it keeps; what it takes elsewhere is gone."""
+        for at, size in one.held.items():
+            if at in self.soon:
+                self.soon[at] += size
+                self._freed[at] += size - kept.get(at, 0)
+        self.keep(kept)
+        for at, size in _more(one, kept).items():
+            if at in self.now:
+                self.now[at] -= size
+
+    def lacks_asleep(self, models: Sequence[Facts]) -> dict[str, int]:
+        """What lacks now for these to sleep, all of them."""
+        more: dict[str, int] = {}
+        for one in models:
+            for at, size in _more(one, one.asleep).items():
+                more[at] = more.get(at, 0) + size
+        return lacking(more, self.now)
+
+    def can_hold_asleep(self, models: Sequence[Facts]) -> bool:
+        """Whether they are able to sleep, and there is memory for that."""
+        able = all(one.tier == "resident" and one.can_sleep for one in models)
+        return able and not self.lacks_asleep(models)
+
+
+def _more(one: Facts, kept: Mapping[str, int]) -> dict[str, int]:
+    """What that is beyond what it holds now."""
+    held = one.held
+    return {at: more for at, size in kept.items() if (more := size - held.get(at, 0)) > 0}
+
+
+def lacking(need: Mapping[str, int], room: Mapping[str, int]) -> dict[str, int]:
+    return {at: size - room[at] for at, size in need.items() if at in room and size > room[at]}
+
+
+def told(size_bytes: int) -> str:
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.1f} GiB"
+    return f"{size_bytes / 2**20:.0f} MiB"

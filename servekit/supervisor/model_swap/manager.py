@@ -1,0 +1,281 @@
+"""The models as they come and go. Facts are gathered here, `residency` decides, and what it decides
+is carried out here and nowhere else.
+
+What is put to sleep or stopped first takes no more requests: the gateways are told, and what comes
+waits there. What runs is finished. Then the worker sleeps, or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from servekit.errors import meant
+from servekit.protocol.messages import Accepted, Refused
+from servekit.protocol.residency import KeepAlive, Reside, Residence
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.event_log import journal
+from servekit.supervisor.gateway_process import Gateway, until_told
+from servekit.supervisor.model_swap import memory_accounting, policy
+from servekit.supervisor.model_swap.eviction import STAY
+from servekit.supervisor.model_swap.model_state import HAS, Resident
+from servekit.supervisor.model_swap.types import Facts, Step
+from servekit.supervisor.workers.worker_process import Replica
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+_LOOK_EVERY_S = 0.05
+#: Gateways tell once a second what waits for each model.
+_TOLD_S = 2.0
+_COMING = ("starting", "loading", "backoff")
+
+
+class Residents:
+    """All models of an instance; `look` is called often, and whenever something has changed."""
+
+    def __init__(self, fleets: Fleets, gateways: Sequence[Gateway]) -> None:
+        self._fleets = fleets
+        self._gateways = gateways
+        self._rows: dict[Fleet, Resident] = {}
+        self._waits: Mapping[str, str] = {}
+        self._halted = False
+        self._halted_at = 0.0
+        self._unasked: list[Replica] = []  # came up when the end began: are they waited for?
+        for gateway in gateways:
+            gateway.on_use = self._heard
+
+    def halt(self) -> None:
+        """All of it is going to end: begin nothing any more."""
+        self._halted, self._halted_at = True, time.monotonic()
+        workers = (one for fleet in self._fleets.everyone() for one in fleet.replicas)
+        self._unasked = [one for one in workers if one.state in _COMING]
+        for row in self._rows.values():
+            row.halt()
+
+    def _spare(self) -> None:
+        """End what was coming up when the end began, unless requests wait for it in a queue.
+
+        None are taken any more, and those that wait have been told of after `_TOLD_S`.
+        """
+        open_ = [gateway for gateway in self._gateways if gateway.state != "stopped"]
+        if open_ and time.monotonic() - self._halted_at < _TOLD_S:
+            return
+        awaited = {name for gateway in open_ for name in gateway.awaited()}
+        for replica in self._unasked:
+            if replica.state in _COMING and replica.model.name not in awaited:
+                log.info("nobody waits for it, ended", child=replica.name)
+                replica.end_now()
+        self._unasked = [one for one in self._unasked if not one.ending]
+
+    # ---- facts, decisions, deeds
+
+    def look(self) -> None:
+        """Begin what is to be done now; at the end, spare what nobody waits for."""
+        if self._halted:
+            self._spare()
+            return
+        now = time.monotonic()
+        served = self._fleets.served
+        self._rows = {fleet: self._rows.get(fleet) or Resident(fleet, now) for fleet in served}
+        for row in self._rows.values():
+            row.observe(self._used(row), now)
+            self._mend(row)
+        if not any(row.comes_and_goes for row in self._rows.values()):
+            return
+        decision = policy.decide([*self._facts()], self._free(), now)
+        self._waits = decision.waits
+        rows = {row.fleet.model.name: row for row in self._rows.values()}
+        for step in decision.steps:
+            self._take(rows[step.model], step, now)
+
+    def _used(self, row: Resident) -> Iterator[tuple[int, int, float]]:
+        """At each gateway: requests that wait and that run, and when there last was one.
+
+        Of what has gone gateways tell anew: what they told before may have been answered since.
+        """
+        for gateway in self._gateways:
+            if (use := gateway.uses.get(row.fleet.model.name)) is not None:
+                wanted, at = use
+                waiting = 0 if row.is_away and at < row.since else wanted.waiting
+                yield waiting, wanted.running, at - wanted.idle_s
+
+    def waits_for(self, fleet: Fleet) -> dict[str, str]:
+        """Where another model waits for memory, by place (a GPU's UUID, or "cpu"), and which."""
+        reserve = self._fleets.plan.config.gpus.reserve
+        return {
+            at: row.fleet.model.name
+            for other, row in self._rows.items()
+            if other is not fleet and row.is_away and row.waiting_since is not None
+            for at in memory_accounting.claims(other.model, other.planned, reserve)
+        }
+
+    def _facts(self) -> Iterator[Facts]:
+        reserve = self._fleets.plan.config.gpus.reserve
+        for row in self._rows.values():
+            claim = memory_accounting.claims(row.fleet.model, row.fleet.planned, reserve)
+            asleep = memory_accounting.asleep(row.fleet, claim, row.kept)
+            yield row.facts(claim, asleep, memory_accounting.lacks(row.fleet))
+        for fleet in self._fleets.everyone():
+            if fleet not in self._rows:  # the file does not have it any more
+                slots = tuple(replica.place.gpus for replica in fleet.replicas)
+                claim = memory_accounting.claims(fleet.model, slots, reserve)
+                yield Facts(fleet.model.name, "on_start", "leaving", claim)
+
+    def _free(self) -> dict[str, int]:
+        held = [facts.held for facts in self._facts()]
+        fleets = self._fleets
+        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.gate.ledger
+        return memory_accounting.free(fleets.gpus, reserve, held, ledger)
+
+    def _mend(self, row: Resident) -> None:
+        """A worker that died in its sleep comes back awake; all of its model is to be alike."""
+        if not row.slept or row.task is not None or row.tier == "asleep" or not row.fleet.wanted:
+            return
+        row.slept = False
+        if row.waiting_since is not None:
+            row.run("wake", self._wake(row))
+        else:
+            why = next((replica.reason for replica in row.fleet.living if replica.reason), "")
+            said = f"a worker did not stay asleep: {why}"
+            self._stop(row, said if why else "a worker has come up beside those that sleep")
+
+    def _take(self, row: Resident, step: Step, now: float) -> None:
+        match step.kind:
+            case "load":
+                log.info("loading", model=step.model)
+                cause = row.occasion(now).cause
+                journal.tell("load", f"for {_FOR.get(cause, cause)}", model=step.model)
+                row.begin(now)
+                row.fleet.load(row.occasion(now))
+            case "wake":
+                journal.tell("wake", step.reason, model=step.model)
+                row.begin(now)
+                row.run("wake", self._wake(row))
+            case "sleep":
+                row.reason = f"asleep since {_clock()}: {step.reason}"
+                log.info("putting to sleep", model=step.model, reason=step.reason)
+                journal.tell("sleep", step.reason, model=step.model)
+                row.run("sleep", self._sleep(row, must=step.makes_room))
+            case "stop":
+                self._stop(row, step.reason, returns=step.makes_room)
+        self._changed(row)
+
+    def _stop(self, row: Resident, reason: str, *, returns: bool = False) -> None:
+        log.info("stopping", model=row.fleet.model.name, reason=reason)
+        journal.tell("unload", reason, model=row.fleet.model.name)
+        row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
+        row.fleet.unload(returns=returns)
+
+    async def _sleep(self, row: Resident, *, must: bool) -> None:
+        """Put all its workers to sleep. Where one cannot, it is stopped if it has to go."""
+        workers = [replica for replica in row.fleet.living if replica.serves]
+        refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
+        why = next(filter(None, refusals), "")
+        row.slept = not why
+        if not why:  # else what it holds is what it held awake
+            row.kept = memory_accounting.kept(row.fleet, self._fleets.gate.ledger)
+        if why:
+            log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
+            row.sleepless(time.monotonic(), why)
+        if why and (must or not all(refusals)):
+            self._stop(row, f"it could not be put to sleep: {why}", returns=must)
+
+    async def _wake(self, row: Resident) -> None:
+        """Wake all its workers. Where one cannot be woken, it is stopped, and loaded anew."""
+        workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
+        row.slept = False
+        refusals = await asyncio.gather(*(one.slumber.wake() for one in workers))
+        if why := next(filter(None, refusals), ""):
+            log.warning("could not be woken", model=row.fleet.model.name, reason=why)
+            self._stop(row, f"it could not be woken: {why}")
+
+    async def _told(self) -> None:
+        await until_told(self._gateways)
+
+    def _changed(self, row: Resident) -> None:
+        row.fleet.changed()
+
+    # ---- what gateways and operators ask for
+
+    def _heard(self, message: KeepAlive | None) -> None:
+        """A gateway has told of use, or of a client's wish, which moves models on demand only."""
+        row = None if message is None else self._row(message.model)
+        if message is not None and row is not None and row.fleet.model.load == "on_demand":
+            row.keep(message.stay_s, time.monotonic(), loads=message.loads)
+        self.look()
+
+    async def reside(self, wish: Reside) -> Accepted | Refused:
+        """Do as an operator says; answers when it is done, or cannot be."""
+        row = self._row(wish.model)
+        if row is None:
+            names = [fleet.model.name for fleet in self._fleets.served]
+            there = f"{', '.join(names)}{meant(wish.model, names)}"
+            return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
+        if self._halted:
+            return Refused("servekit is shutting down")
+        already = "already " if row.tier == HAS[wish.want] else ""
+        if refusal := row.ask(wish.want, time.monotonic()):
+            return Refused(refusal)
+        self.look()
+        self._changed(row)
+        name = row.fleet.model.name
+        while row.wish:
+            if why := self._hopeless(row):
+                row.refuse()
+                return Refused(f"{name} cannot be {_DONE[wish.want]}: {why}")
+            if not wish.wait:
+                return Accepted(f"{name} is {row.tier}")
+            await asyncio.sleep(_LOOK_EVERY_S)
+            row.settle()
+        return Accepted(f"{name} is {already}{_DONE[wish.want]}")
+
+    def _hopeless(self, row: Resident) -> str:
+        """Why what was asked for will not come about; "" while it may."""
+        if self._halted or row.fleet not in self._rows:
+            return "servekit is shutting down" if self._halted else "the file has it no more"
+        if row.wish in ("load", "wake") and row.tier == "failed":
+            reasons = (replica.reason for replica in row.fleet.living if replica.reason)
+            return next(reasons, "its workers have failed")
+        waits = self._waits.get(row.fleet.model.name, "")
+        if row.wish == "sleep":
+            return row.restless or row.sleepless_for_good() or waits
+        return waits if row.wish in ("load", "wake") and waits.endswith(STAY) else ""
+
+    def _row(self, model: str) -> Resident | None:
+        for fleet, row in self._rows.items():
+            if model in (fleet.model.name, *fleet.model.aliases):
+                return row
+        return None
+
+    # ---- what it knows
+
+    def residence(self, fleet: Fleet, for_operators: bool = False) -> Residence | None:
+        """How a model stands; None where it is loaded at the start, and stays."""
+        row = self._rows.get(fleet)
+        if row is None or not row.comes_and_goes:
+            return None
+        waits = self._waits.get(fleet.model.name, "")
+        shown = row.residence(waits, halted=self._halted, for_operators=for_operators)
+        if not for_operators:
+            return shown
+        claim = memory_accounting.claims(
+            fleet.model, fleet.planned, self._fleets.plan.config.gpus.reserve
+        )
+        return row.detailed(
+            shown,
+            row.facts(claim, memory_accounting.asleep(fleet, claim, row.kept)),
+            time.monotonic(),
+        )
+
+
+_FOR = {"operator": "an operator", "request": "a request"}
+_DONE = {"load": "loaded", "unload": "stopped", "sleep": "asleep", "wake": "awake"}
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")

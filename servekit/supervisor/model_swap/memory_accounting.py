@@ -1,0 +1,86 @@
+"""What models hold, and where there is room: the facts that `residency` decides by, in bytes.
+
+A GPU's room is its memory without the reserve. A model's claim on it is what the file says, else
+all of it. On the CPU it is the same with this machine's memory (`CPU`), for models that say; the
+others claim nothing. Asleep a model on GPUs holds its weights in the host's memory (`RAM`), and of
+its GPUs what it was seen to keep; one on the CPU holds what its workers have resident then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from servekit.config import memory
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.deployments.config_diff import Slots
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
+from servekit.system import procfs
+from servekit.system.gpus import Gpu
+
+CPU = "cpu"
+#: What the host can really hand out now, less what it should not be without.
+RAM = "ram"
+_RAM_KEPT_BYTES = 2**30
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, int]:
+    """What all replicas of a model claim, by place."""
+    found: dict[str, int] = {}
+    for slot in slots:
+        for gpu, size in zip(slot, claims_of(model, slot, reserve), strict=True):
+            found[gpu.uuid] = found.get(gpu.uuid, 0) + size
+        if not slot and model.memory is not None:
+            size = memory.of(model.memory, procfs.memory_bytes())
+            found[CPU] = found.get(CPU, 0) + size
+    return found
+
+
+def asleep(fleet: Fleet, claim: Mapping[str, int], kept: Mapping[str, int]) -> dict[str, int]:
+    """What a model would hold asleep, or does. `kept`: what was seen of it on its GPUs."""
+    if CPU in claim:
+        return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in fleet.living))}
+    if not claim:
+        return {}
+    info = fleet.info
+    weights = 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
+    return {**kept, RAM: weights * len(fleet.planned) or sum(claim.values())}
+
+
+def kept(fleet: Fleet, ledger: Ledger) -> dict[str, int]:
+    """What its workers claim of their GPUs now, asleep."""
+    found: dict[str, int] = {}
+    for replica in fleet.living:
+        for uuid, size in ledger.claim_of(replica.name).items():
+            found[uuid] = found.get(uuid, 0) + size
+    return found
+
+
+def free(
+    gpus: Sequence[Gpu],
+    reserve: str | None,
+    held: Iterable[Mapping[str, int]],
+    ledger: Ledger,
+) -> dict[str, int]:
+    """What nobody holds at each place. Who has ended holds memory until NVML shows it gone."""
+    found = {gpu.uuid: room_bytes(gpu, reserve) for gpu in gpus}
+    found[CPU] = procfs.memory_bytes()
+    for one in held:
+        for at, size in one.items():
+            if at in found:
+                found[at] -= size
+    for gpu in gpus:
+        found[gpu.uuid] = min(found[gpu.uuid], ledger.room(gpu.uuid))
+    found[RAM] = procfs.available_bytes() - _RAM_KEPT_BYTES
+    return found
+
+
+def lacks(fleet: Fleet) -> dict[str, int]:
+    """What its workers that wait to load do not find free, by GPU, whatever they claim."""
+    found: dict[str, int] = {}
+    for replica in fleet.living:
+        for uuid, size in replica.vram.lacking.items():
+            found[uuid] = found.get(uuid, 0) + size
+    return found

@@ -1,0 +1,281 @@
+"""One model that may come and go: what is remembered of it beside its fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, Literal
+
+import structlog
+from msgspec.structs import replace
+
+from servekit.config.engines.options import KINDS
+from servekit.protocol.residency import LoadMode, Residence, Residency, Want
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.model_swap import policy
+from servekit.supervisor.model_swap.types import UNKNOWN_S, Facts
+from servekit.supervisor.scheduling.gpu_admission import NOTHING
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: A model that was never woken is taken to wake in this part of the time that it loads in.
+_WAKES_IN = 0.25
+#: How long a model that could not be put to sleep is not asked to again.
+_SLEEPLESS_S = 60.0
+_COMING = {"starting", "loading", "backoff", "stalled"}
+
+
+class Resident:
+    """`observe` brings it up to date; times are on the monotonic clock, in s."""
+
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        self.fleet = fleet
+        self.tier: Residency = "stopped"
+        self.since = now
+        self.reason = ""
+        self.waiting = 0
+        self.waiting_since: float | None = None
+        self.wish: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's
+        self.slept = False  # its workers are asleep, and were put to sleep by us
+        self.kept: Mapping[str, int] = {}  # of its GPUs while it last slept, in bytes
+        self.restless = ""  # why it could not be put to sleep
+        self.task: asyncio.Task[None] | None = None
+        self._doing: Literal["sleep", "wake"] = "sleep"
+        self._touched = False  # an operator has
+        self._held = False  # stopped by an operator: requests do not load it
+        self._asked_at: float | None = None  # to be loaded, without a request
+        self._busy = False
+        self._used_at = self._now = now
+        self._load_s = UNKNOWN_S
+        self._wake_s: float | None = None
+        self._began: tuple[str, float] | None = None  # from which tier it is coming, and since when
+        self._stay_s: float | None = None
+        self._told_at = -math.inf
+        self._sleepless_until = -math.inf
+
+    # ---- what happens
+
+    def observe(self, uses: Iterable[tuple[int, int, float]], now: float) -> None:
+        """`uses`: at each gateway, requests that wait and that run, and when there last was one."""
+        self._now = now
+        self._become(self._tier(), now)
+        waiting = running = 0
+        for waits, runs, used_at in uses:
+            waiting, running = waiting + waits, running + runs
+            self._used_at = max(self._used_at, used_at)
+        self._busy, self.waiting = bool(waiting or running), waiting
+        if self._busy:
+            self._used_at = now
+        if waiting and self.waiting_since is None:
+            self.waiting_since = now
+        if not waiting:
+            self.waiting_since = None
+        self.settle()
+
+    def _tier(self) -> Residency:
+        fleet = self.fleet
+        if not fleet.wanted:
+            return "leaving" if fleet.replicas else "stopped"
+        if self.task is not None:
+            return "leaving" if self._doing == "sleep" else "coming"
+        states = {replica.state for replica in fleet.living}
+        if "ready" in states:
+            return "resident"
+        if "asleep" in states and not states & _COMING:
+            return "asleep"
+        return "coming" if states & _COMING or not states else "failed"
+
+    def _become(self, tier: Residency, now: float) -> None:
+        if tier == self.tier:
+            return
+        if tier == "resident":
+            self._measure(now)
+            self.reason, self._asked_at, self._used_at = "", None, now
+        elif tier == "failed":
+            self._began = self._asked_at = None
+        self.tier, self.since = tier, now
+
+    def _measure(self, now: float) -> None:
+        """How long it took to come."""
+        before, began_at = self._began or ("stopped", self.since)
+        self._began = None
+        if before == "asleep":
+            self._wake_s = now - began_at
+        elif self.tier == "coming":
+            self._load_s = now - began_at
+
+    def begin(self, now: float) -> None:
+        """It is loaded or woken from now on."""
+        self._began, self.reason = (self.tier, now), ""
+
+    def run(self, doing: Literal["sleep", "wake"], work: Coroutine[Any, Any, None]) -> None:
+        """Have its workers do something, one thing at a time."""
+        self._doing = doing
+        self.task = asyncio.get_running_loop().create_task(work, name=self.fleet.model.name)
+        self.task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self.task = None
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+        self.fleet.changed()
+
+    def halt(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def sleepless(self, now: float, why: str) -> None:
+        """It could not be put to sleep; for a while it is not tried again."""
+        self._sleepless_until, self.restless = now + _SLEEPLESS_S, why
+
+    def keep(self, stay_s: float | None, now: float, *, loads: bool) -> None:
+        """A client says how long it is to stay, and perhaps that it is to be loaded."""
+        self._stay_s, self._told_at = stay_s, now
+        if loads and self.tier in ("stopped", "asleep"):
+            self._asked_at = now
+
+    # ---- operators
+
+    def ask(self, want: Want, now: float) -> str:
+        """Take an operator's wish; why not, "" where it is taken."""
+        if want == "sleep" and (why := self.sleepless_for_good()):
+            return why
+        if want == "wake" and self.tier not in ("asleep", "resident", "leaving"):
+            return f"{self.fleet.model.name} is {self.tier}, not asleep; `servekit load` loads it"
+        self._touched, self.wish, self.restless = True, want, ""
+        self._held = want == "unload" and self.fleet.model.load == "on_start"
+        self._sleepless_until = -math.inf
+        self._asked_at = now if want in ("load", "wake") else None
+        if want in ("load", "wake"):
+            self.fleet.try_again()
+        elif want == "unload" and self.tier in ("coming", "failed") and self.task is None:
+            self.reason = "stopped by an operator"
+            self.fleet.unload()
+        self.settle()
+        return ""
+
+    def sleepless_for_good(self) -> str:
+        """Why it cannot be put to sleep however long one waits; "" if it can."""
+        model = self.fleet.model
+        if not KINDS[model.engine].sleeps:
+            return f"{model.name}: the engine {model.engine} cannot sleep; `servekit unload` stops"
+        info = self.fleet.info
+        if info is not None and not info.sleeps:
+            return f"{model.name} was not loaded so that it can sleep; give it `idle_sleep_s`"
+        if self.tier not in ("resident", "asleep", "leaving"):
+            return f"{model.name} is {self.tier}; only a model that is loaded can be put to sleep"
+        return ""
+
+    def refuse(self) -> None:
+        """What an operator has asked for cannot be: it does not come about later, either."""
+        self.wish, self._asked_at = "", None
+
+    def settle(self) -> None:
+        """Forget an operator's wish that has come true."""
+        if HAS.get(self.wish) == self.tier:
+            self.wish = ""
+        if self.tier == "resident":
+            self._asked_at = None  # also where it was so before it was asked for
+
+    # ---- what it knows
+
+    def occasion(self, now: float) -> Occasion:
+        """Who wants it loaded, and since when."""
+        if self.waiting_since is not None and not self.wish:
+            return Occasion("request", self.waiting_since)
+        asked_at = now if self._asked_at is None else self._asked_at
+        return Occasion("operator" if self.wish else "request", asked_at)
+
+    @property
+    def is_away(self) -> bool:
+        return self.tier in ("stopped", "asleep")
+
+    @property
+    def comes_and_goes(self) -> bool:
+        model = self.fleet.model
+        idles = model.idle_sleep_s is not None or model.idle_unload_s is not None
+        return model.load != "on_start" or idles or self._touched
+
+    @property
+    def _mode(self) -> LoadMode:
+        return "manual" if self._held else self.fleet.model.load
+
+    def facts(
+        self,
+        claim: Mapping[str, int],
+        asleep: Mapping[str, int],
+        lacks: Mapping[str, int] = NOTHING,
+    ) -> Facts:
+        """As the policy gets them."""
+        model, info = self.fleet.model, self.fleet.info
+        waiting_since = self.waiting_since
+        if self.tier == "stopped" and self._mode == "manual":
+            waiting_since = None
+        since = [at for at in (waiting_since, self._asked_at) if at is not None]
+        sleeps = model.idle_sleep_s is not None or self.wish == "sleep"
+        able = info is not None and info.sleeps and sleeps
+        return Facts(
+            name=model.name,
+            load=model.load,
+            tier=self.tier,
+            claim=claim,
+            asleep=asleep,
+            can_sleep=able and self._now >= self._sleepless_until,
+            falls_asleep=self.task is not None and self._doing == "sleep",
+            since=self.since,
+            lacks=lacks,
+            waiting_since=min(since, default=None),
+            busy=self._busy,
+            used_at=self._used_at,
+            load_s=self._load_s,
+            wake_s=self._load_s * _WAKES_IN if self._wake_s is None else self._wake_s,
+            stay_s=self._stay_s,
+            told_at=self._told_at,
+            idle_sleep_s=model.idle_sleep_s,
+            idle_unload_s=model.idle_unload_s,
+            wish=self.wish if self.wish in ("unload", "sleep") else "",
+        )
+
+    def residence(self, waits: str, *, halted: bool, for_operators: bool = False) -> Residence:
+        """As gateways get it. At the end nothing is loaded any more: nobody is to wait for it.
+
+        Operators are told when the file has it loaded, and of the end that it has stopped.
+        """
+        model = self.fleet.model
+        mode = model.load if for_operators else self._mode
+        limits = [limit for limit in (model.idle_sleep_s, model.idle_unload_s) if limit is not None]
+        stays_s = min(limits, default=None) if self._stay_s is None else self._stay_s
+        if halted and not self._will_serve():
+            ended = {replica.state for replica in self.fleet.replicas} <= {"stopped", "failed"}
+            tier: Residency = "stopped" if ended else "leaving"
+            return Residence(
+                mode, tier if for_operators else "failed", "servekit is shutting down", stays_s
+            )
+        return Residence(mode, self.tier, waits or self.reason, stays_s)
+
+    def _will_serve(self) -> bool:
+        """Although nothing is begun any more, and nobody makes room."""
+        return self.fleet.wanted and any(
+            replica.state == "ready" or (replica.state in _COMING and not replica.vram.lacking)
+            for replica in self.fleet.living
+        )
+
+    def detailed(self, shown: Residence, facts: Facts, now: float) -> Residence:
+        """The same with what operators want to know besides."""
+        return replace(
+            shown,
+            idle_s=round(facts.quiet_s(now), 1),
+            leaves_in_s=policy.leaves_in_s(facts, now),
+            waiting=self.waiting,
+        )
+
+
+#: Where a model is that is as an operator wants it.
+HAS: Mapping[str, Residency] = {
+    "load": "resident",
+    "wake": "resident",
+    "unload": "stopped",
+    "sleep": "asleep",
+}

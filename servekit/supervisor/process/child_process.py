@@ -1,0 +1,325 @@
+"""One child process, from spawn to reap.
+
+A child is a fresh interpreter with an explicit environment, its own session and process group, one
+end of a socketpair (control channel and lifeline in one), and one pipe for what it writes.
+
+    spawn ──▶ running ── exits, or is told to ──▶ its group is killed ──▶ reaped ──▶ `exited`
+
+Exit is seen through a pidfd where there are any. The group is killed before the leader is reaped:
+until then its PID, which names the group, cannot be given to anyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar
+
+import msgspec
+import structlog
+
+from servekit.protocol.fork_server import MARK_CHARS
+from servekit.protocol.transport.connection import Connection, adopt
+from servekit.supervisor.process.log_capture import OnLine, Output, RotatingFile
+from servekit.system import procfs, python_command, shared_memory, subreaper
+from servekit.system.gpu_memory_audit import group_of
+from servekit.system.orphan_cleanup import kill_marked
+from servekit.system.parent_death import CHILD_MARK
+from servekit.system.shared_memory import Segment
+from servekit.system.subreaper import Forked, Process
+
+log: Any = structlog.get_logger("servekit.supervisor")
+Incoming = TypeVar("Incoming")
+
+#: From SIGTERM to SIGKILL.
+TERM_GRACE_S = 2.0
+#: A child that has closed its control channel is on its way out; it gets this long.
+GOODBYE_S = 5.0
+#: After the exit, how long the last lines may take to come out of the pipe.
+_LAST_LINES_S = 0.5
+#: How long a child may take to write its stacks. One that is stopped writes none.
+_DUMP_S = 0.5
+#: How often those who left its group are looked for: until none is found, or this often.
+_ESCAPED_LOOKS = 100
+#: After who was killed, where the kernel counts one more for memory.
+_BY_KERNEL = ", probably by the kernel: out of memory"
+#: Where there are no pidfds.
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a child is started: `python -m MODULE ARGS --control-fd N --parent-pid P`."""
+
+    name: str
+    module: str
+    args: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    log_path: Path
+    pass_fds: tuple[int, ...] = ()
+    #: Has it forked instead where that is at hand: takes the mark, the control channel and where
+    #: the output goes; None where it is not. What is forked has the environment `env`.
+    forked: Callable[[str, int, int], Awaitable[Forked | None]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a child ended. Exactly one of `code` and `signal` is set."""
+
+    code: int | None
+    signal: int | None
+    tail: tuple[str, ...]  # its last lines
+    out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
+    cause: str = ""  # why we killed it, if we did
+    stacks: tuple[str, ...] = ()  # of all its threads, if it wrote them
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def of_engine(self, cause: str) -> Exit:
+        """The same exit where the engine had died before, of `cause`; ours ranks first."""
+        killed = "SIGKILL" in cause  # a process below the worker was
+        if killed and self.out_of_memory:
+            cause = cause.rstrip(".") + _BY_KERNEL
+        return replace(self, cause=self.cause or cause, out_of_memory=killed and self.out_of_memory)
+
+    def explain(self, when: str = "") -> str:
+        """In words; `when` follows what happened: "exit code 1 before it was ready: No module"."""
+        if self.cause:
+            return self.cause
+        if self.signal is not None:
+            oom = _BY_KERNEL if self.out_of_memory else ""
+            return f"killed by {_signal_name(self.signal)}{when}{oom}"
+        # Our own log lines are for machines; what precedes an exit as plain text is its reason.
+        plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
+        last = next((line for line in plain if line), "")
+        return f"exit code {self.code}{when}" + (f": {last}" if last and self.code else "")
+
+
+class Child(Generic[Incoming]):
+    """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
+
+    here = True  # its pid is one of this machine
+
+    def __init__(self, command: Command, process: Process, output: Output, mark: str) -> None:
+        self.name = command.name
+        self.pid = process.pid
+        found = procfs.read(process.pid)
+        self.started = found.started if found else 0
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._process = process
+        self._mark = mark
+        self._output = output
+        self._connection: Connection[Incoming] | None = None
+        self._cause = ""
+        self._segments: set[Segment] = set()
+        self._oom_kills = procfs.oom_kills()
+        self.forked = isinstance(process, Forked)
+        self._watch()
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of it and its process group: an engine may run in processes of its own.
+
+        0 when it is gone.
+        """
+        return procfs.rss_bytes(self.pid, group_of(self.pid) - {self.pid})
+
+    @classmethod
+    async def spawn(
+        cls,
+        command: Command,
+        incoming: Any,
+        on_message: Callable[[Incoming], None],
+        on_line: OnLine,
+    ) -> Child[Incoming]:
+        """Start it. Raises OSError when the system refuses (no memory, no files left)."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            control, control_of_child = socket.socketpair()
+            undo.callback(control.close)
+            theirs.callback(control_of_child.close)
+            reading, writing = os.pipe()
+            pipe = undo.enter_context(os.fdopen(reading, "rb", buffering=0))
+            theirs.callback(os.close, writing)
+            mark = secrets.token_hex(MARK_CHARS // 2)
+            process = await _start(command, control_of_child.fileno(), writing, mark)
+            undo.callback(_abandon, process)
+            output = Output(RotatingFile(command.log_path), on_line)
+            child = cls(command, process, output, mark)
+            await child._hear(pipe, control, incoming, on_message)
+            undo.pop_all()
+        return child
+
+    async def _hear(
+        self,
+        pipe: IO[bytes],
+        control: socket.socket,
+        incoming: Any,
+        on_message: Callable[[Incoming], None],
+    ) -> None:
+        await self._loop.connect_read_pipe(lambda: self._output, pipe)
+        connection: Connection[Incoming] = Connection(incoming, on_message, self._on_close)
+        self._connection = connection
+        await adopt(control, lambda: connection)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send it a message; dropped once it is gone."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def kill(self, cause: str) -> None:
+        """SIGKILL its whole group now; `cause` becomes the reason of its exit."""
+        if not self.exited.done():
+            self._cause = self._cause or cause
+            self.note_segments()
+            self._signal_group(signal.SIGKILL)
+
+    def note_segments(self) -> set[Segment]:
+        """The shared memory that it and its group have mapped so far, to be removed after them."""
+        self._segments |= shared_memory.mapped(group_of(self.pid))
+        return self._segments
+
+    async def dump_and_kill(self, cause: str) -> None:
+        """Have it write the stacks of all its threads, also under the GIL, and kill its group."""
+        self._cause = self._cause or cause  # the signal may end it
+        found = procfs.read(self.pid)
+        if found is not None and found.state not in "TtZX" and not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGUSR2)
+            await self._output.dumped(_DUMP_S)
+        self.kill(cause)
+
+    async def stop(self, ask: msgspec.Struct, grace_s: float) -> Exit:
+        """Ask it to end, insist after `grace_s`, and return when it is reaped."""
+        self.send(ask)
+        if not await self._exits_within(grace_s):
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            if not await self._exits_within(TERM_GRACE_S):
+                self.kill(f"did not stop within {grace_s + TERM_GRACE_S:g} s, killed")
+        return await asyncio.shield(self.exited)
+
+    async def _exits_within(self, time_s: float) -> bool:
+        done, _ = await asyncio.wait((self.exited,), timeout=time_s)
+        return bool(done)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self._process.returncode is not None:
+            return  # reaped: its PID, which names the group, may be another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    # ---- its end
+
+    def _on_close(self, error: Exception | None) -> None:
+        """The control channel is closed: it is dead, dying, or talks nonsense."""
+        if error is not None and not isinstance(error, OSError):
+            self.kill(f"broke the wire protocol: {error}")
+        elif not self.exited.done():
+            self._loop.call_later(GOODBYE_S, self.kill, "closed its control channel and stayed")
+
+    def _watch(self) -> None:
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:  # gVisor and the seccomp profiles of older containers have none
+            self._look()
+        else:
+            self._loop.add_reader(pidfd, self._on_pidfd, pidfd)
+
+    def _on_pidfd(self, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self._on_exit()
+
+    def _look(self) -> None:
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            self._loop.call_later(_LOOK_EVERY_S, self._look)
+        else:
+            self._on_exit()
+
+    def _on_exit(self) -> None:
+        self._signal_group(signal.SIGKILL)
+        subreaper.kill_strays(CHILD_MARK)
+        code = self._process.wait()
+        subreaper.reaped(self._process)
+        self._loop.create_task(self._conclude(code))
+
+    async def _end_escaped(self) -> None:
+        """What it had started in groups of their own must not keep a GPU's memory."""
+        for _ in range(_ESCAPED_LOOKS):
+            if not kill_marked(CHILD_MARK, self._mark) + subreaper.kill_strays(CHILD_MARK):
+                return
+            await asyncio.sleep(0.01)
+
+    async def _clear_shared_memory(self) -> None:
+        segments = self._segments | shared_memory.named_after({self.pid})
+        if segments and (removed := await asyncio.to_thread(shared_memory.remove, segments)):
+            log.info("removed the shared memory it left", child=self.name, segments=removed)
+
+    async def _conclude(self, code: int) -> None:
+        await self._end_escaped()
+        await self._clear_shared_memory()
+        # Someone may have passed the pipe on, so its end is not waited for forever.
+        await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
+        if self._connection is not None:
+            self._connection.abort()
+        # A worker exits by itself (os.EX_SOFTWARE) where the kernel killed a process below it.
+        killed = code in (-signal.SIGKILL, os.EX_SOFTWARE)
+        exit_ = Exit(
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            tail=tuple(self._output.tail),
+            out_of_memory=killed and procfs.oom_kills() > self._oom_kills,
+            cause=self._cause,
+            stacks=tuple(self._output.stacks),
+        )
+        if not self.exited.done():
+            self.exited.set_result(exit_)
+
+
+async def _start(command: Command, control_fd: int, output_fd: int, mark: str) -> Process:
+    if command.forked is not None:
+        forked = await command.forked(mark, control_fd, output_fd)
+        if forked is not None:
+            return forked
+    return _popen(command, control_fd, output_fd, mark)
+
+
+def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
+    # No preexec_fn: it would run Python between fork and exec. The child sets its own
+    # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
+    return subreaper.start(
+        [
+            *python_command.module(command.module),
+            *command.args,
+            *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
+        ],
+        env={**command.env, CHILD_MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
+        pass_fds=(control_fd, *command.pass_fds),
+        start_new_session=True,
+    )
+
+
+def _abandon(process: Process) -> None:
+    process.kill()
+    process.wait()
+    subreaper.reaped(process)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,79 @@
+"""The environment of each child, made before its interpreter starts; our own is never edited."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from servekit.config.engines.options import EngineKind
+from servekit.supervisor.scheduling.placement import Assignment
+from servekit.system.orphan_cleanup import MARK
+
+_ALWAYS = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that indexes in messages agree
+    "TOKENIZERS_PARALLELISM": "false",  # a worker may fork helpers after tokenizing
+    "PYTHONUNBUFFERED": "1",  # the last line before a crash is the one that matters
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
+#: What is said of one machine, and nothing to hand to another.
+OF_THIS_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", MARK})
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def for_worker(
+    base: Mapping[str, str],
+    assignment: Assignment,
+    extra: Mapping[str, str],
+    instance: str,
+    kind: EngineKind,
+) -> dict[str, str]:
+    """A worker's environment: `base`, ours, the engine's, the model's own `env`, and the pin."""
+    env = {**base, **_ALWAYS, **kind.env}
+    if assignment.threads is not None:
+        env |= dict.fromkeys(THREADS, str(assignment.threads))
+    env |= extra
+    by_index = kind.pin == "index"  # NVML's, which CUDA's order is made to be by _ALWAYS
+    pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in assignment.gpus)
+    return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
+
+
+def for_remote_worker(
+    base: Mapping[str, str], assignment: Assignment, extra: Mapping[str, str], kind: EngineKind
+) -> dict[str, str]:
+    """What is laid over its node's own environment; its pin is set there.
+
+    Of `base`, ours, it gets the numbers of threads, which rank before a share of the node's cores.
+    """
+    own = {name: base[name] for name in THREADS if name in base}
+    assignment = replace(assignment, threads=None) if own else assignment
+    env = for_worker({}, assignment, {**own, **extra}, "", kind)
+    return {name: env[name] for name in env if name not in OF_THIS_MACHINE}
+
+
+def for_gateway(base: Mapping[str, str], instance: str) -> dict[str, str]:
+    """A gateway's environment. It sees no GPU, whatever it imports."""
+    return {**base, **_ALWAYS, "CUDA_VISIBLE_DEVICES": "", MARK: instance}
+
+
+def usable_cpus() -> int:
+    """Cores this process may use: its affinity, and its cgroup's quota rounded up."""
+    affinity = len(os.sched_getaffinity(0))
+    quota = _quota(Path("/sys/fs/cgroup"))
+    return max(1, min(affinity, quota) if quota else affinity)
+
+
+def _quota(root: Path) -> int | None:
+    """Cores of a CPU quota, None if unlimited. Source: kernel cgroup-v2 cpu.max; v1 cfs_quota."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if not quota.isdecimal() or not period.isdecimal():
+        return None  # "max", or -1
+    return -(-int(quota) // int(period))

@@ -1,0 +1,136 @@
+"""Which instances run on this machine, and which of them a command is about.
+
+An instance is found by the lock that its supervisor holds open, in /proc: that needs no variable of
+a shell, holds under sudo, cron and `docker exec`, and is never out of date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from servekit.errors import StartError
+from servekit.supervisor.process.run_dir import Record, default_paths, nobody, read_record
+from servekit.system import procfs
+
+_DELETED = " (deleted)"
+#: A supervisor makes a run directory anew that somebody has removed.
+_RESTORED_S = 2.0
+_LOOK_EVERY_S = 0.1
+#: Of a command line, characters.
+_LONGEST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One instance that runs."""
+
+    run_dir: Path
+    record: Record
+    uid: int
+
+
+def running() -> list[Running]:
+    """The instances of this user; for root, where there is none of its own, those of everybody."""
+    deadline = time.monotonic() + _RESTORED_S
+    while True:
+        found, removed = _look()
+        if not removed or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return [one for one in found if one.uid == os.getuid()] or found
+
+
+def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, str]) -> Path | None:
+    """The run directory that is meant: what is given, the default, or the only one that runs.
+
+    None where nothing runs. Raises StartError where several run, and none is the default.
+    """
+    if given is not None:
+        return given
+    folders = [one.run_dir for one in found]
+    for path in default_paths(environ):
+        if path in folders:
+            return path
+    if len(found) > 1:
+        raise StartError(f"several instances run; --run-dir chooses:\n{listing(found)}")
+    return folders[0] if folders else None
+
+
+def find(given: Path | None, environ: Mapping[str, str]) -> Path:
+    """The run directory of the instance that a command is about.
+
+    Raises StartError where none runs, or several do.
+    """
+    if given is not None:
+        return given
+    path = choose(given, running(), environ)
+    if path is None:
+        raise nobody(default_paths(environ)[0])
+    return path
+
+
+def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
+    """The same for what is written there: where nothing runs, the default that was used last.
+
+    Raises StartError where several run, or there is no such directory.
+    """
+    path = given if given is not None else choose(given, running(), environ)
+    if path is None:
+        there = [folder for folder in default_paths(environ) if (folder / "lock").is_file()]
+        path = max(there, key=_last_used, default=default_paths(environ)[0])
+    if not path.is_dir():
+        raise nobody(path)
+    return path
+
+
+def listing(found: Sequence[Running]) -> str:
+    """One line for each: how to choose it, and what it is."""
+    return "\n".join(
+        f"  --run-dir {shlex.quote(str(one.run_dir))}  (pid {one.record.pid}, {one.record.url}, "
+        f"{one.record.config})"
+        for one in sorted(found, key=lambda one: one.record.started_at)
+    )
+
+
+def _last_used(folder: Path) -> float:
+    return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
+
+
+def _look() -> tuple[list[Running], bool]:
+    """What runs, and whether the directory of one is just not there."""
+    found: dict[Path, Running] = {}
+    removed = False
+    for pid in procfs.all_pids():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  (pathlib: 4 ×)
+            if uid != os.getuid() and os.getuid() != 0:
+                continue
+            for fd, folder in _locks(pid):
+                record = read_record(folder)
+                if record is not None and record.pid == pid and _is_same(fd, folder / "lock"):
+                    found[folder] = Running(folder, record, uid)
+                else:
+                    removed |= "servekit" in procfs.command(pid, _LONGEST) and not folder.exists()
+    return list(found.values()), removed
+
+
+def _locks(pid: int) -> Iterator[tuple[str, Path]]:
+    """Of a process: each file named `lock` that it has open, and the folder of that."""
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(entry.path)  # noqa: PTH115
+            target = link.removesuffix(_DELETED)
+            if target.endswith("/lock"):
+                yield entry.path, Path(target).parent
+
+
+def _is_same(fd: str, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(fd), path.stat())  # noqa: PTH116
+    return False

@@ -1,0 +1,117 @@
+"""`python -m servekit.supervisor.process.orphan_guard RUN_DIR MARK`: ends an instance whose supervisor was killed.
+
+A worker sees the end of its lifeline, or gets PR_SET_PDEATHSIG, and is gone. What it had started
+itself is not its child any more by then, and nobody would end that: so one small process of our
+own waits for the supervisor's end of a pipe to close. A supervisor that ends in order says so
+first, by one byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from servekit.system import python_command, shared_memory, subreaper
+from servekit.system.orphan_cleanup import (
+    MARK,
+    end_leftovers,
+    read_children,
+    unmark_by_limit,
+)
+
+#: A child that was between fork and exec when its parent died carries its mark a moment later.
+_WATCH_S = 0.3
+#: From one start to the next, should it die again and again.
+_AGAIN_S = 0.5
+
+
+class Guard:
+    """The supervisor's side of it."""
+
+    def __init__(
+        self, run_dir: Path, mark: str, environ: Mapping[str, str], grace_s: float = 0.0
+    ) -> None:
+        self._args = (str(run_dir), mark, f"{grace_s:g}")
+        self._env = {name: value for name, value in environ.items() if name != MARK}
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._began_at = time.monotonic()
+        process = subreaper.start(
+            [*python_command.module("servekit.supervisor.process.orphan_guard"), *self._args],
+            env=self._env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with contextlib.suppress(OSError):  # or else it is one that is ended with the others
+            unmark_by_limit(process.pid)
+        return process
+
+    def look(self) -> bool:
+        """Called often: start it again if somebody has ended it; whether that was so."""
+        if self._process.poll() is None or time.monotonic() < self._began_at + _AGAIN_S:
+            return False
+        self._reap()
+        with contextlib.suppress(OSError):  # no memory, no files left: it is tried again
+            self._process = self._start()
+            return True
+        return False
+
+    def _reap(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process.wait()
+        subreaper.reaped(self._process)
+
+    def dismiss(self) -> None:
+        """There is nothing left to guard; returns when it is gone."""
+        stdin: IO[bytes] | None = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(b".")
+            stdin.close()
+        except BrokenPipeError:  # it was killed before us
+            pass
+        self._reap()
+
+
+def main() -> None:
+    run_dir, mark, grace_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if os.read(0, 1):
+        return
+    if grace_s and _succeeded(run_dir, mark, grace_s):
+        return
+    deadline = time.monotonic() + _WATCH_S
+    while end_leftovers(read_children(run_dir), mark) or time.monotonic() < deadline:
+        time.sleep(0.02)
+    shared_memory.remove(shared_memory.read(run_dir))
+
+
+def _succeeded(run_dir: Path, mark: str, grace_s: float) -> bool:
+    """Wait for another supervisor, which sees to what the last one has left; whether one came."""
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline:
+        try:
+            if json.loads((run_dir / "supervisor.json").read_text())["mark"] != mark:
+                return True
+        except (OSError, ValueError, KeyError):
+            pass  # it is being written, or nobody has come yet
+        time.sleep(0.1)
+    return False
+
+
+if __name__ == "__main__":
+    main()

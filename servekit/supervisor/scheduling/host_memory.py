@@ -1,0 +1,49 @@
+"""Whether the models on the CPU fit this machine's memory, as far as the file says what they take.
+
+Those that are loaded on start have to fit side by side, each that comes and goes beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.scheduling.memory_requests import Misplaced, gib, host_claim_bytes
+from servekit.supervisor.scheduling.placement import Assignment
+
+
+def check(models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int) -> None:
+    """Raise Misplaced, with the arithmetic, at the first in the file that has no room any more.
+
+    `total_bytes` 0: it is not known.
+    """
+    if not total_bytes:
+        return
+    rows = [(index, m, _claim(m, places, total_bytes)) for index, m in enumerate(models)]
+    beside: list[tuple[str, int]] = []
+    for index, model, claim in sorted(rows, key=lambda row: not _stays(row[1])):
+        _fit(index, model, claim, beside, total_bytes)
+        if _stays(model) and claim:
+            beside.append((model.name, claim))
+
+
+def _fit(
+    index: int, model: ModelConfig, claim: int, beside: Sequence[tuple[str, int]], total_bytes: int
+) -> None:
+    """Raise Misplaced unless it fits beside those."""
+    short = claim + sum(size for _, size in beside) - total_bytes
+    if claim and short > 0:
+        less = "".join(f", less {gib(size)} of {name}" for name, size in beside)
+        message = f"model {model.name!r} claims {gib(claim)} of this machine's memory, which "
+        message += f"has {gib(total_bytes)}{less}: {gib(short)} too much"
+        raise Misplaced(message, "models", index, "memory")
+
+
+def _claim(model: ModelConfig, places: Sequence[Assignment], total_bytes: int) -> int:
+    """Of all its replicas on the CPU; 0 where the file does not say."""
+    replicas = sum(place.model == model.name and not place.gpus for place in places)
+    return replicas * host_claim_bytes(model, total_bytes)
+
+
+def _stays(model: ModelConfig) -> bool:
+    return model.load == "on_start"

@@ -1,0 +1,235 @@
+"""What a model will take of its GPUs, estimated from the headers of its files.
+
+    weights      exact: the tensors' types and shapes, converted as `dtype` says
+    KV cache     exact for one text: layers × heads × sizes; how many texts is the engine's choice
+    workspace    CUDA's context, kernels and libraries (CONTEXT_BYTES), NCCL's buffers where several
+                 processes share a model, vLLM's CUDA graphs, the activations of one pass, logits
+
+A model is refused where its weights alone do not fit: nothing can help that. The rest is shown by
+`servekit check` beside the claim, and is the engine's to keep to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servekit.config.engines.options import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.model_metadata import gguf, kv_cache_shape, safetensors
+from servekit.model_metadata.kv_cache_shape import Attention
+from servekit.supervisor.scheduling import local_model_files
+from servekit.supervisor.scheduling.memory_requests import (
+    Misplaced,
+    gib,
+    host_claim_bytes,
+    reserve_bytes,
+)
+from servekit.supervisor.scheduling.placement import Assignment
+from servekit.system import procfs
+
+#: Seen on an H200: 612 MiB for a context with the kernels that torch's linear algebra loads.
+CONTEXT_BYTES = 640 * 2**20
+#: NCCL's buffers for one group of ranks.
+NCCL_BYTES = 512 * 2**20
+#: vLLM captures CUDA graphs for some fifty batch sizes; 0.5 to 1 GiB in its own log.
+GRAPHS_BYTES = 2**30
+#: Tokens in one pass and requests at once, where the file does not say.
+_BATCH_TOKENS = 2048
+_SLOTS = 256
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Bytes of one number in llama.cpp's caches: blocks of 32 with their scale.
+_CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+#: Below so many numbers a converted GGUF file is stored as float32; see `engines.gguf`.
+_FLOAT32_BELOW = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one replica; what is of each GPU says so. `unknown`: why there is none."""
+
+    weights_bytes: int = 0
+    kv_1k_bytes: int = 0  # of 1024 tokens
+    context: int = 0  # tokens, prompt and completion together
+    on_each_weights_bytes: int = 0
+    on_each_kv_bytes: int = 0  # of one request that fills the context
+    on_each_workspace_bytes: int = 0
+    partly: bool = False  # what does not fit stays in the host's memory
+    unknown: str = ""
+
+    @property
+    def on_each_least_bytes(self) -> int:
+        """What each GPU has to have for one request that fills the context."""
+        known = self.on_each_weights_bytes + self.on_each_kv_bytes
+        return known + self.on_each_workspace_bytes if known else 0
+
+    @property
+    def on_each_floor_bytes(self) -> int:
+        """Without so much it does not even load; 0 where that is not known."""
+        if self.unknown or self.partly:
+            return 0
+        return self.on_each_weights_bytes + min(CONTEXT_BYTES, self.on_each_workspace_bytes)
+
+    def note(self, claim_bytes: int) -> str:
+        """What there is to say beside the figures, where so much is claimed of each GPU."""
+        if self.unknown:
+            return self.unknown
+        weights, least = self.on_each_weights_bytes, self.on_each_least_bytes
+        if not claim_bytes or least <= claim_bytes:
+            return ""
+        if self.partly and weights > claim_bytes:
+            return f"{gib(weights - claim_bytes)} of the weights stay in the host's memory"
+        return f"{gib(least - claim_bytes)} too few for a request that fills the context"
+
+
+def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) -> Estimate | None:
+    """What a replica of `model` takes at a place like this; None where it has no files."""
+    if not KINDS[model.engine].formats & {"folder", "gguf"}:
+        return None
+    path = local_model_files.find(model.path, model.revision, {**environ, **model.env})
+    if path is None:
+        return Estimate(unknown="not fetched yet, so its size is not known")
+    try:
+        return _of_gguf(model, place, path) if path.is_file() else _of_folder(model, place, path)
+    except (ValueError, OSError, LookupError, TypeError) as error:
+        return Estimate(unknown=str(error) or repr(error))
+
+
+def refuse(
+    index: int, model: ModelConfig, place: Assignment, found: Estimate, reserve: str | None
+) -> None:
+    """Raise Misplaced where the weights alone are too large for a claim; `index` in the file."""
+    if found.unknown or found.partly:
+        return
+    weights = found.on_each_weights_bytes
+    claim = 0 if place.gpus else host_claim_bytes(model, procfs.memory_bytes())
+    if claim and weights > claim:
+        raise Misplaced(
+            f"model {model.name!r} does not fit: its weights alone take {gib(weights)} of this "
+            f"machine's memory, and it claims {gib(claim)}: {gib(weights - claim)} too few",
+            *("models", index, "memory"),
+        )
+    for gpu, claim in zip(place.gpus, place.claims, strict=True):
+        if weights <= claim:
+            continue
+        total = f"{gib(found.weights_bytes)} in all, " if len(place.gpus) > 1 else ""
+        has = f"it claims {gib(claim)} of {gpu}"
+        if model.memory is None:
+            kept = reserve_bytes(gpu, reserve)
+            less = f", less {gib(kept)} reserved" if kept else ""
+            has = f"{gpu} has {gib(gpu.total_bytes)}{less}"
+        raise Misplaced(
+            f"model {model.name!r} does not fit: its weights alone take {total}{gib(weights)} of "
+            f"each GPU, and {has}: {gib(weights - claim)} too few",
+            *("models", index, "path" if model.memory is None else "memory"),
+        )
+
+
+# ---------------------------------------------------------------- by format
+
+
+def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
+    config = _config(folder)
+    elements = safetensors.elements(folder)
+    floats = _float_bytes(model, place, config)
+    weights = safetensors.size_bytes(elements, floats)
+    if (folder / "modules.json").is_file():  # an embedding model: it remembers nothing
+        return _spread(model, place, weights, None, 0.0)
+    try:
+        shape: Attention | None = kv_cache_shape.of_config(config)
+    except ValueError:  # recurrent, or of a kind that is not known here
+        shape = None
+    quantised = "quantization_config" in config or model.options.get("quantization")
+    number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
+    return _spread(model, place, weights, shape, number)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it has to be a JSON object")
+    return found
+
+
+def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
+    file = gguf.read(path)
+    shape = kv_cache_shape.of_gguf(file)
+    if model.engine == "llamacpp":
+        number = _CACHE_BYTES[str(model.options.get("cache_type", "f16"))]
+        return _spread(model, place, file.weights_bytes, shape, number, partly=True)
+    stored = 4 if file.elements < _FLOAT32_BELOW else 2
+    number = _BYTES.get(model.dtype, stored if place.gpus else 4)
+    return _spread(model, place, int(file.elements * number), shape, number)
+
+
+def _float_bytes(model: ModelConfig, place: Assignment, config: Mapping[str, Any]) -> float | None:
+    """Bytes of a number that was stored as a float; None: as it was stored."""
+    how = model.options.get("quantization")
+    if how and "quantization_config" not in config:  # while it loads: to eight bits, or to four
+        return 1 if how == "fp8" else 0.5
+    if model.dtype != "auto":
+        return _BYTES[model.dtype]
+    if not place.gpus:
+        return 4
+    if "quantization_config" in config:
+        return None
+    stated = _BYTES.get(_stated_dtype(config))
+    return 2 if model.engine == "vllm" and stated == 4 else stated
+
+
+def _stated_dtype(config: Mapping[str, Any]) -> str:
+    text = config.get("text_config") or {}
+    found = (one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype"))
+    return str(next(filter(None, found), "")).removeprefix("torch.")
+
+
+def _spread(
+    model: ModelConfig,
+    place: Assignment,
+    weights: int,
+    shape: Attention | None,
+    number: float,
+    *,
+    partly: bool = False,
+) -> Estimate:
+    """Divided among the GPUs: weights evenly, caches by heads, one on each GPU at least."""
+    count = max(1, len(place.gpus))
+    context, one_text, kilo = 0, 0, 0
+    if shape is not None:
+        latent = model.engine == "vllm"
+        context = min(filter(None, (shape.max_context, model.max_context)), default=0)
+        one_text = int(number * shape.numbers(context, latent=latent))
+        kilo = int(number * shape.numbers(1024, latent=latent))
+    parts = count if shape is None else min(count, shape.kv_heads)
+    return Estimate(
+        weights_bytes=weights,
+        kv_1k_bytes=kilo,
+        context=context,
+        on_each_weights_bytes=weights // count,
+        on_each_kv_bytes=one_text // parts,
+        on_each_workspace_bytes=_workspace(model, place, shape, number) if place.gpus else 0,
+        partly=partly,
+    )
+
+
+def _workspace(
+    model: ModelConfig, place: Assignment, shape: Attention | None, number: float
+) -> int:
+    """The same arithmetic as the transformers engine's (`kv_cache.Shape.fixed_bytes`)."""
+    options = model.options
+    size = CONTEXT_BYTES
+    size += NCCL_BYTES if len(place.gpus) > 1 and model.engine != "llamacpp" else 0
+    size += GRAPHS_BYTES if model.engine == "vllm" and not options.get("enforce_eager") else 0
+    if shape is not None:
+        batch = options.get("max_batch_tokens") or options.get("batch_tokens") or _BATCH_TOKENS
+        slots = min(options.get("slots") or _SLOTS, batch)
+        size += int(batch * number * (8 * shape.hidden + 4 * shape.heads_width))
+        size += 4 * slots * shape.vocabulary * 4
+    return size

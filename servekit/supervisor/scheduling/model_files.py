@@ -1,0 +1,101 @@
+"""What is wrong with the files of models, as the engines would find when they load them.
+
+For `servekit check`: only headers are read, and neither torch nor an engine is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from servekit.config.schema import ModelConfig
+from servekit.errors import LoadError
+from servekit.model_metadata import gguf, model_folder
+from servekit.model_metadata.gguf_header import read_header
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.scheduling import local_model_files
+
+#: Engines that convert a GGUF file and load it with transformers; llamacpp takes it as it is.
+_CONVERTING = {"transformers", "vllm"}
+#: Another package's engine may load files of any kind.
+_OURS = {*_CONVERTING, "llamacpp"}
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """A sentence for each model whose files are here and cannot be loaded."""
+    if plan.config.launcher == "ray":  # they are on other machines
+        return
+    for index, model in enumerate(plan.config.models):
+        if model.engine in _OURS:
+            environ = {**plan.source.environ, **model.env}
+            path = local_model_files.find(model.path, model.revision, environ)
+            if path is not None and (reason := problem(model, path)):
+                yield f"models[{index}].path: {model.name}: {reason}"
+
+
+def problem(model: ModelConfig, path: Path) -> str:
+    """Why the engine of `model` cannot load what is at `path`; "" where nothing speaks against it.
+
+    Raises nothing: what cannot be read at all is a reason.
+    """
+    try:
+        if model.engine == "llamacpp" and path.is_dir():
+            [path] = path.glob("*.gguf")
+        if path.is_file():
+            return _of_gguf(model, path)
+        model_folder.check(path)
+        return model_folder.lacks_tokenizer(path) or _unknown_folder(model, path)
+    except LoadError as error:
+        return error.message
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}."
+    except ValueError:  # none or several .gguf files: which is for the engine to say
+        return ""
+
+
+def _of_gguf(model: ModelConfig, path: Path) -> str:
+    parts = gguf.parts(path)
+    if missing := [part for part in parts if not part.is_file()]:
+        return f"{path} is one of {len(parts)} parts, and {missing[0].name} is not there."
+    converted = model.engine in _CONVERTING
+    for part in parts:
+        header = read_header(part, part=not converted)
+        if part == path and "tokenizer.ggml.tokens" not in header.metadata:
+            return f"{path} has no tokenizer: its metadata has no tokenizer.ggml.tokens."
+    architecture = read_header(path, part=True).architecture
+    names = ("modeling_gguf_pytorch_utils.py", "integrations/ggml.py")
+    if model.engine == "transformers" and not _is_named(architecture, names):
+        return (
+            f"{path}: transformers cannot convert the architecture {architecture!r}; "
+            "engine llamacpp may load it."
+        )
+    return ""
+
+
+def _unknown_folder(model: ModelConfig, folder: Path) -> str:
+    """Whether transformers has no code for that type of model, nor the folder itself."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        kind, own = config.get("model_type"), config.get("auto_map")
+    except (ValueError, AttributeError, RecursionError):
+        return f"{folder / 'config.json'} is damaged: it has to be a JSON object."
+    names = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+    if model.engine != "transformers" or not kind or own or _is_named(str(kind), names):
+        return ""
+    return f"{folder}: this version of transformers does not know the model type {kind!r}."
+
+
+def _is_named(name: str, files: tuple[str, ...]) -> bool:
+    """Whether a file of transformers has that text; True where they cannot be read.
+
+    To import them takes torch, and seconds.
+    """
+    found = importlib.util.find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return True
+    root = Path(found.submodule_search_locations[0])
+    there = [root / file for file in files if (root / file).is_file()]
+    texts = [file.read_text(errors="replace") for file in there]
+    return not texts or any(f'"{name}"' in text or f"'{name}'" in text for text in texts)

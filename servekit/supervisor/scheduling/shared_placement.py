@@ -1,0 +1,118 @@
+"""From the file to `packing`, and from what did not fit to a sentence with the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.scheduling.bin_packing import Unplaceable, Want, pack
+from servekit.supervisor.scheduling.memory_requests import (
+    Misplaced,
+    claim_bytes,
+    gib,
+    least,
+    room_bytes,
+)
+from servekit.system.gpus import Gpu, Slot
+
+
+def share(
+    models: Sequence[ModelConfig],
+    wanted: Mapping[str, Sequence[Gpu]],
+    gpus: Sequence[Gpu],
+    held: Mapping[str, Sequence[Slot]],
+    reserve: str | None,
+) -> dict[str, list[Slot]]:
+    """By claims and by search. Raises Misplaced."""
+    rooms = {gpu: room_bytes(gpu, reserve) for gpu in gpus}
+    wants = []
+    for index, model in enumerate(models):
+        if model.name in wanted:
+            want = want_of(model, wanted[model.name], held.get(model.name, ()), reserve)
+            _refuse_alone(index, model, want, rooms)
+            wants.append(want)
+    try:
+        return pack(wants, rooms)
+    except Unplaceable as error:
+        index = next(i for i, m in enumerate(models) if m.name == error.want.name)
+        message = _arithmetic(error)
+        raise Misplaced(message, "models", index, _to_blame(models[index])) from None
+
+
+def _to_blame(model: ModelConfig) -> str:
+    """The key that would have to be another, most likely."""
+    if model.memory is not None:
+        return "memory"
+    return "replicas" if model.load == "on_start" else "load"
+
+
+def want_of(
+    model: ModelConfig, allowed: Sequence[Gpu], held: Sequence[Slot], reserve: str | None
+) -> Want:
+    """What a model must have, on the GPUs that it may use."""
+    return Want(
+        name=model.name,
+        least=least(model),
+        width=model.gpus_per_replica,
+        claims={gpu: claim_bytes(model, gpu, reserve) for gpu in allowed},
+        stays=model.load == "on_start",
+        grows=model.load == "on_start" and model.replicas == "auto",
+        held=tuple(held),
+        shares=model.memory is not None and model.replicas != "auto",
+    )
+
+
+def _refuse_alone(index: int, model: ModelConfig, want: Want, rooms: Mapping[Gpu, int]) -> None:
+    """What could not be placed even if it were alone."""
+    claims = want.claims
+    if want.width > len(claims):
+        message = f"model {want.name!r} spreads each replica over {want.width} GPUs, and it may "
+        message += f"use {len(claims)}: {', '.join(map(str, claims))}"
+        raise Misplaced(message, "models", index, "gpus_per_replica")
+    if not want.shares and want.width * want.least > len(claims):
+        total = want.width * want.least
+        message = f"model {want.name!r} needs {total} GPUs for {want.least} replicas of "
+        message += (
+            f"{want.width}, and it may use {len(claims)}: {total - len(claims)} too few; two "
+        )
+        message += "of them share a GPU only where `memory` says what each takes"
+        raise Misplaced(message, "models", index, "replicas")
+    if sum(claims[gpu] <= rooms[gpu] for gpu in claims) < want.width:
+        told = "; ".join(_left(want, gpu, rooms[gpu], []) for gpu in claims)
+        raise Misplaced(f"model {want.name!r} {told}", "models", index, "memory")
+
+
+def _arithmetic(error: Unplaceable) -> str:
+    """What the one without a place claims, and what each GPU has left for it."""
+    want, board = error.want, error.board
+    number = len(board.slots_of(want))
+    told = []
+    for gpu in want.claims:
+        own = board.own(want, gpu)
+        if own and not want.shares:
+            told.append(f"{gpu} has one of its replicas already")
+            continue
+        others = board.on(gpu, stays=True)
+        if not want.stays:
+            others += [(want.name, want.claims[gpu])] * own
+        elif passing := board.passing(gpu):
+            others.append(max(passing, key=lambda one: one[1]))
+        told.append(_left(want, gpu, board.rooms[gpu], others))
+    wide = f" on {want.width} GPUs" if want.width > 1 else ""
+    tries = " in the time that a search may take" if error.gave_up else ""
+    return (
+        f"no place was found{tries} for {want.name}/{number}{wide} beside the others: "
+        f"it {'; '.join(told)}"
+    )
+
+
+def _left(want: Want, gpu: Gpu, room: int, others: Sequence[tuple[str, int]]) -> str:
+    """ "claims 60.0 GiB of GPU 0 (H200): of 80.0 GiB, 2.0 GiB are reserved, …, 22.0 too few"."""
+    left = room - sum(size for _, size in others)
+    reserved = gpu.total_bytes - room
+    taken = [f"less {gib(reserved)} reserved"] if reserved else []
+    taken += [f"less {gib(size)} of {name}" for name, size in others]
+    has = ", ".join([gib(gpu.total_bytes), *taken])
+    short = want.claims[gpu] - left
+    rest = f"{gib(short)} too much" if short > 0 else "which fits"
+    return f"claims {gib(want.claims[gpu])} of {gpu}, which has {has}: {rest}"

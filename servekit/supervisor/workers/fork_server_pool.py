@@ -1,0 +1,103 @@
+"""The standbys of one model: which there are to be, and from which a worker is forked.
+
+There is one for each environment that its workers have: one on the CPU, and one for each GPU
+or set of GPUs that a replica has. They
+are started when all workers have come up, so that they take nothing from those, and what a model
+is made of has been fetched by then. They end when their model is unloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from servekit.config.engines.options import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.protocol.messages import Stop
+from servekit.supervisor.deployments.config_diff import same_worker
+from servekit.supervisor.lifecycle.managed_process import Host
+from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.workers.fork_server import Standby
+from servekit.system import procfs
+from servekit.system.gpus import Slot
+from servekit.system.subreaper import Forked
+
+#: With `standby: auto` there is none where less memory than this is available.
+ROOM_BYTES = 4 * 2**30
+_STOP_GRACE_S = 1.0
+
+
+class Worker(Protocol):
+    """What is asked of a replica."""
+
+    model: ModelConfig
+    place: Assignment
+
+    @property
+    def state(self) -> str: ...
+
+
+class Nursery:
+    """Made empty; `tend` fills it. `run` runs a standby's life."""
+
+    def __init__(self, host: Host, run: Callable[[Standby], None]) -> None:
+        self._host = host
+        self._run = run
+        self._closed = False
+        self._at: dict[Slot, Standby] = {}
+        self.standbys: list[Standby] = []  # those that end included
+
+    def tend(self, model: ModelConfig, workers: Sequence[Worker], *, away: bool = False) -> None:
+        """Called often: have those that are wanted, and no others.
+
+        `away`: the model is unloaded, and what it took is for others.
+        """
+        wanted = _wanted(model) and not away and self._host.launcher is None
+        workers = [one for one in workers if same_worker(one.model, model)]
+        at_rest = all(one.state in ("ready", "asleep", "failed", "stopped") for one in workers)
+        for slot, standby in list(self._at.items()):
+            if not wanted or not same_worker(standby.model, model):
+                self._end(slot)
+        for worker in workers if at_rest and wanted and not self._closed else ():
+            if worker.state == "ready" and worker.place.gpus not in self._at:
+                self._start(model, worker.place)
+
+    def close(self) -> None:
+        """End all of them; there will be no others."""
+        self._closed = True
+        for slot in list(self._at):
+            self._end(slot)
+
+    def ended(self, standby: Standby) -> None:
+        """Its life is over."""
+        self.standbys.remove(standby)
+
+    async def fork(
+        self,
+        model: ModelConfig,
+        place: Assignment,
+        env: Mapping[str, str],
+        mark: str,
+        control_fd: int,
+        output_fd: int,
+    ) -> Forked | None:
+        """A worker of `model` for that place; None where a fresh interpreter has to do."""
+        standby = self._at.get(place.gpus)
+        if standby is None or not same_worker(standby.model, model):
+            return None
+        return await standby.fork(place.name, env, mark, control_fd, output_fd)
+
+    def _start(self, model: ModelConfig, place: Assignment) -> None:
+        if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
+            return
+        standby = Standby(model, place, self._host)
+        self._at[place.gpus] = standby
+        self.standbys.append(standby)
+        self._run(standby)
+
+    def _end(self, slot: Slot) -> None:
+        self._at.pop(slot).end(Stop(), _STOP_GRACE_S)
+
+
+def _wanted(model: ModelConfig) -> bool:
+    return KINDS[model.engine].standby if model.standby == "auto" else model.standby

@@ -1,0 +1,69 @@
+"""One worker's place on another machine, where a launcher has given it one; else nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from servekit.protocol.messages import FromWorker
+from servekit.supervisor.adapters.rollout import Adapters
+from servekit.supervisor.lifecycle.context import Host
+from servekit.supervisor.lifecycle.launcher import AnyChild, Guest
+from servekit.supervisor.lifecycle.remote_process import RemoteChild
+
+
+class Seat:
+    """Of one worker, through all its incarnations."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        self._name = name
+        self._host = host
+
+    @property
+    def is_remote(self) -> bool:
+        return self._host.launcher is not None
+
+    async def enter(self, guest: Guest) -> str:
+        """Wait for a place; the reason if there is none to be had."""
+        return "" if self._host.launcher is None else await self._host.launcher.enter(guest)
+
+    async def spawn(
+        self,
+        guest: Guest,
+        on_message: Callable[[FromWorker], None],
+        on_line: Callable[[str], None],
+    ) -> RemoteChild[FromWorker] | None:
+        """Start it there; None where it is to be a child of ours. Raises OSError."""
+        if self._host.launcher is None:
+            return None
+        return await self._host.launcher.spawn(guest, FromWorker, on_message, on_line)
+
+    async def release(self) -> None:
+        """It will not be started any more."""
+        if self._host.launcher is not None:
+            await self._host.launcher.release(self._name)
+
+    async def strays(self) -> str:
+        """A sentence on GPU memory there that is not its own; "" if none."""
+        return "" if self._host.launcher is None else await self._host.launcher.strays(self._name)
+
+    def adopts(self, child: AnyChild[Any], adapters: Adapters) -> bool:
+        """Whether it was there before us, and has loaded what it is to serve, or is about to.
+
+        What operators have added to it, by its word, is kept.
+        """
+        if isinstance(child, RemoteChild):
+            adapters.keep(child.added)
+        self.remember(child, adapters)
+        return isinstance(child, RemoteChild) and child.state != "empty"
+
+    def remember(self, child: AnyChild[Any] | None, adapters: Adapters) -> None:
+        """Have it know what operators have added, if it may outlive us."""
+        if isinstance(child, RemoteChild):
+            child.remember(adapters.added)
+
+    def address(self, child: AnyChild[Any] | None) -> str:
+        return child.address if isinstance(child, RemoteChild) else ""
+
+    def where(self) -> str:
+        return "" if self._host.launcher is None else self._host.launcher.where(self._name)

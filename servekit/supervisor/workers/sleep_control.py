@@ -1,0 +1,120 @@
+"""One worker that is put to sleep and woken: what it was told, and what its state is meanwhile.
+
+Asleep it claims of its GPUs what it still holds; to wake it enters as one that is started does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from servekit.protocol.residency import Asleep, Awake, NotDone, Sleep, Wake
+from servekit.supervisor.process.task_utils import unless
+
+if TYPE_CHECKING:
+    from servekit.protocol.messages import FromWorker
+    from servekit.supervisor.lifecycle.launcher import AnyChild
+    from servekit.supervisor.workers.worker_process import Replica
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+Answer = Asleep | Awake | NotDone
+
+_DIED = "its worker died"
+
+
+class Slumber:
+    """Of one replica. An open order is answered: by its worker, or by its death."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._answer: asyncio.Future[Answer] | None = None
+        #: Held by who enters: should it die while it wakes, its next life comes after that.
+        self.entering = asyncio.Lock()
+
+    async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
+        """Put it to sleep, once what runs is done; why not, "" where it sleeps.
+
+        `told` returns when the gateways know that it takes no more requests.
+        """
+        replica = self._replica
+        child = replica.child
+        replica.set("asleep")
+        await told()
+        limit_s = replica.model.timeout_s + replica.model.load_timeout_s
+        answer = await self._send(Sleep(), limit_s, child)
+        if not isinstance(answer, NotDone) and replica.child is child:
+            await replica.vram.fell_asleep()
+        if replica.child is not child:
+            return _DIED  # and what is there now, is awake
+        if not isinstance(answer, NotDone):
+            log.info("asleep", child=replica.name, after_s=answer.took_s)
+            return ""
+        if replica.state == "asleep" and child is not None and not replica.ending:
+            replica.set("ready", f"it could not be put to sleep: {answer.message}")
+        return answer.message
+
+    async def wake(self) -> str:
+        """Wake it, and have it serve; why not, "" where it does."""
+        replica = self._replica
+        child = replica.child
+        if child is None:
+            return f"worker {replica.name} is {replica.state}"
+        async with self.entering:
+            reason = await unless(child.exited, replica.vram.enter())
+            if replica.child is not child:
+                replica.vram.leave()  # it may have been let in after its death
+        if reason is None or replica.child is not child:
+            return _DIED
+        if reason:
+            return reason
+        try:
+            answer = await self._send(Wake(), replica.model.load_timeout_s, child)
+        finally:
+            if replica.child is child:
+                replica.vram.loaded()
+        if isinstance(answer, NotDone):
+            return answer.message
+        log.info("awake", child=replica.name, after_s=answer.took_s)
+        return await replica.adapters.join(replica, {}, functools.partial(self._is_awake, child))
+
+    def _is_awake(self, child: object) -> None:
+        replica = self._replica
+        if replica.child is child and replica.state == "asleep" and not replica.ending:
+            replica.pardon()
+            replica.set("ready")
+
+    async def _send(
+        self, order: Sleep | Wake, limit_s: float, child: AnyChild[FromWorker] | None
+    ) -> Answer:
+        """Its answer; one that takes longer than `limit_s` is ended."""
+        replica = self._replica
+        if replica.child is not child:
+            return NotDone(_DIED)
+        if child is None or replica.state != "asleep" or replica.ending:
+            return NotDone(f"worker {replica.name} is {replica.state}")
+        what = "sleep" if isinstance(order, Sleep) else "wake"
+        cause = f"stalled: it did not {what} within {limit_s:g} s"
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer] = loop.create_future()
+        self._answer = answer
+        timer = loop.call_later(limit_s, replica.give_up, cause)
+        try:
+            child.send(order)
+            return await answer
+        finally:
+            timer.cancel()
+            self._answer = None
+
+    def answered(self, message: Answer) -> None:
+        """Its worker has said so."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(message)
+
+    def died(self) -> None:
+        """No answer comes any more."""
+        self.answered(NotDone(_DIED))

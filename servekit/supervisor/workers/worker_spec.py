@@ -1,0 +1,94 @@
+"""What a worker is told to load, made of the file and of its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from servekit.config.engines.options import KINDS
+from servekit.config.schema import ModelConfig
+from servekit.protocol.adapters import AdapterSpec
+from servekit.protocol.messages import WorkerSpec
+from servekit.protocol.types import Parallel
+from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
+from servekit.supervisor.scheduling.placement import Assignment
+from servekit.system import procfs
+
+
+def worker_spec(
+    model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
+) -> WorkerSpec:
+    """What the worker is told to load."""
+    on_gpus = bool(place.gpus or place.elsewhere)
+    return WorkerSpec(
+        name=place.name,
+        model=model.name,
+        engine=model.engine,
+        path=model.path,
+        revision=model.revision,
+        device="cuda" if on_gpus else "cpu",
+        dtype=model.dtype,
+        max_context=model.max_context,
+        trust_remote_code=model.trust_remote_code,
+        sampling=model.sampling.model_dump(exclude_none=True),
+        options=model.engine_options().model_dump(exclude_none=True),
+        socket=socket,
+        tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
+        reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
+        adapters=adapters,
+        gpus=devices(model, place),
+        parallel=parallel(model, place),
+        memory_bytes=_share(model, place),
+        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, procfs.memory_bytes()),
+        sleeps=model.idle_sleep_s is not None,
+        edition=edition(model),
+        chat_template=model.chat_template or "",
+    )
+
+
+def edition(model: ModelConfig) -> str:
+    """A digest of all that the file says of a model's text: the first part of its generation.
+
+    Room, slots and places are not in it: a worker with more of them says the same.
+    """
+    options = model.engine_options().model_dump(exclude_none=True)
+    sampling = model.sampling.model_dump(exclude_none=True)
+    sampling.pop("max_tokens", None)  # a length that is settled when an answer begins
+    neutral = KINDS[model.engine].neutral
+    said = (
+        *(model.engine, model.path, model.revision, model.dtype, model.trust_remote_code),
+        *(model.tool_parser, model.reasoning_parser, model.chat_template, sampling),
+        {name: value for name, value in options.items() if name not in neutral},
+    )
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def parallel(model: ModelConfig, place: Assignment) -> Parallel:
+    """How its engine spreads it over its devices; "" where it has one."""
+    return _wished(model) if devices(model, place) > 1 else ""
+
+
+def devices(model: ModelConfig, place: Assignment) -> int:
+    """How many its engine spreads it over.
+
+    On a CPU that is processes, where each device has one: a file for GPUs can be tried without any.
+    """
+    if place.gpus or place.elsewhere:
+        return len(place.gpus) or place.elsewhere
+    return model.gpus_per_replica if _wished(model) == "tensor" else 1
+
+
+def _wished(model: ModelConfig) -> Parallel:
+    known = KINDS[model.engine].parallel
+    if model.parallel == "auto":
+        return known[0] if known else ""
+    return model.parallel if model.parallel in known else ""
+
+
+def _share(model: ModelConfig, place: Assignment) -> int:
+    """What it may take of each GPU; 0 where that is all that it finds free.
+
+    Of a GPU without a reserve, a claim on the whole is no less than there is: nothing to keep to.
+    """
+    whole = all(c >= gpu.total_bytes for c, gpu in zip(place.claims, place.gpus, strict=False))
+    return 0 if model.memory is None and whole else min(place.claims, default=0)

@@ -1,0 +1,66 @@
+"""Whether a worker holds memory on its own GPUs only, by NVML's word."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from servekit.system import procfs
+from servekit.system.gpus import Gpu, Holdings
+
+#: All processes by their group, within `one_look`.
+_census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Within it all groups are of one look at /proc, which reads each process of the machine.
+
+    That is 24 µs for each: of a machine with a thousand, and eight workers, 24 ms and not 200.
+    """
+    census: dict[int, set[int]] = {}
+    for process in procfs.everyone():
+        census.setdefault(process.group, set()).add(process.pid)
+    token = _census.set(census)
+    try:
+        yield
+    finally:
+        _census.reset(token)
+
+
+def group_of(pid: int) -> frozenset[int]:
+    """The PIDs of a child and of what it has started in its process group."""
+    if (census := _census.get()) is not None:
+        return frozenset({pid, *census.get(pid, ())})
+    return frozenset({pid, *(p.pid for p in procfs.everyone() if p.group == pid)})
+
+
+def strays(pids: Collection[int], own: Collection[str], holdings: Holdings) -> dict[str, int]:
+    """Bytes that `pids` hold on GPUs other than `own`, by UUID."""
+    found: dict[str, int] = {}
+    for pid in pids:
+        for uuid, held_bytes in holdings.get(pid, {}).items():
+            if uuid not in own:
+                found[uuid] = found.get(uuid, 0) + held_bytes
+    return found
+
+
+def stray_memory(
+    pids: Collection[int], own: Collection[str], holdings: Holdings, gpus: Sequence[Gpu]
+) -> str:
+    """A sentence that names the GPUs other than `own` on which `pids` hold memory; "" if none."""
+    names = {gpu.uuid: str(gpu) for gpu in gpus}
+    found = strays(pids, own, holdings)
+    if not found:
+        return ""
+    held = " and ".join(
+        f"{held_bytes / 2**20:.0f} MiB on {names.get(uuid, uuid)}"
+        for uuid, held_bytes in sorted(found.items())
+    )
+    return f"holds {held}, which is not its own"
+
+
+def held_bytes(pids: Collection[int], holdings: Holdings) -> int:
+    """Bytes that `pids` hold on all GPUs together."""
+    return sum(sum(holdings.get(pid, {}).values()) for pid in pids)

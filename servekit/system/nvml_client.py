@@ -1,0 +1,131 @@
+"""The process that reads NVML (`supervisor.nvml`), as its users see it.
+
+It is started at the first question and again when it has died or did not answer in time; then
+what is known of the GPUs is nothing, for a while, rather than something that holds everybody up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from servekit.system import python_command, subreaper
+
+log: Any = structlog.get_logger("servekit.supervisor")
+
+Question = Literal["gpus", "free", "memory", "use", "details"]
+
+#: A machine has a driver where one of these is there: Linux, and Linux within Windows.
+_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia"))
+#: The first answer waits for the driver to open every GPU: seconds each, without persistence mode.
+_FIRST_S = 60.0
+_ANSWER_S = 5.0
+#: After a driver that did not answer, nobody asks for this long.
+_REST_S = 60.0
+
+
+class Driver:
+    """Answers questions, one at a time, from any thread; blocks until the answer or its deadline.
+
+    `command` is what to start, with our PID after it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] | None = None,
+        *,
+        first_s: float = _FIRST_S,
+        answer_s: float = _ANSWER_S,
+        rest_s: float = _REST_S,
+    ) -> None:
+        self._command = command or python_command.module("servekit.system.nvml_process")
+        self._first_s, self._answer_s, self._rest_s = first_s, answer_s, rest_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rests_until = 0.0
+
+    def ask(self, question: Question) -> Any:
+        """The answer; None where there is none to be had."""
+        with self._lock:
+            if time.monotonic() < self._rests_until:
+                return None
+            try:
+                return self._ask(question)
+            except (OSError, ValueError) as error:
+                log.warning("the GPU driver does not answer", reason=str(error) or repr(error))
+                self._rests_until = time.monotonic() + self._rest_s
+                self._end()
+                return None
+
+    def close(self) -> None:
+        """End the process; the next question starts another."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, question: Question) -> Any:
+        patience_s = self._answer_s
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._start()
+            patience_s = self._first_s
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{question}\n".encode())
+        return json.loads(_line(process.stdout.fileno(), time.monotonic() + patience_s))
+
+    def _start(self) -> None:
+        self._process = subreaper.start(
+            [*self._command, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        # In a driver's call SIGKILL may have to wait: then so does the reaping, without us.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1.0)
+        subreaper.reaped(process)
+
+
+def _line(fd: int, deadline: float) -> bytes:
+    """One line from a pipe. Raises TimeoutError, or OSError where it ends before."""
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError("NVML has not answered in time")
+            if not (more := os.read(fd, 65536)):
+                raise OSError("the process that reads NVML has ended")
+            line += more
+    return line
+
+
+def is_present() -> bool:
+    """Whether this machine has a GPU driver at all."""
+    return any(path.exists() for path in _DEVICES)
+
+
+#: The one of this process.
+driver = Driver()

@@ -1,0 +1,221 @@
+"""`python -m servekit.system.nvml_process`: reads the GPUs, in a process of its own.
+
+Each line on stdin is a question, each line on stdout its answer in JSON:
+
+    gpus     [{"index": 0, "uuid": "GPU-…", "name": "NVIDIA H200", "total_bytes": …,
+               "free_bytes": …, "linked": [UUID of each GPU that NVLink joins it to, …]}, …]
+    free     {UUID: bytes}
+    memory   {PID: {UUID: bytes}}
+    use      [{"index", "uuid", "name", "total_bytes" as above, "used_bytes": …,
+               "utilisation": 0 to 1, or null where the GPU does not tell}, …]
+    details  {"error": "", "driver": "580.95.05", "cuda": "13.0", "gpus": [as above, and
+               "compute_mode": "default", "exclusive" or "prohibited", "mig": false,
+               "persistence": true (each None where the GPU has no such thing),
+               "processes": [[PID, bytes], …]]}; only "error" where there is no NVML
+
+A process of its own, because a driver that is broken or busy may keep a call for minutes, and the
+supervisor must go on meanwhile; and because the library takes 19 MB of whoever loads it. It stays
+for as long as stdin is open: to open every device anew for each look took a third of a core on a
+machine with two H200.
+
+Source: NVML API reference (nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetComputeRunningProcesses).
+NVML numbers GPUs by PCI bus, as CUDA does under CUDA_DEVICE_ORDER=PCI_BUS_ID. It makes no CUDA
+context and takes no memory of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from servekit.system.parent_death import die_with
+
+
+def main() -> None:
+    die_with(int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's are not for us
+        signal.signal(number, signal.SIG_IGN)
+    nvml = _initialised()
+    questions: dict[str, Callable[[Any], Any]] = {
+        "gpus": _gpus,
+        "free": _free,
+        "memory": _memory,
+        "use": _use,
+        "details": _details,
+    }
+    for line in sys.stdin:
+        answer = questions[line.strip()](nvml)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _initialised() -> Any:
+    """NVML, or None: no library, no driver, no permission all mean that there is no GPU for us."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:
+        sys.stderr.write(f"no NVML: {error}\n")
+        return None
+    return pynvml
+
+
+def _gpus(nvml: Any) -> list[dict[str, Any]]:
+    found = [] if nvml is None else list(_handles(nvml))
+    return [
+        _read(nvml, index, handle)
+        | {
+            "linked": [
+                _text(nvml.nvmlDeviceGetUUID(other))
+                for number, other in found
+                if number != index and _is_linked(nvml, handle, other)
+            ]
+        }
+        for index, handle in found
+    ]
+
+
+def _is_linked(nvml: Any, one: Any, other: Any) -> bool:
+    """Whether NVLink joins them. Source: NVML API reference, nvmlDeviceGetP2PStatus."""
+    try:
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == nvml.NVML_P2P_STATUS_OK)
+    except (AttributeError, nvml.NVMLError):
+        return False
+
+
+def _free(nvml: Any) -> dict[str, int]:
+    handles = [] if nvml is None else [handle for _, handle in _handles(nvml)]
+    return {_text(nvml.nvmlDeviceGetUUID(one)): _memory_of(nvml, one)[1] for one in handles}
+
+
+def _memory(nvml: Any) -> dict[int, dict[str, int]]:
+    holdings: dict[int, dict[str, int]] = {}
+    for _, handle in [] if nvml is None else _handles(nvml):
+        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        for pid, held_bytes in _processes(nvml, handle):
+            of_pid = holdings.setdefault(pid, {})
+            of_pid[uuid] = of_pid.get(uuid, 0) + held_bytes
+    return holdings
+
+
+def _use(nvml: Any) -> list[dict[str, Any]]:
+    found = [] if nvml is None else list(_handles(nvml))
+    return [_used(nvml, _read(nvml, index, handle), handle) for index, handle in found]
+
+
+def _used(nvml: Any, gpu: dict[str, Any], handle: Any) -> dict[str, Any]:
+    used_bytes = gpu["total_bytes"] - gpu.pop("free_bytes")
+    return {**gpu, "used_bytes": max(0, used_bytes), "utilisation": _utilisation(nvml, handle)}
+
+
+def _utilisation(nvml: Any, handle: Any) -> float | None:
+    """Source: NVML API reference, nvmlDeviceGetUtilizationRates; not under MIG."""
+    try:
+        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    except (AttributeError, nvml.NVMLError):
+        return None
+
+
+def _details(nvml: Any) -> dict[str, Any]:
+    if nvml is None:
+        return {"error": _why_not()}
+    cuda = nvml.nvmlSystemGetCudaDriverVersion()
+    return {
+        "error": "",
+        "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "gpus": [_detailed(nvml, index, handle) for index, handle in _handles(nvml)],
+    }
+
+
+def _why_not() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:
+        return str(error) or repr(error)
+    return "it did not answer at first, and does now"
+
+
+def _detailed(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+    def asked(name: str) -> Any:
+        try:
+            return getattr(nvml, name)(handle)
+        except nvml.NVMLError:  # this GPU or this driver knows nothing of it
+            return None
+
+    mode, mig = asked("nvmlDeviceGetComputeMode"), asked("nvmlDeviceGetMigMode")
+    persistence = asked("nvmlDeviceGetPersistenceMode")
+    modes = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
+    return _read(nvml, index, handle) | {
+        "compute_mode": None if mode is None else modes.get(mode, str(mode)),
+        "mig": None if mig is None else bool(mig[0]),
+        "persistence": None if persistence is None else bool(persistence),
+        "processes": sorted(_processes(nvml, handle)),
+    }
+
+
+def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
+    """Index and handle of each GPU that answers; one that has fallen off the bus is left out."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            nvml.nvmlDeviceGetMemoryInfo(handle)
+        except nvml.NVMLError:
+            continue
+        yield index, handle
+
+
+def _read(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+    total_bytes, free_bytes = _memory_of(nvml, handle)
+    return {
+        "index": index,
+        "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
+        "name": _text(nvml.nvmlDeviceGetName(handle)),
+        "total_bytes": total_bytes,
+        "free_bytes": free_bytes,
+    }
+
+
+def _memory_of(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Total and free bytes. What the driver keeps for itself (0.6 GB of an H200) nobody gets.
+
+    Source: NVML API reference, nvmlDeviceGetMemoryInfo_v2; older drivers know the first only.
+    """
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return int(memory.total - memory.reserved), int(memory.free)
+    except (AttributeError, TypeError, nvml.NVMLError):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.total), int(memory.free)
+
+
+def _processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:
+    # A process shows up in both lists when it also draws; the larger figure is the whole.
+    held: dict[int, int] = {}
+    queries: tuple[Callable[[Any], Any], ...] = (
+        nvml.nvmlDeviceGetComputeRunningProcesses,
+        nvml.nvmlDeviceGetGraphicsRunningProcesses,
+    )
+    for query in queries:
+        try:
+            processes = query(handle)
+        except nvml.NVMLError:  # not supported by this GPU or this driver
+            continue
+        for process in processes:
+            held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory or 0))
+    yield from held.items()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What crosses a process boundary, all of it: messages and the framed connection."""

@@ -1,0 +1,129 @@
+"""From an engine's token ids to the text that may leave: decoding and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servekit.engines.api.base import Decoder
+
+
+class StopScanner:
+    """Finds the first stop string in a stream of text, wherever the pieces are cut.
+
+    Text that could be the beginning of a stop string is held back until it is certain.
+    """
+
+    __slots__ = ("_held", "_include", "_longest", "_stops", "found")
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`include`: a stop string that was found is a part of the text."""
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops)) if stops else 0
+        self._held = ""
+        self.found = ""  # the stop string that was found
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that may leave, and whether a stop string was found right after it."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            at, self.found = min(found)
+            return text[: at + len(self.found) if self._include else at], True
+        keep = self._could_begin(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """Return what was held back: no stop string will complete it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _could_begin(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+class TextStream:
+    """The text of one completion, from its token ids.
+
+    A continuation is primed with the ids another worker had reported: their text is made anew,
+    and the `sent_chars` characters that have already gone to the client are left out.
+    """
+
+    __slots__ = ("_decoder", "_include", "_scanner", "_skip", "_stops", "decode", "stopped")
+
+    def __init__(
+        self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0, include: bool = False
+    ) -> None:
+        """`include`: what ends the text, a stop string or token, is a part of it."""
+        self._decoder, self.decode = decoder, decoder.push
+        self._scanner = StopScanner(stops, include)
+        self._include = include
+        self._skip = sent_chars
+        self._stops = bool(stops)
+        self.stopped = False
+
+    @property
+    def plain(self) -> bool:
+        """From here on each piece leaves as it is: `decode` does all that `push` would."""
+        return not (self._skip or self._stops)
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has been found; "" while there is none."""
+        return self._scanner.found
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that may leave; `stopped` is set once a stop string has been found."""
+        text = self.decode(token_ids)
+        return text if self.plain else self._scan(text)
+
+    def finish(self, stop_token: int = -1) -> str:
+        """Return the rest, once no further token comes; `stop_token` is the one that ended it."""
+        text = self.decode([stop_token]) if self._include and stop_token >= 0 else ""
+        text += self._decoder.flush()
+        if self.plain:
+            return text
+        text = self._scan(text)
+        return text if self.stopped else text + self._unsent(self._scanner.flush())
+
+    def _scan(self, decoded: str) -> str:
+        if self.stopped:  # for good: what comes after a stop string is not part of the answer
+            return ""
+        text, self.stopped = self._scanner.push(decoded)
+        return self._unsent(text)
+
+    def _unsent(self, text: str) -> str:
+        if not self._skip:
+            return text
+        skip = min(self._skip, len(text))
+        self._skip -= skip
+        return text[skip:]
+
+
+class CountedText(TextStream):
+    """Also counts characters: those decoded, and those of them that are certain to leave."""
+
+    __slots__ = ("certain", "decoded")
+
+    def __init__(
+        self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0, include: bool = False
+    ) -> None:
+        super().__init__(decoder, stops, sent_chars, include)
+        self.decoded = self.certain = 0
+
+    def _scan(self, decoded: str) -> str:
+        self.decoded += len(decoded)
+        return super()._scan(decoded)
+
+    def _unsent(self, text: str) -> str:
+        self.certain += len(text)
+        return super()._unsent(text)

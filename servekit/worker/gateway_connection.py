@@ -1,0 +1,125 @@
+"""One connection to this worker, and what its gateway has in flight here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from servekit.errors import RequestError, WireError
+from servekit.protocol.messages import (
+    PROTOCOL,
+    Borrow,
+    Cancel,
+    Delta,
+    Failed,
+    GatewayToWorker,
+    Generate,
+    Hello,
+    OneEach,
+    Tokens,
+)
+from servekit.protocol.transport.connection import Connection
+
+if TYPE_CHECKING:
+    from servekit.worker.runner import Runner
+
+log: Any = structlog.get_logger("servekit.worker")
+
+
+class Peer:
+    """One connection to this worker: a gateway, or the worker's own warm-up probe."""
+
+    def __init__(self, runner: Runner, connection: Connection[Any] | None = None) -> None:
+        self.runner = runner
+        self.jobs: dict[int, int] = {}  # request id → job id
+        if connection is None:
+            connection = Connection(GatewayToWorker, self._on_message, self._on_close)
+        else:
+            connection.become(GatewayToWorker, self._on_message, self._on_close)
+        self.connection: Connection[GatewayToWorker] = connection
+        connection.on_turn = self.flush
+        self._deltas: list[Delta] = []
+        self._told: set[int] = set()  # the requests that these are of
+        self._plain = OneEach([], [], [])
+        self.greeted = False
+
+    def add(self, delta: Delta) -> None:
+        """Send a delta with the others of this turn of the loop, in one message."""
+        if not self._deltas:
+            self.connection.gather()
+        self._told.add(delta.id)
+        self._deltas.append(delta)
+
+    def add_one(self, id: int, text: str, token_id: int) -> None:
+        """As `add`, of one more token, where there is nothing else to say."""
+        if self._told and id in self._told:  # deltas follow what is plain
+            self.flush()
+        plain = self._plain
+        if not plain.ids:
+            self.connection.gather()
+        plain.ids.append(id)
+        plain.texts.append(text)
+        plain.token_ids.append(token_id)
+
+    def fail(self, request_id: int, error: RequestError) -> None:
+        self.jobs.pop(request_id, None)
+        told = (error.code, error.message, error.param, error.retry_after_s)
+        self.flush()  # what this turn has brought before it went wrong
+        self.connection.send(Failed(request_id, *told))
+
+    def flush(self) -> None:
+        """Send the deltas now."""
+        if self._plain.ids:
+            plain, self._plain = self._plain, OneEach([], [], [])
+            self.connection.send(plain)
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            self._told.clear()
+            try:
+                self.connection.send(Tokens(deltas))
+            except WireError:
+                self._flush_apart(deltas)
+
+    def _flush_apart(self, deltas: list[Delta]) -> None:
+        """Together they are too long for a message; one that is by itself is refused."""
+        for delta in deltas:
+            try:
+                self.connection.send(Tokens([delta]))
+            except WireError as error:
+                said = f"the answer is too long: {error.message}"
+                self.connection.send(Failed(delta.id, RequestError.code, said))
+
+    def close(self) -> None:
+        """Send what is left and close."""
+        self.flush()
+        self.connection.close()
+
+    def _on_message(self, message: GatewayToWorker) -> None:
+        if isinstance(message, Generate) and self.greeted:
+            self.runner.accept(self, message)
+        elif isinstance(message, Cancel):
+            self.runner.cancel(self, message.id, tells=message.tells)
+        elif isinstance(message, Borrow):
+            self.runner.lending.borrow(self, message.share)
+        elif isinstance(message, Hello) and message.protocol == PROTOCOL:
+            self.meet(message)
+        else:
+            raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
+
+    def meet(self, hello: Hello) -> None:
+        """Answer its Hello; requests may come after, unless the engine has died."""
+        if self.runner.dead:
+            self.connection.abort()
+            return
+        self.greeted = True
+        own = Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
+        self.connection.send(own)
+        self.runner.ward.greet(self)
+        if hello.role == "gateway":
+            self.runner.on_greeting(hello.name)
+
+    def _on_close(self, error: Exception | None) -> None:
+        if isinstance(error, WireError):
+            log.warning("connection closed", error=str(error))
+        self.runner.forget(self)

@@ -1,0 +1,212 @@
+"""One request under way in a worker: what each step of the engine brings it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from servekit.engines.api.base import StepOutput
+from servekit.engines.api.text_engine import TextOutput
+from servekit.errors import EngineFailed, RequestError
+from servekit.protocol.messages import (
+    PROOF_TOKENS,
+    Continuation,
+    Delta,
+    Generate,
+    Prompt,
+    TokenLogprob,
+)
+from servekit.protocol.types import FinishReason
+from servekit.worker.detokenizer import CountedText, TextStream
+from servekit.worker.request_preparation import packed
+
+if TYPE_CHECKING:
+    from servekit.worker.gateway_connection import Peer
+
+
+class Task:
+    """A request, and how far it is."""
+
+    __slots__ = (
+        "adapter",
+        "began",
+        "begins",
+        "cached",
+        "chats",
+        "completion",
+        "decode",
+        "held",
+        "id",
+        "peer",
+        "plain",
+        "prompt",
+        "prompt_tokens",
+        "text",
+    )
+
+    def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
+        self.peer = peer
+        self.id = request.id
+        self.prompt_tokens = prompt_tokens
+        self.begins: tuple[list[int], int] | None = None  # prompt and limit, until they are told
+        self.adapter, self.chats = request.adapter, request.messages is not None
+        self.completion = self.began = len(request.emitted)
+        self.text = text
+        self.held = text.push(request.emitted) if request.emitted else ""
+        self.cached = 0  # tokens of the prompt that the engine did not have to read
+        self.prompt: Prompt | None = None  # what its first delta is to tell of the prompt
+        self.plain = False  # what comes next may be told as one token, and no more: its text
+        self.decode = text.decode  # is what this says, and nothing else is to be thought of
+
+    @property
+    def proven(self) -> bool:
+        """It has shown that it is not what kills workers."""
+        return self.completion - self.began >= PROOF_TOKENS
+
+    def continuation(self, generation: Callable[[str], str]) -> Continuation:
+        """What another worker needs to go on with it; told once, with its first tokens.
+
+        `generation` is of an adapter, or of "". A plain prompt makes the same tokens anywhere.
+        """
+        assert self.begins is not None
+        (ids, limit), self.begins = self.begins, None
+        return Continuation(generation(self.adapter), limit, packed(ids) if self.chats else b"")
+
+    def pass_on(self, output: StepOutput) -> bool:
+        """Send one more token, if that is all that the step has brought; where `plain` is set."""
+        token_ids = output.token_ids
+        if len(token_ids) != 1 or output.finish is not None or output.error is not None:
+            return False
+        if output.logprobs is not None or output.cached_tokens:
+            return False
+        self.completion += 1
+        self.peer.add_one(self.id, self.decode(token_ids), token_ids[0])
+        return True
+
+    def delta(self, output: StepOutput) -> Delta:
+        """What the step brought, as the gateway gets it."""
+        self.completion += len(output.token_ids)
+        if output.cached_tokens:
+            self.cached = min(output.cached_tokens, self.prompt_tokens)
+        text = self.held + self.text.push(output.token_ids)
+        self.held = ""
+        self.plain = self.text.plain
+        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
+        if finish is None:
+            logprobs = output.logprobs or []
+            prompt, cached = self.prompt_tokens, self.cached
+            if cached:
+                ids = output.token_ids
+                return Delta(self.id, text, ids, None, prompt, 0, logprobs, [], "", cached)
+            return Delta(self.id, text, output.token_ids, None, prompt, 0, logprobs)
+        if not self.text.stopped:
+            text += self.text.finish(output.stop_token)
+            finish = "stop" if self.text.stopped else finish
+        prompt, completion = self.prompt_tokens, self.completion
+        logprobs, vectors, stop = output.logprobs or [], output.vectors or [], self.text.stop
+        ids, cached = output.token_ids, self.cached
+        ended = -1 if stop else output.stop_token
+        return Delta(
+            self.id, text, ids, finish, prompt, completion, logprobs, vectors, stop, cached,
+            stop_token=ended,
+        )  # fmt: skip
+
+
+class SilentTask(Task):
+    """A request that asks for no tokens. Its engine makes one, which nobody is told of."""
+
+    def delta(self, output: StepOutput) -> Delta:
+        self.completion += PROOF_TOKENS
+        self.cached = min(output.cached_tokens, self.prompt_tokens)
+        counts = (self.prompt_tokens, 0)
+        return Delta(self.id, "", [], "length", *counts, [], [], "", self.cached)
+
+
+def failure(output: StepOutput) -> RequestError | None:
+    """Why a step has ended a request without an answer, if it has."""
+    if output.error is not None:
+        message, param = output.error, output.param
+        return EngineFailed(message) if param is None else RequestError(message, param=param)
+    return output.failure if isinstance(output, TextOutput) else None
+
+
+class TextTask(Task):
+    """A request to an engine that brings text. What has come shows that it does not kill."""
+
+    def __init__(self, peer: Peer, request: Generate) -> None:
+        super().__init__(peer, request, 0, TextStream(_NoDecoder(), ()))
+
+    def delta(self, output: StepOutput) -> Delta:
+        """What the step brought, as the gateway gets it."""
+        assert isinstance(output, TextOutput)
+        self.completion += PROOF_TOKENS  # one step is proof: nothing of it runs here
+        counts = (output.prompt_tokens, output.completion_tokens)
+        lists = (output.logprobs or [], output.vectors or [])
+        return Delta(self.id, output.text, [], output.finish, *counts, *lists, output.stop)
+
+
+class _NoDecoder:
+    """There are no tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class ScoredTask(Task):
+    """A request for log probabilities that has stop strings.
+
+    A token is told once some of its text is certain to leave. One that may yet turn out to be of a
+    stop string is kept back, id and all: a continuation elsewhere samples it again.
+    """
+
+    __slots__ = ("_counted", "_kept", "_told")
+
+    def __init__(
+        self, peer: Peer, request: Generate, prompt_tokens: int, text: CountedText
+    ) -> None:
+        super().__init__(peer, request, prompt_tokens, text)
+        self._counted = text
+        self._kept: deque[tuple[int, int, TokenLogprob]] = deque()  # where it begins, id, score
+        self._told = 0
+
+    @property
+    def proven(self) -> bool:
+        """As the gateway counts: by tokens that it was told."""
+        return self._told >= PROOF_TOKENS
+
+    def delta(self, output: StepOutput) -> Delta:
+        """As `Task.delta`, of the tokens that may be told by now."""
+        text = self.held + self._read(output)
+        self.held = ""
+        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
+        if finish is not None and not self.text.stopped:
+            text += self.text.finish(output.stop_token)
+            finish = "stop" if self.text.stopped else finish
+        told = self._certain(all_of_them=finish is not None and not self.text.stopped)
+        ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
+        completion = 0 if finish is None else self.completion
+        self.cached = max(self.cached, min(output.cached_tokens, self.prompt_tokens))
+        counts, rest = (self.prompt_tokens, completion), (self.text.stop, self.cached)
+        ended = -1 if self.text.stop else output.stop_token
+        return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest, stop_token=ended)
+
+    def _read(self, output: StepOutput) -> str:
+        """The text that may leave; each token's place is noted."""
+        self.completion += len(output.token_ids)
+        text = ""
+        for id, logprob in zip(output.token_ids, output.logprobs or (), strict=True):
+            self._kept.append((self._counted.decoded, id, logprob))
+            text += self._counted.push([id])
+        return text
+
+    def _certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
+        """Those that begin before the end of what is certain, or the rest."""
+        told = []
+        while self._kept and (all_of_them or self._kept[0][0] < self._counted.certain):
+            told.append(self._kept.popleft())
+        self._told += len(told)
+        return told

@@ -1,0 +1,310 @@
+"""What a request is before the engine gets it: token ids, a compiled grammar, or a refusal.
+
+What takes long is done in threads: long prompts one after the other in one, for each may take a
+gigabyte while it is tokenised; long texts of which only the tokens are asked in another; grammars
+in others. The engine bounds what a grammar may take, and how many wait for others to be compiled;
+no clock runs here while a request waits for its turn, or for its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from servekit.engines.api.base import Engine, TooManyTokens
+from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.protocol.messages import ChatMessage, Continuation, Generate, ModelInfo
+from servekit.worker.request_validation import check
+
+#: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
+LONG_PROMPT_CHARS = 16_384
+#: Tokens of a text that are told one by one, as many as a client may send: each is an object here
+#: and at the gateway.
+MAX_TOKENS_TOLD = 2**20
+#: What is wrong with a prompt that is too long, by the tokens that were asked for.
+_PARAMS = {None: "messages", 0: "prompt"}
+#: Threads that compile grammars, or, most of them, wait until some other is compiled.
+COMPILERS = 64
+
+
+class Prepared(msgspec.Struct):
+    """What a task needs: `ids` and `constraint` to generate, `inputs` to embed, or an answer."""
+
+    ids: list[int] = []
+    constraint: object | None = None
+    banned: tuple[tuple[int, ...], ...] = ()
+    inputs: list[list[int]] = []
+    text: str = ""
+
+
+class Intake:
+    """Prepares requests for one engine; `room` is how many tokens the context has for one."""
+
+    def __init__(self, engine: Engine, info: ModelInfo, room: Callable[[Generate], int]) -> None:
+        self._engine = engine
+        self._info = info
+        self._room = room
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
+
+    def takes_long(self, request: Generate) -> bool:
+        """Whether it is too much work for the event loop."""
+        slow = request.params.grammar is not None or bool(request.tools)
+        return slow or _length(request) > LONG_PROMPT_CHARS
+
+    def prepare(self, request: Generate) -> Prepared:
+        """From any thread. Raises RequestError."""
+        check(request, self._info, self._engine.spec)
+        match request.task:
+            case "detokenize":
+                return self._detokenized(request)
+            case "tokenize":
+                return Prepared(self._told(request))
+            case "embed":
+                return Prepared(inputs=self._inputs(request.inputs))
+            case _:
+                return Prepared(
+                    self._prompt(request), self._constraint(request), self._banned(request)
+                )
+
+    async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
+        """In another thread, unless it is not `wanted` any more at its turn. Raises RequestError.
+
+        `wanted` is called in that thread. What is not wanted is prepared as nothing.
+        """
+
+        def prepare() -> Prepared:
+            return self.prepare(request) if wanted() else Prepared()
+
+        def prepare_prompt() -> Prepared:
+            check(request, self._info, self._engine.spec)
+            return Prepared(self._prompt(request)) if wanted() else Prepared()
+
+        def constrain() -> object | None:
+            return self._constraint(request) if wanted() else None
+
+        loop = asyncio.get_running_loop()
+        if request.params.grammar is None or request.task != "generate":
+            return await loop.run_in_executor(self._thread_for(request), prepare)
+        if _length(request) <= LONG_PROMPT_CHARS:
+            return await loop.run_in_executor(self._compilers, prepare)
+        prepared = await loop.run_in_executor(self._reader, prepare_prompt)
+        prepared.constraint = await loop.run_in_executor(self._compilers, constrain)
+        return prepared
+
+    def _thread_for(self, request: Generate) -> ThreadPoolExecutor | None:
+        """None: one of the event loop's own, where the text is short and something else is not."""
+        if _length(request) <= LONG_PROMPT_CHARS:
+            return None
+        return self._reader if request.task in ("generate", "embed") else self._teller
+
+    def _prompt(self, request: Generate) -> list[int]:
+        """What is to be gone on with; refused early where it is far longer than the context."""
+        context, params = self._room(request), request.params
+        if params.truncate_prompt:
+            return self._truncated(request, context)
+        try:
+            ids = self._encode(request, context)
+            if params.prompt_logprobs is not None:
+                _check_told(len(ids), params.prompt_logprobs + 1)
+            return ids
+        except TooManyTokens as error:
+            found = f"more than {error.count}"
+            raise _too_long(context, found, params.max_tokens) from None
+
+    def _truncated(self, request: Generate, context: int) -> list[int]:
+        """The end of the prompt: as many tokens as are asked for, or as there is room for."""
+        kept = request.params.truncate_prompt
+        if kept < 0:
+            asked = request.params.max_tokens
+            none = asked == 0 and self._engine.fills_context
+            kept = max(1, context - (0 if none else asked or 1))
+        try:
+            ids = self._encode(request, MAX_TOKENS_TOLD)[-kept:]
+        except TooManyTokens as error:
+            raise _too_long(context, f"more than {error.count}", None) from None
+        if request.params.prompt_logprobs is not None:
+            _check_told(len(ids), request.params.prompt_logprobs + 1)
+        return ids
+
+    def _banned(self, request: Generate) -> tuple[tuple[int, ...], ...]:
+        """The tokens of bad words, as they begin a text and as they follow a space in it."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in request.params.bad_words:
+            for text in (word, " " + word.lstrip(" ")):
+                if ids := tuple(self._engine.codec.encode_plain(text)):
+                    found[ids] = None
+        return tuple(found)
+
+    def _encode(self, request: Generate, limit: int | None = None) -> list[int]:
+        if (began := request.continuation) is not None:
+            if began.prompt:
+                return unpacked(began.prompt)
+            limit = None  # it has fitted where it began; what fits here is for its length to say
+        if request.messages is not None:
+            return self._engine.codec.render_chat(
+                request.messages, request.tools, request.template, request.continues, limit
+            )
+        if isinstance(request.prompt, str):
+            return self._engine.codec.encode(request.prompt, limit)
+        ids = request.prompt or []
+        self._check_ids(ids, "prompt")
+        return ids
+
+    def _constraint(self, request: Generate) -> object | None:
+        grammar = request.params.grammar
+        return None if grammar is None else self._engine.constrain(grammar, request.emitted)
+
+    def _told(self, request: Generate) -> list[int]:
+        try:
+            ids = self._encode(request, MAX_TOKENS_TOLD)
+        except TooManyTokens as error:
+            raise _too_many_to_tell(f"more than {error.count}") from None
+        if len(ids) > MAX_TOKENS_TOLD:
+            raise _too_many_to_tell(str(len(ids)))
+        return ids
+
+    def _detokenized(self, request: Generate) -> Prepared:
+        ids = request.prompt if isinstance(request.prompt, list) else []
+        self._check_ids(ids, "tokens")
+        decoder = self._engine.codec.decoder()
+        return Prepared(ids, text=decoder.push(ids) + decoder.flush())
+
+    def _inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+        if not inputs:
+            raise RequestError("there is no input", param="input")
+        several = len(inputs) > 1
+        return [
+            self._input(one, f"input[{index}]" if several else "input")
+            for index, one in enumerate(inputs)
+        ]
+
+    def _input(self, one: str | list[int], name: str) -> list[int]:
+        limit = self._info.max_context
+        try:
+            ids = self._engine.codec.encode(one, limit) if isinstance(one, str) else one
+        except TooManyTokens as error:
+            raise _input_too_long(name, f"more than {error.count}", limit) from None
+        if not ids:
+            raise RequestError(f"{name} is empty", param="input")
+        self._check_ids(ids, "input")
+        if len(ids) > limit:
+            raise _input_too_long(name, str(len(ids)), limit)
+        return ids
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        size = self._engine.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            raise RequestError(f"token ids must be between 0 and {size - 1}", param=param)
+
+
+def completion_limit(
+    prompt: int,
+    asked: int | None,
+    limits: tuple[int, int | None],
+    *,
+    clamp: bool = False,
+    fills: bool = False,
+) -> int:
+    """How many tokens may be generated; raises RequestError where none or too few fit.
+
+    `clamp`: as many as fit, where that is fewer than asked for. Where none are asked for the engine
+    makes one that is not told; `fills`: its `fills_context`.
+    """
+    context, default = limits
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    room = context - prompt
+    if asked == 0:
+        if room < (0 if fills else 1):
+            raise _too_long(context, str(prompt), asked, fills=fills)
+        return 1
+    if room < 1 or (asked is not None and asked > room and not clamp):
+        raise _too_long(context, str(prompt), asked)
+    if asked is None:
+        return min(room, default or room)
+    return max(1, min(asked, room)) if clamp else asked
+
+
+def limit_of_continuation(prompt: int, began: Continuation, limits: tuple[int, int | None]) -> int:
+    """How many tokens may be generated in all of what another worker has begun: what it settled,
+    or as many as there is room for. 0 or less where the prompt itself does not fit.
+    """
+    return min(began.max_tokens, limits[0] - prompt)
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Token ids as `Continuation.prompt` has them."""
+    found = array("I", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()
+
+
+def unpacked(ids: bytes) -> list[int]:
+    """What `packed` has packed. Raises ValueError."""
+    found = array("I", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
+def _too_long(
+    context: int, prompt: str, asked: int | None, *, fills: bool = True
+) -> ContextLengthExceeded:
+    wanted = f" and max_tokens is {asked}" if asked is not None else ""
+    remedy = "Shorten the prompt or ask for fewer tokens"
+    if asked == 0:
+        own = "" if fills else ", and its engine needs room for one more, even with max_tokens 0"
+        wanted, remedy = own, "Shorten the prompt"
+    return ContextLengthExceeded(
+        f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. {remedy}",
+        param=_PARAMS.get(asked, "max_tokens"),
+    )
+
+
+def _check_told(tokens: int, each: int) -> None:
+    """Raise RequestError where a prompt has more log probabilities than are told at once."""
+    if tokens * each > MAX_TOKENS_TOLD:
+        raise RequestError(
+            f"the prompt has {tokens} tokens, and {each} log probabilities of each are over the "
+            f"limit of {MAX_TOKENS_TOLD}; ask for fewer, or shorten it",
+            param="logprobs",
+        )
+
+
+def _too_many_to_tell(tokens: str) -> RequestError:
+    return RequestError(
+        f"the text has {tokens} tokens; at most {MAX_TOKENS_TOLD} are told at once",
+        param="prompt",
+    )
+
+
+def _input_too_long(name: str, tokens: str, limit: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{name} has {tokens} tokens, and this model reads at most {limit}. Shorten it",
+        param="input",
+    )
+
+
+def _length(request: Generate) -> int:
+    """Characters, and for ids that are to become text, as many tokens."""
+    if request.inputs:
+        return sum(map(len, request.inputs))
+    if request.messages is not None:
+        tools = sum(len(str(tool)) for tool in request.tools)
+        return tools + sum(map(_turn_length, request.messages))
+    if isinstance(request.prompt, str) or request.task == "detokenize":
+        return len(request.prompt or ())
+    return 0
+
+
+def _turn_length(message: ChatMessage) -> int:
+    calls = sum(len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning or "") + calls

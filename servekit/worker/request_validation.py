@@ -1,0 +1,102 @@
+"""What the loaded model and its engine do not serve is refused by name, never passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from servekit.errors import Unsupported
+from servekit.protocol.messages import Capability, Generate, ModelInfo, WorkerSpec
+
+_TASKS: dict[Capability, str] = {
+    "generate": "generate text",
+    "embed": "make embeddings",
+    "tokenize": "tokenise",
+    "detokenize": "detokenise",
+}
+
+
+#: Repetition penalties that ask for nothing.
+_NEUTRAL = (None, 1.0)
+#: A grammar that is made of tools: strict ones, or one that has to be called.
+_ORDERED = ("grammar", "tools")
+
+
+def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
+    """Raise Unsupported for a task or parameter that is not among `info.serves`."""
+    if request.task not in info.serves:
+        raise Unsupported(
+            f"model: the {spec.engine} engine of '{spec.model}' does not {_TASKS[request.task]}"
+            f"{_hint(request, info)}",
+            param="model",
+        )
+    for capability, param in _asked(request):
+        if capability not in info.serves and not _forced(capability, request, info):
+            what = "keep calls to a schema" if (capability, param) == _ORDERED else "take it"
+            raise Unsupported(
+                f"{param}: the {spec.engine} engine of '{spec.model}' does not {what}", param=param
+            )
+
+
+def _forced(capability: Capability, request: Generate, info: ModelInfo) -> bool:
+    """Whether calls that a grammar asks for are all that is needed."""
+    return (
+        capability == "tools"
+        and "forced_tools" in info.serves
+        and request.params.grammar is not None
+        and request.params.grammar.param == "tools"
+    )
+
+
+def check_text(request: Generate, spec: WorkerSpec) -> None:
+    """Raise Unsupported for what needs tokens, to an engine that takes text only."""
+    ids = isinstance(request.prompt, list) or any(isinstance(one, list) for one in request.inputs)
+    if ids:
+        param = "prompt" if isinstance(request.prompt, list) else "input"
+        raise Unsupported(
+            f"{param}: the {spec.engine} engine of '{spec.model}' takes text, not token ids",
+            param=param,
+        )
+    for asked, param in (
+        (request.params.include_stop, "include_stop_str_in_output"),
+        (request.params.truncate_prompt, "truncate_prompt_tokens"),
+        (request.params.echo, "echo"),
+    ):
+        if asked:
+            raise Unsupported(
+                f"{param}: the {spec.engine} engine of '{spec.model}' does not take it", param=param
+            )
+
+
+def _hint(request: Generate, info: ModelInfo) -> str:
+    if request.task == "generate" and "embed" in info.serves:
+        return "; it is an embedding model, for /v1/embeddings"
+    if request.task == "embed" and "generate" in info.serves:
+        return "; it is a language model without a pooling of its own"
+    return ""
+
+
+def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
+    """The optional capabilities that a request needs, and the parameters that do."""
+    params = request.params
+    if params.logprobs is not None:
+        yield "logprobs", "logprobs"
+    if params.logit_bias:
+        yield "logit_bias", "logit_bias"
+    if params.min_p:
+        yield "min_p", "min_p"
+    if params.presence_penalty:
+        yield "penalties", "presence_penalty"
+    if params.frequency_penalty:
+        yield "penalties", "frequency_penalty"
+    if params.repetition_penalty not in _NEUTRAL:
+        yield "penalties", "repetition_penalty"
+    if params.grammar is not None:
+        yield "grammar", params.grammar.param
+    if params.stop_token_ids:
+        yield "stop_token_ids", "stop_token_ids"
+    if params.prompt_logprobs is not None:
+        yield "prompt_logprobs", "echo" if params.echo else "prompt_logprobs"
+    if params.bad_words:
+        yield "bad_words", "bad_words"
+    if request.tools:
+        yield "tools", "tools"

@@ -1,0 +1,40 @@
+"""What is installed, without importing any of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from servekit.config.engines import installed
+from servekit.config.engines.options import KINDS
+
+
+def test_a_module_is_there_if_it_could_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme_one.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path / "acme_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed.is_there("acme_one")
+    assert not installed.is_there("acme_folder")  # a folder that is merely called so
+    assert not installed.is_there("acme_nothing")
+
+
+def test_any_of_its_modules_will_do_and_the_first_is_used() -> None:
+    kind = KINDS["llamacpp"]
+    assert installed.found(kind, {"xllamacpp", "llama_cpp"}.__contains__) == "xllamacpp"
+    assert installed.found(kind, {"llama_cpp"}.__contains__) == "llama_cpp"
+    assert installed.lacking(kind, {"llama_cpp"}.__contains__) == ""
+    assert installed.lacking(kind, set[str]().__contains__) == "pip install 'servekit[llamacpp]'"
+    assert installed.lacking(KINDS["echo"], set[str]().__contains__) == ""
+
+
+def test_each_engine_is_listed_and_none_is_imported() -> None:
+    before = set(sys.modules)
+    listed = dict(installed.engines())
+    assert listed["transformers"].startswith("transformers ")
+    assert listed["echo"] == "comes with servekit"
+    assert set(listed) >= set(KINDS)
+    assert not {"vllm", "xllamacpp", "llama_cpp"} & (set(sys.modules) - before)

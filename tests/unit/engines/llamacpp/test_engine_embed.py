@@ -1,0 +1,116 @@
+"""Embeddings by llama.cpp: each way of pooling, of one vector a text, of length 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from servekit.engines.api.base import EmbedJob, Job
+from servekit.errors import ContextLengthExceeded, LoadError, Unsupported
+from servekit.protocol.messages import SamplingParams
+from tests.unit.engines.conftest import llamacpp
+from tests.unit.engines.harness import Harness
+from tests.unit.engines.llamacpp import making
+
+Make = Callable[..., Harness]
+Vector = NDArray[np.float32]
+TEXTS = [[5, 6, 7], [9], [200, 100, 50, 25, 12, 6], [5, 6], list(range(3, 100))]
+
+
+def embed(harness: Harness, texts: list[list[int]]) -> list[Vector]:
+    harness._last += 1
+    job = harness._last
+    harness.engine.embed(EmbedJob(job, texts))
+    harness.until(lambda: job in harness.outputs, "the vectors are there")
+    [output] = harness.outputs[job]
+    assert (output.error, output.finish) == (None, "stop")
+    return [np.frombuffer(vector, "<f4") for vector in output.vectors or ()]
+
+
+@pytest.fixture(scope="module", params=["mean", "cls", "last"])
+def pooled(request: pytest.FixtureRequest, gguf_file: Path) -> Iterator[Harness]:
+    shared = llamacpp(gguf_file, {"pooling": request.param})
+    yield shared
+    shared.close()
+
+
+def test_vectors_have_length_one_and_repeat(pooled: Harness) -> None:
+    vectors = embed(pooled, TEXTS)
+    assert [len(vector) for vector in vectors] == [64] * len(TEXTS)
+    for vector in vectors:
+        assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        [alone] = embed(pooled, [text])
+        assert np.abs(alone - vector).max() < 1e-4
+    assert pooled.info.serves == ("embed", "tokenize", "detokenize")
+    assert pooled.info.embedding_size == 64
+
+
+def test_each_pooling_is_what_its_name_says(gguf: Make) -> None:
+    """The model is causal: what it makes of a token does not change by what follows."""
+    raw = gguf({"pooling": "last"}).engine._runner._context
+    text = TEXTS[2]
+    states = []
+    for prefix in accumulate(([token] for token in text), lambda all, new: all + new):
+        raw.begin()
+        raw.put(0, 0, prefix, output=True)
+        raw.run()
+        states.append(raw.embedding(0))
+        raw.forget()
+    expected = {"cls": states[0], "last": states[-1], "mean": np.mean(states, axis=0)}
+    for name, vector in expected.items():
+        [found] = embed(gguf({"pooling": name}), [text])
+        assert np.abs(found - vector / np.linalg.norm(vector)).max() < 1e-4, name
+
+
+def test_more_texts_than_there_are_sequences(pooled: Harness) -> None:
+    many = [[token, token + 1] for token in range(3, 103)]
+    vectors = embed(pooled, many)
+    assert np.abs(vectors[40] - embed(pooled, [many[40]])[0]).max() < 1e-4
+    assert len({vector.tobytes() for vector in vectors}) > 90
+
+
+def test_the_file_says_how(gguf: Make) -> None:
+    stated = gguf(llama__pooling_type=1)
+    assert stated.info.embedding_size == 64
+    [found] = embed(stated, [TEXTS[0]])
+    [asked] = embed(gguf({"pooling": "mean"}), [TEXTS[0]])
+    assert np.abs(found - asked).max() < 1e-5
+    assert "generate" in gguf({"pooling": "none"}, llama__pooling_type=1).info.serves
+    with pytest.raises(LoadError, match=r"options\.pooling"):
+        gguf(llama__pooling_type=4, llama__attention__causal=False)
+
+
+def test_what_it_refuses(pooled: Harness) -> None:
+    with pytest.raises(ContextLengthExceeded, match="1 to 256"):
+        pooled.engine.embed(EmbedJob(10**6, [[5] * 257]))
+    with pytest.raises(Unsupported, match="embeddings only"):
+        pooled.engine.submit(Job(10**6, [5], SamplingParams(max_tokens=1)))
+    assert len(embed(pooled, [[5] * 256])) == 1
+
+
+@pytest.mark.parametrize("pooling", [1, 2])
+def test_an_encoder_says_what_transformers_says(tmp_path: Path, pooling: int) -> None:
+    import torch
+
+    reference = making.bert_by_transformers(making.write_tiny_bert(tmp_path / "b.gguf", pooling))
+    encoder = llamacpp(tmp_path / "b.gguf")
+    try:
+        assert encoder.info.embedding_size == making.WIDTH
+        texts = [
+            encoder.engine.codec.encode(text) for text in ("the sea is blue", "deep", "the seas")
+        ]
+        assert texts == [[2, 4, 5, 6, 7, 3], [2, 9, 3], [2, 4, 5, 8, 3]]
+        for ids, vector in zip(texts, embed(encoder, texts), strict=True):
+            with torch.inference_mode():
+                states = reference(torch.tensor([ids])).last_hidden_state[0].numpy()
+            expected = states[0] if pooling == 2 else states.mean(0)
+            assert np.abs(vector - expected / np.linalg.norm(expected)).max() < 2e-3
+        assert len(embed(encoder, [[2] * making.POSITIONS])) == 1
+    finally:
+        encoder.close()

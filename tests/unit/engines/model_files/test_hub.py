@@ -1,0 +1,262 @@
+"""Models of the hub: the real huggingface_hub against a hub on loopback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.engines.model_files.cache import Cache
+from servekit.engines.model_files.source import resolve
+from servekit.protocol.messages import Progress
+from tests.unit.engines.origins import hub_server, outcome, start_resolving, write_tiny_gguf
+
+OLD, NEW = "a" * 40, "b" * 40
+NOWHERE = "http://127.0.0.1:1"
+Resolve = Callable[..., tuple[dict[str, Any], str]]
+
+
+def ignore(_: Progress) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a model's repository holds, and what one also finds there."""
+    folder = tmp_path_factory.mktemp("tiny")
+    path = write_tiny_gguf(folder / "tiny.gguf")
+    converted = resolve(str(path), None, ignore, cache=Cache(folder / "cache"))
+    model = {p.name: p.read_bytes() for p in converted.iterdir() if p.name != ".servekit.json"}
+    rest = ["pytorch_model.bin", "README.md", "onnx/model.onnx", "original/model.safetensors"]
+    code = {"modeling_tiny.py": b"1 / 0"}
+    gguf = {"tiny.gguf": path.read_bytes()}
+    return model | dict.fromkeys((*rest, "consolidated.safetensors"), b"x") | code | gguf
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Resolve:
+    def resolve_it(
+        path: str,
+        url: str,
+        revision: str = "",
+        limit_bytes: int | None = None,
+        adapter: bool = False,
+        **more: str,
+    ) -> Any:
+        home = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url, "HF_TOKEN": "secret"}
+        clean = {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment = home | clean | more
+        return outcome(
+            start_resolving(
+                *(path, tmp_path),
+                revision=revision,
+                environment=environment,
+                limit_bytes=limit_bytes,
+                adapter=adapter,
+            )
+        )
+
+    return resolve_it
+
+
+def test_only_what_serving_needs_is_fetched(files: dict[str, bytes], run: Resolve) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        found, logged = run("test/tiny", url)
+    folder = Path(found["path"])
+    assert folder.name == OLD and f"serving test/tiny at commit {OLD}" in logged
+    assert {p.name for p in folder.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+
+
+def test_replicas_serve_the_commit_of_the_first_whatever_is_pushed(
+    files: dict[str, bytes], run: Resolve
+) -> None:
+    refs = {"main": OLD}
+    with hub_server({OLD: files, NEW: files | {"config.json": b"{}"}}, refs) as (url, asked):
+        first, _ = run("test/tiny", url)
+        refs["main"] = NEW
+        asked.clear()
+        second, logged = run("test/tiny", url)
+    assert first == second and asked == []
+    assert "delete" in logged and ".pins" in logged
+
+
+def test_a_commit_or_tag_is_what_is_served(files: dict[str, bytes], run: Resolve) -> None:
+    with hub_server({OLD: files, NEW: files}, {"main": NEW, "v1": OLD}) as (url, asked):
+        assert Path(run("test/tiny", url, "v1")[0]["path"]).name == OLD
+        assert Path(run("test/tiny", url)[0]["path"]).name == NEW
+        assert Path(run("test/tiny", url, NEW)[0]["path"]).name == NEW
+        asked.clear()
+        assert Path(run("test/tiny", url, NEW)[0]["path"]).name == NEW
+    assert asked == []
+
+
+def test_a_cached_model_is_served_without_the_hub(
+    files: dict[str, bytes], run: Resolve, tmp_path: Path
+) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        first, _ = run("test/tiny", url)
+    for pin in (tmp_path / "servekit" / "models" / ".pins").iterdir():
+        pin.unlink()  # as if another program had filled the hub's cache
+    second, logged = run("test/tiny", NOWHERE)
+    assert first == second and "the hub cannot be reached" in logged
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_offline_mode_is_honoured(
+    files: dict[str, bytes], run: Resolve, tmp_path: Path, pinned: bool
+) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, asked):
+        first, _ = run("test/tiny", url)
+        if not pinned:
+            next((tmp_path / "servekit" / "models" / ".pins").iterdir()).unlink()
+        asked.clear()
+        second, _ = run("test/tiny", url, HF_HUB_OFFLINE="1")
+        missing, _ = run("test/other", url, HF_HUB_OFFLINE="1")
+    assert first == second and asked == []
+    assert "HF_HUB_OFFLINE is set and test/other at main is not whole" in missing["error"]
+
+
+def test_a_file_lost_from_the_cache_is_fetched_again(files: dict[str, bytes], run: Resolve) -> None:
+    with hub_server({OLD: files, NEW: files}, refs := {"main": OLD}) as (url, _):
+        folder = Path(run("test/tiny", url)[0]["path"])
+        (folder / "tokenizer.json").unlink()
+        refs["main"] = NEW
+        assert Path(run("test/tiny", url)[0]["path"]) == folder
+    assert (folder / "tokenizer.json").is_file()
+
+
+def test_an_incomplete_cache_is_not_served(
+    files: dict[str, bytes], run: Resolve, tmp_path: Path
+) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        (Path(run("test/tiny", url)[0]["path"]) / "model.safetensors").unlink()
+    found, _ = run("test/tiny", NOWHERE)
+    assert "The hub cannot be reached for test/tiny at main" in found["error"]
+    assert not found["permanent"]
+
+
+def test_code_comes_along_only_for_those_who_trust_it(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        for trust in (False, True):
+            cache = Cache(tmp_path / "cache")
+            folder = resolve("test/tiny", None, ignore, trust_remote_code=trust, cache=cache)
+            assert (folder / "modeling_tiny.py").is_file() == trust
+
+
+def test_what_follows_an_embedding_models_transformer_comes_along(
+    files: dict[str, bytes], run: Resolve
+) -> None:
+    modules = {
+        "modules.json": b"[]",
+        "sentence_bert_config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": files["model.safetensors"],
+    }
+    others = {"onnx/model.onnx": b"x", "2_Dense/pytorch_model.bin": b"x"}
+    with hub_server({OLD: files | modules | others}, {"main": OLD}) as (url, _):
+        folder = Path(run("test/tiny", url)[0]["path"])
+    assert all((folder / name).is_file() for name in modules)
+    assert not any((folder / name).exists() for name in others)
+
+
+def test_a_gguf_file_of_the_hub_is_converted(files: dict[str, bytes], run: Resolve) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, asked):
+        found, _ = run("test/tiny/tiny.gguf", url)
+        missing, _ = run("test/tiny/other.gguf", url)
+    assert (Path(found["path"]) / "model.safetensors").is_file()
+    assert not [a for a in asked if a.endswith("model.safetensors")]
+    assert "test/tiny has no other.gguf; its GGUF files: tiny.gguf" in missing["error"]
+
+
+def test_weights_in_shards_are_all_fetched(files: dict[str, bytes], run: Resolve) -> None:
+    shards = {f"model-0000{n}-of-00002.safetensors": files["model.safetensors"] for n in (1, 2)}
+    index = {"weight_map": dict.fromkeys("ab", "model-00001-of-00002.safetensors")}
+    sharded = {n: c for n, c in files.items() if n != "model.safetensors"} | shards
+    sharded["model.safetensors.index.json"] = json.dumps(index).encode()
+    with hub_server({OLD: sharded}, {"main": OLD}) as (url, _):
+        folder = Path(run("test/tiny", url)[0]["path"])
+    assert {*shards, "model.safetensors.index.json"} <= {p.name for p in folder.iterdir()}
+
+
+def test_a_model_without_safetensors_is_refused_before_it_is_fetched(run: Resolve) -> None:
+    old = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    with hub_server({OLD: old}, {"main": OLD}) as (url, asked):
+        found, _ = run("test/tiny", url)
+    assert "only as pytorch_model.bin" in found["error"] and found["permanent"]
+    assert not [a for a in asked if "resolve" in a]
+
+
+@pytest.mark.parametrize(
+    ("path", "revision", "gated", "said"),
+    [
+        ("test/other", "", False, "The hub has no model test/other, or it is private"),
+        ("test/tiny", "v9", False, "The hub's test/tiny has no revision v9"),
+        ("test/tiny", "", True, "test/tiny is gated: accept its terms"),
+    ],
+)
+def test_what_the_hub_refuses_is_permanent(
+    run: Resolve, path: str, revision: str, gated: bool, said: str
+) -> None:
+    with hub_server({OLD: {}}, {"main": OLD}, gated=gated) as (url, _):
+        found, _ = run(path, url, revision)
+    assert said in found["error"] and found["permanent"]
+
+
+def test_a_hub_cache_that_fills_up_is_named(
+    files: dict[str, bytes], tmp_path: Path, run: Resolve
+) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        found, _ = run("test/tiny", url, limit_bytes=50_000)
+    assert f"The hub's cache {tmp_path}/hf/hub cannot be written" in found["error"]
+    assert "HF_HOME" in found["error"] and found["permanent"]
+
+
+def test_a_hub_that_cannot_be_reached_is_worth_another_try(run: Resolve) -> None:
+    found, _ = run("test/tiny", NOWHERE)
+    assert "The hub cannot be reached for test/tiny at main, which is not cached" in found["error"]
+    assert not found["permanent"]
+
+
+def test_an_adapter_of_the_hub_is_pinned_and_served_without_it(run: Resolve) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"x"}
+    refs = {"main": OLD}
+    with hub_server({OLD: files, NEW: files}, refs) as (url, _):
+        found, _ = run("test/tiny", url, adapter=True)
+        refs["main"] = NEW
+        again, _ = run("test/tiny", url, adapter=True)
+        other, _ = run("test/tiny", url, revision=NEW, adapter=True)
+    assert Path(found["path"]).name == OLD and again == found
+    assert Path(other["path"]).name == NEW
+    assert {p.name for p in Path(found["path"]).iterdir()} == files.keys() - {"README.md"}
+    assert run("test/tiny", NOWHERE, adapter=True)[0] == found
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["config.json", "model.safetensors"], "no adapter_config.json: it is no adapter"),
+        (["adapter_config.json", "adapter_model.bin"], "adapter_model.bin, a pickle format"),
+    ],
+)
+def test_what_is_no_adapter_is_not_fetched(run: Resolve, names: list[str], message: str) -> None:
+    with hub_server({OLD: dict.fromkeys(names, b"{}")}, {"main": OLD}) as (url, _):
+        found, _ = run("test/tiny", url, adapter=True)
+    assert message in found["error"] and found["permanent"]

@@ -1,0 +1,171 @@
+"""Conversations as templates expect them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.engines.text.chat_template import SENTINEL_TOOL, ChatTemplate
+from servekit.errors import RequestError
+from servekit.protocol.messages import ChatMessage, ToolCall
+from tests.unit.engines.harness import TEMPLATE, byte_level_tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+SHOW = "{{ messages | tojson }}"
+CALL = ToolCall("call_0123456789abcdef01234567", "f", '{"a": 1, "b": "é"}')
+TURNS = [
+    ChatMessage("user", "hi"),
+    ChatMessage("assistant", "", tool_calls=(CALL,)),
+    ChatMessage("tool", "42", tool_call_id=CALL.id),
+]
+
+
+def template(source: str) -> ChatTemplate:
+    tokenizer: Any = byte_level_tokenizer()
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer)
+
+
+def real(name: str) -> ChatTemplate:
+    return template((TEMPLATES / f"{name}.jinja").read_text())
+
+
+def test_calls_and_their_answers_are_as_templates_expect_them() -> None:
+    _, call, answer = json.loads(template(SHOW).render(TURNS))
+    assert call["tool_calls"] == [
+        {
+            "id": CALL.id,
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": 1, "b": "é"}},
+        }
+    ]
+    assert answer == {"role": "tool", "content": "42", "tool_call_id": CALL.id, "name": "f"}
+
+
+def test_calls_by_a_real_template() -> None:
+    text = real("Qwen-Qwen2.5-7B-Instruct").render(TURNS, [SENTINEL_TOOL])
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "é"}}\n</tool_call>' in text
+    assert "<tool_response>\n42\n</tool_response>" in text
+    assert '"name": "sentinel_tool"' in text
+
+
+def test_mistral_gets_ids_that_it_takes() -> None:
+    text = real("mistralai-Mistral-Nemo-Instruct-2407").render(TURNS, [SENTINEL_TOOL])
+    call = json.loads(text.partition("[TOOL_CALLS]")[2].partition("<|im_end|>")[0])[0]
+    assert len(call["id"]) == 9
+    assert text.count(call["id"]) == 2
+
+
+def test_arguments_may_be_wanted_as_text() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %};{% endfor %}"
+    )
+    assert template(source).render(TURNS) == f"user:hi;assistant:f {CALL.arguments};tool:42;"
+
+
+def test_content_may_have_to_be_missing() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content is not defined or m.content is none %}"
+        "{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    assert template(source).render(TURNS) == "hi;f;42;"
+
+
+def test_arguments_that_are_no_object_stay_text() -> None:
+    broken = ChatMessage("assistant", "", tool_calls=(ToolCall("i", "f", '{"a": '),))
+    shown = json.loads(template(SHOW).render([broken]))
+    assert shown[0]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_thoughts_are_handed_on() -> None:
+    thinks = ChatMessage("assistant", "yes", reasoning="hm")
+    text = real("Qwen-Qwen3-0.6B").render([ChatMessage("user", "hi"), thinks])
+    assert "<think>\nhm\n</think>\n\nyes" in text
+
+
+def test_template_arguments_reach_the_template() -> None:
+    found = real("Qwen-Qwen3-0.6B")
+    assert found.render(TURNS[:1], template={"enable_thinking": False}).endswith("</think>\n\n")
+    assert found.render(TURNS[:1]).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "tools", "conversation", "tokenize", "add_generation_prompt", "chat_template",
+     "continue_final_message", "return_dict", "eos_token", "raise_exception", "self"],
+)  # fmt: skip
+def test_template_arguments_take_no_name_of_the_servers(name: str) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        template(SHOW).render(TURNS, template={name: "x"})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_beginning_is_gone_on_with() -> None:
+    turns = [ChatMessage("user", "hi"), ChatMessage("assistant", "Well, I")]
+    text = template(TEMPLATE).render(turns, continues=True)
+    assert text.endswith("<|im_start|>assistant\nWell, I")
+    empty = [ChatMessage("user", "hi"), ChatMessage("assistant", "")]
+    assert template(TEMPLATE).render(empty, continues=True).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("turns", [TURNS[:1], TURNS[:2], TURNS])
+def test_only_the_assistants_text_can_be_gone_on_with(turns: list[ChatMessage]) -> None:
+    with pytest.raises(RequestError, match="gone on with"):
+        template(SHOW).render(turns, continues=True)
+
+
+def test_a_refusal_names_what_the_template_refuses_and_repeats_no_conversation() -> None:
+    with pytest.raises(RequestError, match="only system, user and assistant may speak"):
+        template(TEMPLATE).render([ChatMessage("wizard", "hi")])
+    drops = "{% for m in messages %}{{ m.role }}{{ m.content[:0] }}{% endfor %}"
+    with pytest.raises(RequestError) as caught:
+        template(drops).render([ChatMessage("user", "s"), ChatMessage("assistant", "secret")],
+                               continues=True)  # fmt: skip
+    assert "secret" not in str(caught.value)
+
+
+def test_templates_that_rely_on_what_is_optional_get_it() -> None:
+    bare = {"type": "function", "function": {"name": "f", "description": None}}
+    assert "type f = () => any" in real("openai-gpt-oss-120b").render(TURNS[:1], [bare])
+    assert '{"name": "f"' in real("Qwen-Qwen2.5-7B-Instruct").render(TURNS[:1], [bare])
+
+
+# ---------------------------------------------------------------- templates without tools
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] or"
+    " (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_tools_are_told_in_words_where_the_template_has_no_place_for_them() -> None:
+    said = template(PLAIN).render(TURNS[:1], [SENTINEL_TOOL])
+    assert said.startswith("<system>") and said.endswith("<user>hi<assistant>")
+    defined = next(line for line in said.split("\n") if line.startswith('{"name"'))
+    assert json.loads(defined)["name"] == "sentinel_tool"
+    assert '{"name": its name, "arguments"' in said
+    own = template(PLAIN).render([ChatMessage("system", "Be brief."), *TURNS[:1]], [SENTINEL_TOOL])
+    assert own.startswith("<system>Be brief.\n\n") and own.count("<system>") == 1
+    no_system = template(STRICT).render(TURNS[:1], [SENTINEL_TOOL])
+    assert no_system.startswith("<user>") and no_system.endswith("\n\nhi")
+    assert defined in no_system
+
+
+def test_a_template_that_has_tools_is_left_to_itself() -> None:
+    found = real("Qwen-Qwen2.5-7B-Instruct")
+    assert found.takes_tools and not template(PLAIN).takes_tools
+    assert found.render(TURNS, [SENTINEL_TOOL]).count("sentinel_tool") == 1
+
+
+@pytest.mark.parametrize("source", [PLAIN, STRICT])
+def test_calls_and_results_are_told_in_words_too(source: str) -> None:
+    turns = [*TURNS, ChatMessage("tool", "43", tool_call_id="x"), ChatMessage("user", "Well?")]
+    said = template(source).render(turns)
+    assert '<user>hi<assistant>{"name": "f", "arguments": {"a": 1, "b": "é"}}<user>' in said
+    assert "<user>Result of f: 42\n\nResult of the function: 43\n\nWell?" in said

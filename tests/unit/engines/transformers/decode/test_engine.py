@@ -1,0 +1,83 @@
+"""The whole engine with `decode: graph`, which on a CPU is the same path without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.engines.transformers.decode import kernels, options
+from servekit.engines.transformers.decode.decode_loop import Wish
+from servekit.errors import LoadError
+from tests.unit.engines.harness import PROMPTS, Harness, reference
+from tests.unit.engines.text.test_structured_output import DIGITS, JSON
+from tests.unit.engines.transformers.lora import making
+
+Make = Callable[..., Harness]
+GRAPH: dict[str, Any] = {"decode": "graph"}
+
+
+def test_greedy_in_a_crowd_of_all_sorts(harness: Make, tiny: Harness, tiny_model: Path) -> None:
+    one = harness(options=GRAPH)
+    assert one.info.detail.endswith("; decoding: no CUDA graphs, reference attention")
+    expected = reference(tiny_model, PROMPTS, 24)
+    asked: list[dict[str, Any]] = [
+        {"grammar": JSON, "max_tokens": 60, "logprobs": 3},
+        {"grammar": DIGITS, "temperature": 1.0, "seed": 3},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 4, "presence_penalty": 1.0},
+        {"temperature": 0.8, "top_k": 30, "seed": 5},
+    ]
+    jobs = [one.submit(prompt, max_tokens=24, ignore_eos=True) for prompt in PROMPTS]
+    others = [one.submit(PROMPTS[0], **params) for params in asked]
+    assert [one.tokens(job) for job in jobs] == expected
+    for job, params in zip(others, asked, strict=True):
+        assert one.tokens(job) == tiny.generate(PROMPTS[0], **params)
+    begun = expected[0][:9]
+    continued = one.submit(PROMPTS[0], emitted=begun, max_tokens=24, ignore_eos=True)
+    assert begun + one.tokens(continued) == expected[0]
+
+
+def test_adapters_are_run_beside_it(harness: Make, tiny_model: Path, tmp_path: Path) -> None:
+    """In the library's steps, which take turns with those of the base's rows."""
+    one = harness(options=GRAPH)
+    for seed, kind in enumerate(("lora", "ia3")):
+        folder = making.write(tiny_model, tmp_path / kind, making.configs()[kind], seed)
+        one.engine.load_adapter(making.spec(folder))
+    count, prompts = 12, PROMPTS[:2]
+    asked: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
+    names = ("", "lora", "ia3")
+    jobs = {name: [one.submit(text, adapter=name, **asked) for text in prompts] for name in names}
+    said = {name: [one.tokens(job) for job in jobs[name]] for name in names}
+    assert said.pop("") == reference(tiny_model, prompts, count)
+    for name, texts in said.items():
+        assert texts == making.reference(tiny_model, tmp_path / name, prompts, count)
+
+
+def test_it_sleeps_and_wakes(harness: Make) -> None:
+    one = harness(options=GRAPH)
+    before = one.generate(PROMPTS[0])
+    one.engine.sleep()
+    one.engine.wake()
+    assert one.generate(PROMPTS[0]) == before
+
+
+def test_a_kernel_that_is_wrong_leaves_decoding_to_the_library(
+    harness: Make, monkeypatch: pytest.MonkeyPatch, tiny: Harness
+) -> None:
+    def wrong(*case: Any) -> Any:
+        return 0 * kernels.reference(*case)
+
+    wish = Wish(kernels.Kernel("wrong", wrong), 512, graphs=False, ahead=True)
+    monkeypatch.setattr(options, "wish", lambda *asked: wish)
+    one = harness()
+    assert one.info.detail.endswith("; decoding: the library's, since its decoding failed its test")
+    assert one.generate(PROMPTS[0]) == tiny.generate(PROMPTS[0])
+    with pytest.raises(LoadError, match="decode is graph, and its decoding failed its test"):
+        harness(options=GRAPH)
+
+
+def test_what_cannot_be_is_told(harness: Make) -> None:
+    with pytest.raises(LoadError, match=r"options.decode is graph, and flash3: .*not installed"):
+        harness(options=GRAPH | {"decode_attention": "flash3"})

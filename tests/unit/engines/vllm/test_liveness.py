@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import threading
+import time
+
+from servekit.engines.vllm import liveness
+from servekit.protocol.messages import Progress
+
+
+def test_work_is_progress() -> None:
+    reports: list[Progress] = []
+    enough = threading.Event()
+
+    def report(progress: Progress) -> None:
+        reports.append(progress)
+        if len(reports) > 1:
+            enough.set()
+
+    with liveness.reported(report):
+        deadline = time.monotonic() + 30
+        while not enough.is_set() and time.monotonic() < deadline:
+            sum(range(10_000))
+    assert enough.is_set() and {one.phase for one in reports} == {"load"}
+
+
+def test_what_is_used_grows() -> None:
+    before, _ = liveness.used()
+    deadline = time.monotonic() + 30
+    while liveness.used()[0] <= before and time.monotonic() < deadline:
+        sum(range(100_000))
+    assert liveness.used()[0] > before

@@ -1,0 +1,152 @@
+"""What the gateway really answers, whole and streamed, fits what its document says of answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from msgspec.structs import replace
+
+from servekit.gateway.api.openapi.operations import OPERATIONS, READS, Operation
+from servekit.gateway.app import Application
+from servekit.protocol.messages import Topology
+from tests.unit.gateway.api.openapi.reading import Reading, data_of
+from tests.unit.gateway.conftest import Service
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_call>'
+SAID = [{"role": "user", "content": f"<think>Hm.</think>Let me see. {CALL}¤"}]
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ALL_OF_CHAT: dict[str, Any] = {
+    "messages": SAID,
+    "tools": TOOLS,
+    "stop": "¤",
+    "logprobs": True,
+    "top_logprobs": 2,
+    "n": 2,
+}
+#: Bodies that have the answer hold whatever it can, by path.
+RICH: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        ALL_OF_CHAT,
+        ALL_OF_CHAT | {"stream_options": {"include_usage": True}},
+        ALL_OF_CHAT | {"logprobs": False, "top_logprobs": None, "separate_reasoning": False},
+    ],
+    "/v1/completions": [
+        {"prompt": ["ab", "cd"], "logprobs": 2, "n": 2, "max_tokens": 3},
+        {"prompt": "ab", "echo": True, "stream_options": {"include_usage": True}},
+    ],
+    "/v1/responses": [
+        {
+            "input": SAID,
+            "tools": [{"type": "function", **FUNCTION}],
+            "include": ["message.output_text.logprobs"],
+            "max_output_tokens": 200,
+            "metadata": {"a": "b"},
+            "reasoning": {"effort": "low"},
+        },
+        {"input": "abc", "max_output_tokens": 2},
+    ],
+    "/v1/embeddings": [{"input": ["a", "b"], "encoding_format": "base64", "dimensions": 3}],
+    "/v1/messages": [
+        {
+            "messages": SAID,
+            "max_tokens": 500,
+            "stop_sequences": ["¤"],
+            "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+            "thinking": {"type": "enabled", "budget_tokens": 100},
+        },
+        {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 10**6},
+    ],
+    "/api/chat": [
+        {
+            "messages": SAID,
+            "tools": TOOLS,
+            "options": {"stop": ["¤"], "num_predict": 500},
+            "logprobs": True,
+            "top_logprobs": 1,
+            "think": True,
+        },
+        {},
+    ],
+    "/api/generate": [{"prompt": SAID[0]["content"], "options": {"stop": ["¤"]}, "think": True}],
+    "/api/embed": [{"input": ["a", "b"], "dimensions": 3}],
+    "/api/embeddings": [{"prompt": ""}],
+}
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway whose model calls tools and thinks."""
+    [worker] = await service.up(said={"tool_parser": "hermes", "reasoning_parser": "think"})
+    status = replace(service.router.routes["m"].status, info=worker.runner.info)
+    service.router.apply(Topology((status,)))
+    application = Application(service.router, 10**6, ui=False, legacy=True)
+    transport = httpx.ASGITransport(app=application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:
+        yield client
+
+
+async def reading(client: httpx.AsyncClient) -> Reading:
+    return Reading((await client.get("/openapi.json")).json())
+
+
+def bodies(operation: Operation) -> list[dict[str, Any]]:
+    asked = [operation.asked, *RICH.get(operation.path, ())]
+    return [body | {"model": "m"} for body in asked]
+
+
+#: Those of adapters are answered by the supervisor; see test_lora.
+ANSWERED = [operation for operation in OPERATIONS if operation.tag != "adapters"]
+
+
+@pytest.mark.parametrize("operation", ANSWERED, ids=lambda operation: operation.path)
+async def test_a_whole_answer_is_as_described(
+    client: httpx.AsyncClient, operation: Operation
+) -> None:
+    reader = await reading(client)
+    for body in bodies(operation):
+        whole = body | ({"stream": False} if operation.streams else {})
+        answer = await client.post(operation.path, json=whole)
+        assert answer.status_code == 200, answer.text
+        if operation.path != "/stream":
+            reader.check(operation.path, answer.json())
+
+
+STREAMING = [operation for operation in OPERATIONS if operation.streams]
+
+
+@pytest.mark.parametrize("operation", STREAMING, ids=lambda operation: operation.path)
+async def test_a_streamed_answer_is_as_described(
+    client: httpx.AsyncClient, operation: Operation
+) -> None:
+    reader = await reading(client)
+    for body in bodies(operation):
+        answer = await client.post(operation.path, json=body | {"stream": True})
+        assert answer.status_code == 200, answer.text
+        kind = answer.headers["content-type"].partition(";")[0]
+        pieces = [answer.text] if operation.path == "/stream" else data_of(answer.text)
+        assert pieces
+        for piece in pieces:
+            reader.check(operation.path, piece, kind)
+
+
+@pytest.mark.parametrize("path", READS)
+async def test_what_is_read_is_as_described(client: httpx.AsyncClient, path: str) -> None:
+    reader = await reading(client)
+    answer = await client.get(path.replace("{model}", "m"))
+    assert answer.status_code == 200
+    reader.check(path, answer.json())
+
+
+async def test_a_reader_notices_what_is_missing_and_what_is_too_much(
+    client: httpx.AsyncClient,
+) -> None:
+    reader = await reading(client)
+    answer = (await client.post("/tokenize", json={"prompt": "a"})).json()
+    for wrong in (answer | {"more": 1}, {"count": 1}, answer | {"tokens": ["a"]}):
+        with pytest.raises(jsonschema.ValidationError):
+            reader.check("/tokenize", wrong)

@@ -1,0 +1,89 @@
+"""Parameters that no schema declares: told, refused, or passed over, as the file says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from servekit.errors import RequestError
+from servekit.gateway.api import unknown_parameters
+from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
+from servekit.gateway.api.unknown_parameters import UNKNOWN
+from servekit.gateway.auth.authorization import Access
+from servekit.gateway.http.request_context import ORIGIN, Origin
+from servekit.protocol.access import AccessRules
+
+BODY: dict[str, Any] = {"prompt": "a", "model": "m"}
+
+
+@pytest.fixture
+def origin() -> Iterator[Origin]:
+    made = Origin([])
+    before = ORIGIN.set(made)
+    yield made
+    ORIGIN.reset(before)
+    UNKNOWN.policy = "warn"
+
+
+def read(**more: Any) -> CompletionRequest:
+    return decode(CompletionRequest, json.dumps(BODY | more).encode())
+
+
+def test_the_answer_is_to_name_them(origin: Origin) -> None:
+    assert read(temperature=0.5, foo=1, bar={"a": [1]}).temperature == 0.5
+    assert origin.warning == b"unknown parameters: bar, foo"
+    assert dict(origin.headers)[b"servekit-warning"] == origin.warning
+
+
+def test_what_is_known_needs_no_word(origin: Origin) -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    read(**harmless, logprobs=1)
+    decode(ChatRequest, b'{"messages": [{"role": "user", "content": "a", "odd": 1}]}')
+    assert origin.warning == b"" and origin.headers == [origin.header]
+
+
+def test_a_hostile_name_harms_no_header(origin: Origin) -> None:
+    read(**{"a\r\nset-cookie: x=1": 1, "é" * 1000: 2, **{f"p{at:03}": at for at in range(100)}})
+    assert b"\r" not in origin.warning and b"\n" not in origin.warning
+    assert (
+        len(origin.warning)
+        < unknown_parameters.MOST_NAMES * (unknown_parameters.MOST_CHARS + 2) + 60
+    )
+    assert origin.warning.isascii() and b"and 94 more" in origin.warning
+
+
+def test_what_is_wrong_besides_is_told_first(origin: Origin) -> None:
+    with pytest.raises(RequestError, match="temperature"):
+        read(foo=1, temperature="hot")
+    with pytest.raises(RequestError, match="prompt is required"):
+        decode(CompletionRequest, b'{"foo": 1}')
+
+
+def test_the_file_can_have_them_refused_or_passed_over(origin: Origin) -> None:
+    Access().apply(AccessRules(unknown_parameters="refuse"))
+    with pytest.raises(RequestError, match="unknown parameter: foo;") as error:
+        read(foo=1)
+    assert error.value.param == "foo"
+    Access().apply(AccessRules(unknown_parameters="ignore", log_prompts=True))
+    assert read(foo=1).model == "m"
+    assert origin.warning == b""
+
+
+def test_the_log_names_each_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    class Log:
+        def warning(self, _: str, names: list[str]) -> None:
+            lines.append(names)
+
+    monkeypatch.setattr(unknown_parameters, "log", Log())
+    meet = unknown_parameters.UnknownParameters().meet
+    for _ in range(3):
+        meet(b'{"foo": 1}', ())
+    assert lines == [["foo"]]
+    for at in range(5000):
+        meet(b'{"made-up-%d": 1}' % at, ())
+    assert len(lines) <= unknown_parameters.MOST_REMEMBERED + 2

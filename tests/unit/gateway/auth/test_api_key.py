@@ -1,0 +1,177 @@
+"""What a key's holder may do, and what it has used; through a real router to a real engine."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from servekit.errors import Forbidden, InvalidKey, RateLimited
+from servekit.gateway.auth.api_key import FORGET_S, Caller
+from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.routing.request import Call
+from servekit.protocol.messages import AccessRules, KeyRule, KeyUse, SamplingParams
+from tests.unit.gateway.conftest import Service, until
+
+DIGEST = b"d" * 32
+
+
+def caller(**rule: object) -> Caller:
+    return Caller(KeyRule("alice", digest=DIGEST, **rule), time.monotonic())  # type: ignore[arg-type]
+
+
+def call(tokens: int = 5, *, model: str = "m", priority: int = 0) -> Call:
+    params = SamplingParams(max_tokens=tokens)
+    return Call(model, params, prompt="hello", key="as sent", priority=priority)
+
+
+def let_in(service: Service, *rules: KeyRule) -> dict[str, Caller]:
+    service.router.access.apply(AccessRules(rules, salt=b"s" * 32))
+    return service.router.access.callers
+
+
+async def test_tokens_are_charged_at_the_end(service: Service) -> None:
+    await service.up()
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=100))["alice"]
+    ACTING.set(alice)
+    asked = service.router.open(call(20))
+    assert (asked.key, asked.caller, alice.active) == ("alice", alice, 1)
+    async for _ in asked:
+        pass
+    assert alice.active == 0
+    assert alice.tokens is not None
+    assert alice.tokens.level(time.monotonic()) == pytest.approx(100 - 25, abs=1)
+    assert alice.use() == KeyUse("alice", 0, 25, 0)
+    assert alice.use() is None
+
+
+async def test_what_is_cancelled_is_charged_as_far_as_it_came(service: Service) -> None:
+    await service.up(step_s=0.005)
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    asked = service.router.open(call(8000))
+    await until(lambda: len(asked.emitted) >= 10)
+    asked.cancel()
+    use = alice.use()
+    assert alice.active == 0
+    assert use is not None
+    assert 10 <= use.tokens <= len(asked.emitted) + 2
+
+
+async def test_what_only_waited_costs_no_tokens(service: Service) -> None:
+    await service.up(slots=1, step_s=0.01)
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    calls = [service.router.open(call(8000)) for _ in range(40)]
+    waiting = [asked for asked in calls if asked.replica is None]
+    assert waiting
+    for asked in waiting:
+        asked.cancel()
+    assert alice.use() is None
+    assert alice.active == len(calls) - len(waiting)
+    for asked in calls:
+        asked.cancel()
+    assert alice.active == 0
+
+
+async def test_at_once(service: Service) -> None:
+    await service.up(step_s=0.01)
+    rule = KeyRule("alice", digest=DIGEST, max_concurrent=2)
+    ACTING.set(let_in(service, rule)["alice"])
+    calls = [service.router.open(call(8000)) for _ in range(2)]
+    with pytest.raises(RateLimited, match="2 requests under way") as error:
+        service.router.open(call())
+    assert error.value.retry_after_s == 1
+    calls[0].cancel()
+    calls.append(service.router.open(call()))
+    for asked in calls:
+        asked.cancel()
+
+
+async def test_a_call_that_is_refused_for_another_reason_is_not_under_way(service: Service) -> None:
+    service.max_queue = 1
+    service.tell()
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, max_concurrent=2))["alice"]
+    ACTING.set(alice)
+    with pytest.raises(Exception, match="m"):
+        service.router.open(call())  # no worker, and none is coming
+    assert alice.active == 0
+
+
+async def test_models(service: Service) -> None:
+    await service.up()
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, models=("other",)))["alice"]
+    ACTING.set(alice)
+    for name in ("m", "alias"):
+        with pytest.raises(Forbidden, match=f"may not use '{name}'"):
+            service.router.open(call(model=name))
+    assert alice.active == 0
+
+
+async def test_nobody_is_not_let_in(service: Service) -> None:
+    await service.up()
+    let_in(service, KeyRule("alice", digest=DIGEST))
+    ACTING.set(None)
+    with pytest.raises(InvalidKey):
+        service.router.open(call())
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "found"), [(0, 0, 0), (0, 3, 3), (0, -5, 0), (2, 0, 2), (2, 1, 2), (-3, 0, -3)]
+)
+def test_priority_is_the_default_and_the_floor(own: int, asked: int, found: int) -> None:
+    mine = call(priority=asked)
+    caller(priority=own).admit(mine, "m")
+    assert mine.priority == found
+
+
+def test_requests_a_minute() -> None:
+    alice = caller(requests_per_minute=2)
+    assert alice.charge() is None
+    assert alice.charge() is None
+    refused = alice.charge()
+    assert isinstance(refused, RateLimited)
+    assert (
+        refused.message == "the key 'alice' has used up its 2 requests a minute; try again in 30 s"
+    )
+    assert refused.retry_after_s == 30
+    headers = dict(alice.headers())
+    assert headers[b"x-ratelimit-limit-requests"] == b"2"
+    assert headers[b"x-ratelimit-remaining-requests"] == b"0"
+    assert headers[b"x-ratelimit-reset-requests"] in (b"1m0s", b"60s")
+    assert b"x-ratelimit-limit-tokens" not in headers
+    assert caller().headers() == ()
+
+
+def test_other_gateways_count_too() -> None:
+    alice = caller(requests_per_minute=5, tokens_per_minute=50, max_concurrent=3)
+    alice.hear("gateway/1", KeyUse("alice", 4, 20, 2))
+    assert alice.charge() is None
+    assert isinstance(alice.charge(), RateLimited)
+    alice.hear("gateway/1", KeyUse("alice", 0, 40, 3))
+    with pytest.raises(RateLimited):
+        alice.admit(call(), "m")
+    alice.hear("gateway/1", KeyUse("alice", 0, 0, 0))
+    alice.admit(call(), "m")
+
+
+def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    alice = caller(max_concurrent=1)
+    alice.hear("gateway/1", KeyUse("alice", 0, 0, 1))
+    now_s += FORGET_S - 0.1
+    with pytest.raises(RateLimited):
+        alice.admit(call(), "m")
+    now_s += 0.2
+    alice.admit(call(), "m")
+
+
+def test_another_rule_keeps_what_was_used() -> None:
+    alice = caller(requests_per_minute=2)
+    alice.charge()
+    alice.become(KeyRule("alice", digest=DIGEST, requests_per_minute=1), time.monotonic())
+    assert isinstance(alice.charge(), RateLimited)
+    alice.become(KeyRule("alice", digest=DIGEST), time.monotonic())
+    assert alice.charge() is None
+    assert not alice.limited

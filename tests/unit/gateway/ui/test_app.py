@@ -1,0 +1,78 @@
+"""The page as an application in this process: on which loop it runs, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from servekit.gateway.api.admin.endpoints import Supervisor
+from servekit.gateway.routing.request import Call
+from servekit.gateway.ui.app import UI, _elsewhere, build
+from tests.unit.gateway.conftest import Service
+
+
+async def client(ui: UI) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(ui.app)
+    return httpx.AsyncClient(transport=transport, base_url="http://test/ui", timeout=30)
+
+
+async def test_questions_reach_the_router_on_its_own_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.up()
+    loops: list[asyncio.AbstractEventLoop] = []
+    opened = service.router.open
+
+    def watched(call: Call, timeout_s: float | None = None) -> Call:
+        loops.append(asyncio.get_running_loop())  # raises in a thread of Gradio's
+        return opened(call, timeout_s)
+
+    monkeypatch.setattr(service.router, "open", watched)
+    ui = await asyncio.to_thread(build, service.router, Supervisor(None, service.router.access))
+    await ui.startup()
+    try:
+        async with await client(ui) as http:
+            end = await ask(http, "hello", max_tokens=5)
+    finally:
+        await ui.shutdown()
+    assert end["success"] is True
+    assert loops == [asyncio.get_running_loop()]
+    assert service.router.in_flight == 0
+
+
+async def ask(http: httpx.AsyncClient, text: str, max_tokens: int) -> dict[str, Any]:
+    """Submit a question as the page does; returns Gradio's last word."""
+    dependencies = (await http.get("/config", params={"page": ""})).json()["dependencies"]
+    [submit] = [d for d in dependencies if any(t[1] == "submit" for t in d["targets"])]
+    data: list[Any] = [text, [], "m", "", None, None, None, max_tokens, None]
+    body = {"data": data, "fn_index": submit["id"], "session_hash": "s", "trigger_id": 1}
+    (await http.post("/gradio_api/queue/join", json=body)).raise_for_status()
+    events = (await http.get("/gradio_api/queue/data", params={"session_hash": "s"})).text
+    messages = [json.loads(line[5:]) for line in events.splitlines() if line.startswith("data:")]
+    return next(m for m in messages if m["msg"] == "process_completed")
+
+
+@pytest.mark.parametrize(
+    ("path", "language", "there"),
+    [
+        ("/ui/", "en", None),
+        ("/ui", "en", "/ui/"),
+        ("/ui/zh", "en", "/ui/zh/"),
+        ("/ui/", "zh-CN,zh;q=0.9", "/ui/zh/"),
+        ("/ui/compare", "zh", "/ui/zh/compare"),
+        ("/ui/zh/compare", "en", None),
+        ("/ui/zh/", "en", None),
+        ("/ui/compare/", "en", "/ui/compare"),
+        ("/ui/zh/operate/", "en", "/ui/zh/operate"),
+        ("/ui/theme.css", "zh", None),
+        ("/ui/gradio_api/queue/data", "zh", None),
+    ],
+)
+def test_who_is_led_to_which_page(path: str, language: str, there: str | None) -> None:
+    headers = [(b"accept-language", language.encode())]
+    assert _elsewhere({"method": "GET", "path": path, "headers": headers}) == there
+    assert _elsewhere({"method": "POST", "path": path, "headers": headers}) is None

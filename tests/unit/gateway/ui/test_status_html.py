@@ -1,0 +1,93 @@
+"""What the page says of workers and answers: true, and escaped."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.chat_session import Progress
+from servekit.gateway.ui.status_html import choices, error_note, progress_note, workers
+from servekit.protocol import messages as wire
+from servekit.protocol.adapters import AdapterStatus
+
+
+def replica(state: wire.WorkerState, **fields: object) -> wire.ReplicaStatus:
+    return wire.ReplicaStatus("m/0", state, "/nowhere.sock", 1, "cpu", **fields)  # type: ignore[arg-type]
+
+
+def told(*replicas: wire.ReplicaStatus) -> Router:
+    router = Router("gateway/test")
+    router.apply(wire.Topology((wire.ModelStatus("m", "echo", "-", 0, replicas),)))
+    return router
+
+
+async def test_a_loading_worker_has_a_bar_and_the_choice_says_so() -> None:
+    router = told(replica("loading", progress=wire.Progress("fetch", 30, 120, "bytes")))
+    assert '<progress aria-label="m/0" value="30" max="120">' in workers(router)
+    assert choices(router) == [("m · fetch 25 %", "m")]
+    unknown = told(replica("loading", progress=wire.Progress("warm-up")))
+    assert '<progress aria-label="m/0"></progress>' in workers(unknown)
+
+
+async def test_reasons_and_restarts_are_shown_and_escaped() -> None:
+    html = workers(told(replica("backoff", reason="<script>x</script>", restarts=2)))
+    assert "&lt;script&gt;x&lt;/script&gt;" in html
+    assert "<script" not in html
+    assert "2 restarts" in html
+    assert "restarting" in html
+    assert "<" not in error_note("<b>")[len('<p class="sk-note sk-error" role="alert">') : -4]
+
+
+async def test_load_and_memory_of_a_worker() -> None:
+    router = told(replica("ready", running=3, waiting=1, rss_bytes=1_700_000_000))
+    assert "cpu · 3 running · 1 waiting · 1.6 GiB" in workers(router)
+    assert "5.0 GiB" in workers(told(replica("ready", rss_bytes=2**30, gpu_bytes=5 * 2**30)))
+    for route in (*router.routes.values(),):
+        for one in route.replicas.values():
+            one.retire()
+
+
+async def test_no_models_and_shutting_down() -> None:
+    router = Router("gateway/test")
+    assert choices(router) == []
+    assert "first model" in workers(router)
+    router.apply(wire.Topology((), draining=True))
+    assert "shutting down" in workers(router)
+
+
+async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> None:
+    router = Router("gateway/test")
+    adapters = (
+        AdapterStatus("x", "/x", "serving"),
+        AdapterStatus("y", "/y", "failed", "its <rank> is 512"),
+        AdapterStatus("z", "/z", "unloading"),
+    )
+    model = wire.ModelStatus("m", "echo", "-", 0, (replica("loading"),), adapters=adapters)
+    router.apply(wire.Topology((model,)))
+    assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in workers(router)
+    assert choices(router) == [
+        ("m · loading", "m"),
+        ("x · loading", "x"),
+        ("y · failed", "y"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("progress", "busy", "sentence"),
+    [
+        (Progress(waiting=0), True, "Yours is next"),
+        (Progress(waiting=1), True, "1 request before yours"),
+        (Progress(waiting=3), True, "3 requests before yours"),
+        (Progress(), True, "Reading the prompt…"),
+        (Progress(finish="cancelled"), False, "Stopped"),
+        (Progress(None, 1, 0.5), True, "1 token · first after 500 ms"),
+        (Progress(None, 9, 1.25, 8.0), True, "9 tokens · 8.0 tokens/s · first after 1.2 s"),
+        (
+            Progress(None, 9, 1.0, None, "length"),
+            False,
+            "9 tokens · first after 1.0 s · length limit reached",
+        ),
+    ],
+)
+def test_where_an_answer_is(progress: Progress, busy: bool, sentence: str) -> None:
+    assert f">{sentence}<" in progress_note(progress, busy=busy)

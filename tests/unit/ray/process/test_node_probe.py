@@ -1,0 +1,32 @@
+"""What a node says that it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from servekit.protocol.ray_messages import Want
+from servekit.ray.process import node_probe
+from servekit.ray.process.node_probe import _lacks
+
+
+def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    wants = [
+        Want("here", "echo", str(tmp_path)),
+        Want("fetched", "echo", ""),
+        Want("moved", "echo", gone),
+        Want("strange", "nobodys", ""),
+    ]
+    assert _lacks(wants) == {
+        "moved": f"there is no {gone} there",
+        "strange": "the engine nobodys is not installed there",
+    }
+
+
+def test_a_node_says_which_package_an_engine_lacks_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_probe, "lacking", lambda kind: "pip install it")
+    assert _lacks([Want("a", "echo", "")]) == {
+        "a": "the engine echo is not installed there; pip install it"
+    }

@@ -1,0 +1,54 @@
+"""The sockets that an actor holds for the gateway of its node."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from servekit.errors import StartError
+from servekit.ray.process.sockets import Doors
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def doors() -> Iterator[Doors]:
+    made = Doors()
+    yield made
+    made.open(())
+
+
+def free_port() -> int:
+    with socket.create_server((HERE, 0)) as sock:
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def reached(port: int) -> bool:
+    try:
+        socket.create_connection((HERE, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_they_stay_open_from_one_gateway_to_the_next(doors: Doors) -> None:
+    port, legacy = free_port(), free_port()
+    first = doors.open(((HERE, port), (HERE, legacy)))
+    assert doors.open(((HERE, port), (HERE, legacy))) == first
+    assert reached(port) and reached(legacy)
+    assert doors.open(((HERE, port),)) == first[:1]
+    assert reached(port) and not reached(legacy)
+
+
+def test_a_port_that_is_taken_is_told_and_nothing_is_left_open(doors: Doors) -> None:
+    free = free_port()
+    with socket.create_server((HERE, 0)) as holder:
+        taken = holder.getsockname()[1]
+        with pytest.raises(StartError, match=rf"{HERE}:{taken} is already in use by pid .*port"):
+            doors.open(((HERE, free), (HERE, taken)))
+    assert not reached(free)
+    doors.open(((HERE, free), (HERE, taken)))
+    assert reached(free) and reached(taken)

@@ -1,0 +1,121 @@
+"""What operators are told about adapters before anything is loaded, and where it would go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from servekit.config.schema import Config, ModelConfig
+from servekit.protocol.adapters import (
+    Adapters,
+    AdapterSpec,
+    AddAdapter,
+    GetAdapters,
+    RemoveAdapter,
+)
+from servekit.protocol.messages import Accepted, Refused
+from servekit.supervisor.admin.adapter_service import AdapterDesk
+from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.deployments.replica_host import Yard
+
+Make = Callable[..., AdapterDesk]
+
+
+def folder(path: Path) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text("{}")
+    return str(path)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Make:
+    """Fleets without workers: nothing can be loaded, and all that comes before can be seen."""
+
+    def make(*names: str) -> AdapterDesk:
+        filed = {"name": f"{names[0]}-filed", "path": folder(tmp_path / "filed")}
+        models = tuple(
+            ModelConfig.model_validate(
+                {"name": name, "path": "p", "engine": "echo", "aliases": [f"{name}-alias"]}
+                | ({"adapters": [filed]} if name == names[0] else {})
+            )
+            for name in names
+        )
+        host: Any = SimpleNamespace(changed=lambda: None, is_unused=lambda adapter: True)
+        yard = cast(Yard, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), start=None))
+        plan = SimpleNamespace(config=Config(models=models))
+        served = [Fleet(model, yard) for model in models]
+        for fleet in served:
+            fleet.wanted = True
+        return AdapterDesk(cast(Fleets, SimpleNamespace(served=served, plan=plan)))
+
+    return make
+
+
+async def refused(desk: AdapterDesk, name: str, path: str, model: str = "") -> str:
+    answer = await desk.add(AddAdapter(model, AdapterSpec(name, path)))
+    assert isinstance(answer, Refused)
+    assert answer.invalid, answer
+    return answer.message
+
+
+async def test_what_is_wrong_is_said_before_any_worker_hears_of_it(
+    desk: Make, tmp_path: Path
+) -> None:
+    one, two = desk("a"), desk("a", "b")
+    here = folder(tmp_path / "x")
+    (tmp_path / "empty").mkdir()
+    assert "does not exist" in await refused(one, "x", str(tmp_path / "nowhere"))
+    assert "holds no adapter_config.json" in await refused(one, "x", str(tmp_path / "empty"))
+    assert "a name begins with" in await refused(one, "x y", here)
+    assert "path" in await refused(one, "x", "")
+    assert "has to be absolute, not './x'" in await refused(one, "x", "./x")
+    for taken in ("a", "a-alias"):
+        assert f"the name '{taken}' is taken" in await refused(one, taken, here)
+    assert "the name 'a-filed' is taken" in await refused(two, "a-filed", here, "b")
+    assert "change it there" not in await refused(two, "b", here, "a")
+    assert "say which model the adapter is for; there are: a, b" in await refused(two, "x", here)
+    assert "no model is called 'c'" in await refused(two, "x", here, "c")
+
+
+async def test_without_workers_it_is_the_moment_that_is_wrong(desk: Make, tmp_path: Path) -> None:
+    for desk_, model in ((desk("a"), ""), (desk("a", "b"), "b-alias")):
+        answer = await desk_.add(AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x"))))
+        assert isinstance(answer, Refused)
+        assert (answer.invalid, answer.retry_after_s) == (False, 5.0)
+
+
+async def test_to_a_model_that_is_stopped_it_comes_with_that(desk: Make, tmp_path: Path) -> None:
+    made = desk("a")
+    made._fleet("a").wanted = False
+    answer = await made.add(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
+    assert answer == Accepted("x is loaded with a, which is not there now")
+    shown = made.show(GetAdapters("a"))
+    assert isinstance(shown, Adapters)
+    assert [(one.name, one.state) for one in shown.adapters["a"]][-1] == ("x", "loading")
+
+
+async def test_they_are_shown_by_model(desk: Make) -> None:
+    two = desk("a", "b")
+    shown = two.show(GetAdapters())
+    assert isinstance(shown, Adapters)
+    told = {model: [(o.name, o.state) for o in ones] for model, ones in shown.adapters.items()}
+    assert told == {"a": [("a-filed", "loading")], "b": []}
+    only = two.show(GetAdapters("b-alias"))
+    assert isinstance(only, Adapters)
+    assert set(only.adapters) == {"b"}
+    assert isinstance(two.show(GetAdapters("c")), Refused)
+
+
+async def test_the_files_comes_back_with_a_reload_and_what_is_not_there_is_said(desk: Make) -> None:
+    one = desk("a")
+    gone = await one.remove(RemoveAdapter("a-filed"))
+    assert isinstance(gone, Accepted)
+    assert "a reload loads it again" in gone.message
+    assert await one.remove(RemoveAdapter("a-filed")) == Refused(
+        "The lora adapter 'a-filed' cannot be found.", True
+    )

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from servekit.errors import ConfigError, ServekitError, StartError
+from servekit.protocol.adapters import (
+    Adapters,
+    AdapterSpec,
+    AddAdapter,
+    GetAdapters,
+    RemoveAdapter,
+)
+from servekit.protocol.messages import (
+    Accepted,
+    GetStatus,
+    GetWhy,
+    Refused,
+    Reload,
+    Shutdown,
+    Status,
+    ToSupervisor,
+    Why,
+)
+from servekit.protocol.metrics_messages import Figures, GetMetrics, Series
+from servekit.protocol.remote_gateway import Answered, Asked
+from servekit.protocol.residency import Reside
+from servekit.supervisor.admin.control_socket import Operators, ask
+
+STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
+
+
+class Desk:
+    """A supervisor's answers."""
+
+    def __init__(self) -> None:
+        self.heard: list[bool] = []
+
+    async def status_now(self) -> Status:
+        return STATUS
+
+    def shutdown(self, now: bool) -> None:
+        self.heard.append(now)
+
+    def why(self, name: str) -> Why | Refused:
+        return Why(name, "closed", ()) if name == "m" else Refused("no such model", True)
+
+    async def reload(self) -> Accepted | Refused:
+        await asyncio.sleep(0)
+        return Accepted("a added")
+
+
+class AdapterDesk:
+    """One adapter may be had."""
+
+    async def add(self, wish: AddAdapter) -> Accepted | Refused:
+        await asyncio.sleep(0)
+        if wish.adapter.name == "x":
+            return Accepted("x serves")
+        return Refused("nobody is ready", retry_after_s=5.0)
+
+    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused:
+        return Refused(f"there is no {wish.name}", True)
+
+    def show(self, wish: GetAdapters) -> Adapters | Refused:
+        return Adapters({wish.model: ()})
+
+
+class ResidenceDesk:
+    """Loads one model."""
+
+    async def reside(self, wish: Reside) -> Accepted | Refused:
+        await asyncio.sleep(0)
+        if wish.model == "m":
+            return Accepted(f"m: {wish.want}, {'done' if wish.wait else 'begun'}")
+        return Refused(f"no model is called {wish.model!r}", True)
+
+
+class MetricsDesk:
+    """Has counted one thing."""
+
+    def show(self, wish: GetMetrics) -> Figures:
+        return Figures((Series("servekit_queue_depth", ("m",), [3.0]),))
+
+
+class BrokenDesk(Desk):
+    async def status_now(self) -> Status:
+        raise RuntimeError("bug")
+
+
+async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
+    desk = Desk()
+    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert await ask(path, GetStatus()) == STATUS
+    assert await ask(path, Shutdown(True)) == Accepted()
+    assert await ask(path, Shutdown()) == Accepted()
+    assert desk.heard == [True, False]
+    assert await ask(path, GetWhy("m")) == Why("m", "closed", ())
+    assert await ask(path, Reload()) == Accepted("a added")
+    with pytest.raises(ConfigError, match="no such model"):
+        await ask(path, GetWhy("n"))
+    operators.close()
+
+
+async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> None:
+    desk, told = Desk(), asyncio.Queue[Answered]()
+    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    questions: list[ToSupervisor] = [GetStatus(), GetWhy("m"), Reload(), Shutdown(True)]
+    for id, question in enumerate(questions):
+        operators.hear(Asked(id, question), told.put_nowait)
+    answers = {}
+    for _ in range(4):
+        answered = await asyncio.wait_for(told.get(), 60)
+        answers[answered.id] = answered.answer
+    assert answers == {
+        0: STATUS,
+        1: Why("m", "closed", ()),
+        2: Accepted("a added"),
+        3: Refused("that is not for a gateway to ask"),
+    }
+    assert not desk.heard
+
+
+async def test_a_gateway_is_told_that_there_is_no_answer() -> None:
+    told = asyncio.Queue[Answered]()
+    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators.hear(Asked(1, GetStatus()), told.put_nowait)
+    answered = await asyncio.wait_for(told.get(), 60)
+    assert isinstance(answered.answer, Refused)
+
+
+async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert await ask(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted("x serves")
+    assert await ask(path, GetAdapters("m")) == Adapters({"m": ()})
+    with pytest.raises(ServekitError, match="nobody is ready"):
+        await ask(path, AddAdapter("m", AdapterSpec("y", "/y")))
+    with pytest.raises(ConfigError, match="there is no z"):
+        await ask(path, RemoveAdapter("z"))
+    operators.close()
+
+
+async def test_nobody_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="no servekit runs in"):
+        await ask(tmp_path / "control.sock", GetStatus())
+
+
+async def test_a_stale_socket_is_nobody(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "control.sock"))
+    with pytest.raises(StartError, match="no servekit runs in"):
+        await ask(tmp_path / "control.sock", GetStatus())
+
+
+async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "control.sock"))
+        sock.listen()
+        with pytest.raises(ServekitError, match=r"did not answer within 0\.1 s"):
+            await ask(tmp_path / "control.sock", GetStatus(), timeout_s=0.1)
+
+
+async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert await ask(path, Reside("m", "load")) == Accepted("m: load, done")
+    assert await ask(path, Reside("m", "sleep", wait=False)) == Accepted("m: sleep, begun")
+    with pytest.raises(ConfigError, match="no model is called 'x'"):
+        await ask(path, Reside("x", "wake"))
+    operators.close()
+
+
+async def test_gateways_are_told_the_figures(tmp_path: Path) -> None:
+    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    path = tmp_path / "control.sock"
+    await operators.listen(path)
+    assert await ask(path, GetMetrics()) == MetricsDesk().show(GetMetrics())
+    operators.close()
+
+
+async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
+    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    await operators.listen(tmp_path / "control.sock")
+    with pytest.raises(ServekitError, match="hung up"):
+        await ask(tmp_path / "control.sock", GetStatus())
+    operators.close()

@@ -1,0 +1,257 @@
+"""How what is decided is carried out, and what operators are answered: with fleets made up."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from servekit.protocol.messages import Accepted, Refused
+from servekit.protocol.residency import KeepAlive, Reside, Residence, Want, Wanted
+from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.gateway_process import Gateway
+from servekit.supervisor.model_swap import manager
+from servekit.supervisor.model_swap.manager import Residents
+from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.system import procfs
+from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
+
+
+class Stage:
+    """Models on the CPU of a machine with 100 GiB; one gateway, that tells what is in use."""
+
+    def __init__(self, *fleets: MadeUp) -> None:
+        self.fleets = fleets
+        self.uses: dict[str, tuple[Wanted, float]] = {}
+        self.gateway = SimpleNamespace(
+            uses=self.uses, on_use=None, state="ready", awaited=lambda: {*self.uses}
+        )
+        plan = SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None)))
+        made: Any = SimpleNamespace(
+            plan=plan,
+            served=list(fleets),
+            everyone=lambda: list(fleets),
+            gate=SimpleNamespace(ledger=Ledger(())),
+            gpus=(),
+        )
+        self.residents = Residents(cast(Fleets, made), [cast(Gateway, self.gateway)])
+        self.residents.look()
+
+    def ask_for(self, model: str, waiting: int = 1, running: int = 0) -> None:
+        at = asyncio.get_running_loop().time()
+        self.uses[model] = Wanted(model, waiting, running), at
+        self.gateway.on_use(None)
+
+    def keep(self, model: str, stay_s: float | None, *, loads: bool = False) -> None:
+        self.gateway.on_use(KeepAlive(model, stay_s, loads))
+
+    def told(self, fleet: MadeUp) -> Residence:
+        found = self.residents.residence(fleet.real)
+        assert found is not None
+        return found
+
+    async def until(self, fleet: MadeUp, tier: str) -> Residence:
+        async with asyncio.timeout(10):
+            while self.told(fleet).tier != tier:
+                self.residents.look()
+                await asyncio.sleep(0.01)
+        return self.told(fleet)
+
+    async def reside(self, model: str, want: Want, *, wait: bool = True) -> Accepted | Refused:
+        async with asyncio.timeout(10):
+            asking = asyncio.create_task(self.residents.reside(Reside(model, want, wait)))
+            while not asking.done():
+                self.residents.look()
+                await asyncio.sleep(0.01)
+            return await asking
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def until_told(gateways: object) -> None:
+        """They are at once."""
+
+    monkeypatch.setattr(manager, "until_told", until_told)
+    monkeypatch.setattr(procfs, "memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(procfs, "available_bytes", lambda: 100 * GIB)
+
+
+def fleet(name: str, *states: str, sleeps: bool = True, **keys: Any) -> MadeUp:
+    model = config(name=name, **{"memory": "60GiB", **keys})
+    found = MadeUp(model, info=info(sleeps=sleeps))
+    found.have(*states)
+    return found
+
+
+async def test_a_request_has_its_model_loaded_and_another_evicted_for_it() -> None:
+    a, b = fleet("a", "ready"), fleet("b")
+    stage = Stage(a, b)
+    stage.ask_for("b")
+    assert b.told == [], "there is no room yet"
+    told = await stage.until(a, "stopped")
+    assert re.fullmatch(
+        r"stopped at [\d:]+: evicted for b, 60.0 GiB needed, 40.0 GiB free", told.reason
+    )
+    await stage.until(b, "coming")
+    assert (a.told, b.told) == (["unload"], ["load"])
+
+
+async def test_what_gateways_told_before_a_model_went_does_not_bring_it_back() -> None:
+    a = fleet("a", "ready")
+    stage = Stage(a)
+    stage.ask_for("a", waiting=1)
+    a.have()
+    stage.residents.look()
+    assert (stage.told(a).tier, a.told) == ("stopped", [])
+    stage.ask_for("a")
+    assert a.told == ["load"]
+
+
+async def test_it_sleeps_where_it_can_and_is_woken_by_a_request() -> None:
+    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Accepted("a is asleep")
+    assert [replica.state for replica in a.replicas] == ["asleep", "asleep"]
+    assert await stage.reside("a", "sleep") == Accepted("a is already asleep")
+    assert stage.told(a).reason.endswith("by an operator")
+    stage.ask_for("a")
+    await stage.until(a, "resident")
+    assert a.told == []
+
+
+async def test_where_one_worker_cannot_sleep_its_model_is_stopped() -> None:
+    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a.replicas[1].refuses = "it is not tired"
+    stage = Stage(a)
+    answer = await stage.reside("a", "sleep")
+    assert answer == Refused("a cannot be asleep: it is not tired")
+    assert a.told == ["unload"], "half asleep it serves nobody well"
+    assert "it could not be put to sleep: it is not tired" in stage.told(a).reason
+
+
+async def test_where_none_can_sleep_it_serves_on() -> None:
+    a = fleet("a", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a.replicas[0].refuses = "it is not tired"
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Refused("a cannot be asleep: it is not tired")
+    assert (a.told, stage.told(a).tier) == ([], "resident")
+
+
+async def test_one_that_cannot_be_woken_is_stopped_and_loaded_anew() -> None:
+    a = fleet("a", "ready", idle_sleep_s=600.0, memory="10GiB")
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Accepted("a is asleep")
+    a.replicas[0].refuses = "it sleeps too well"
+    stage.ask_for("a")
+    told = await stage.until(a, "stopped")
+    assert told.reason.endswith("it could not be woken: it sleeps too well")
+    stage.ask_for("a")
+    assert a.told == ["unload", "load"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("killed by SIGKILL", "a worker did not stay asleep: killed by SIGKILL"),
+        ("", "a worker has come up beside those that sleep"),
+    ],
+)
+async def test_all_of_a_model_sleep_or_none(reason: str, said: str) -> None:
+    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Accepted("a is asleep")
+    a.replicas[0].state, a.replicas[0].reason = "ready", reason
+    assert (await stage.until(a, "stopped")).reason.endswith(said)
+
+
+async def test_for_who_waits_the_others_are_woken_instead() -> None:
+    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Accepted("a is asleep")
+    a.replicas[0].state = "ready"
+    stage.ask_for("a", waiting=1)
+    await stage.until(a, "coming")
+    await stage.until(a, "resident")
+    assert [replica.state for replica in a.replicas] == ["ready", "ready"]
+    assert a.told == []
+
+
+# ---------------------------------------------------------------- what operators are answered
+
+
+async def test_what_cannot_be_is_refused_with_the_reason_and_does_not_come_later() -> None:
+    a, b = fleet("a", "ready", load="on_start"), fleet("b")
+    stage = Stage(a, b)
+    for wait in (True, False):
+        answer = await stage.reside("b", "load", wait=wait)
+        said = "b cannot be loaded: 60.0 GiB needed, 40.0 GiB free, and the others stay"
+        assert answer == Refused(said)
+    a.have()
+    stage.residents.look()
+    assert b.told == ["try again", "try again"]
+
+
+async def test_a_load_that_fails_is_told_with_its_reason() -> None:
+    a = fleet("a")
+    stage = Stage(a)
+    loading = asyncio.create_task(stage.reside("a", "load"))
+    await stage.until(a, "coming")
+    a.replicas[0].state, a.replicas[0].reason = "failed", "no such weights"
+    assert await loading == Refused("a cannot be loaded: no such weights")
+
+
+async def test_a_sleep_that_comes_to_nothing_is_told() -> None:
+    a = fleet("a", "ready", idle_sleep_s=600.0)
+    stage = Stage(a)
+    sleeping = asyncio.create_task(stage.reside("a", "sleep"))
+    await asyncio.sleep(0)
+    a.have("failed")
+    answer = await sleeping
+    assert isinstance(answer, Refused)
+    assert answer.message.startswith("a cannot be asleep: a is failed; only a model that is loaded")
+
+
+async def test_without_waiting_it_is_told_what_has_begun() -> None:
+    a = fleet("a")
+    stage = Stage(a)
+    assert await stage.reside("a", "load", wait=False) == Accepted("a is stopped")
+    assert a.told == ["try again", "load"]
+    assert await stage.reside("nobody", "load") == Refused(
+        "no model is called 'nobody'; there are: a", True
+    )
+
+
+async def test_at_the_end_nothing_is_begun() -> None:
+    a = fleet("a")
+    stage = Stage(a)
+    stage.residents.halt()
+    stage.ask_for("a")
+    assert a.told == []
+    assert await stage.reside("a", "load") == Refused("servekit is shutting down")
+    assert (stage.told(a).tier, stage.told(a).reason) == ("failed", "servekit is shutting down")
+
+
+async def test_clients_move_only_what_comes_by_need() -> None:
+    a, b = fleet("a", memory="10GiB"), fleet("b", memory="10GiB", load="manual")
+    stage = Stage(a, b)
+    for name in "ab":
+        stage.keep(name, 5.0, loads=True)
+    assert (a.told, b.told) == (["load"], [])
+    assert (stage.told(a).stays_s, stage.told(b).stays_s) == (5.0, None)
+
+
+async def test_of_what_is_there_from_start_to_end_nothing_is_told() -> None:
+    a = fleet("a", "ready", load="on_start")
+    assert Stage(a).residents.residence(a.real) is None
+
+
+async def test_what_is_so_already_is_told_so() -> None:
+    a = fleet("a", "ready")
+    stage = Stage(a)
+    assert await stage.reside("a", "load") == Accepted("a is already loaded")
+    assert await stage.reside("a", "wake") == Accepted("a is already awake")
+    assert await stage.reside("a", "unload") == Accepted("a is stopped")
+    assert await stage.reside("a", "unload") == Accepted("a is already stopped")

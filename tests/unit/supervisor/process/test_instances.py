@@ -1,0 +1,119 @@
+"""Which instance a command is about, found by the locks that processes hold."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from servekit.errors import NobodyRuns, StartError
+from servekit.supervisor.process.instances import Running, choose, find, find_last, running
+from servekit.supervisor.process.run_dir import Record, RunDir, boot_id
+from servekit.system import procfs
+
+
+def record(pid: int = 1) -> Record:
+    return Record(pid, float(pid), f"http://127.0.0.1:{pid}", "/a b.yaml", "m", boot_id())
+
+
+def taken(path: Path) -> RunDir:
+    made = RunDir.take(path)
+    made.record(record(os.getpid()))
+    return made
+
+
+def folders() -> list[Path]:
+    return [one.run_dir for one in running()]
+
+
+def test_what_runs_is_found_without_any_variable(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    assert path not in folders()
+    made = taken(path)
+    assert folders().count(path) == 1
+    [found] = [one for one in running() if one.run_dir == path]
+    assert (found.record.pid, found.uid) == (os.getpid(), os.getuid())
+    made.release()
+    assert path not in folders()
+
+
+def test_files_of_that_name_and_records_of_others_are_none(tmp_path: Path) -> None:
+    made = taken(tmp_path / "r")
+    made.record(record(1))
+    with (tmp_path / "lock").open("w"):
+        assert not {made.path, tmp_path} & set(folders())
+    made.release()
+
+
+def test_one_whose_directory_is_just_not_there_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "command", lambda *_: "servekit up")
+    made = taken(tmp_path / "servekit" / "r")
+    shutil.rmtree(tmp_path / "servekit")
+
+    def restore() -> None:
+        time.sleep(0.3)
+        made.restore()
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    try:
+        assert made.path in folders()
+    finally:
+        thread.join()
+        made.release()
+
+
+def test_the_only_one_is_meant_or_the_default_or_the_given(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    default = tmp_path / "servekit" / "default"
+    one, other = (Running(Path(name), record(), os.getuid()) for name in ("/one", "/other"))
+    assert choose(None, [one], environ) == Path("/one")
+    assert choose(Path("/given"), [one, other], environ) == Path("/given")
+    assert choose(None, [one, Running(default, record(), os.getuid())], environ) == default
+    assert choose(None, [], environ) is None
+
+
+def test_several_are_listed_with_how_to_choose(tmp_path: Path) -> None:
+    found = [
+        Running(Path("/run/b b"), record(20), os.getuid()),
+        Running(Path("/run/a"), record(10), os.getuid()),
+    ]
+    with pytest.raises(StartError) as told:
+        choose(None, found, {"XDG_STATE_HOME": str(tmp_path)})
+    assert told.value.message.splitlines() == [
+        "several instances run; --run-dir chooses:",
+        "  --run-dir /run/a  (pid 10, http://127.0.0.1:10, /a b.yaml)",
+        "  --run-dir '/run/b b'  (pid 20, http://127.0.0.1:20, /a b.yaml)",
+    ]
+
+
+def test_what_a_dead_one_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("servekit.supervisor.process.instances.running", list)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets have short paths there
+        _find_last_in(Path(folder))
+
+
+def _find_last_in(tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
+    environ = {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    with pytest.raises(NobodyRuns, match=f"no servekit runs in {tmp_path}/state"):
+        find(None, environ)
+    older = RunDir.take(tmp_path / "runtime/servekit/default")
+    older.log_path("a/0").touch()
+    older.record(record())
+    older.release()
+    assert find_last(None, environ) == older.path
+    newer = RunDir.take_default(environ)
+    newer.record(record())
+    newer.release()
+    assert find_last(None, environ) == newer.path == tmp_path / "state/servekit/default"

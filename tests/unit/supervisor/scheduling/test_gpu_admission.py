@@ -1,0 +1,275 @@
+"""The gate: turns, claims and memory, with NVML's figures made up and processes of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from servekit.supervisor.scheduling.gpu_admission import Gate, Reading
+from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.scheduling.memory_estimator import CONTEXT_BYTES
+from servekit.supervisor.scheduling.placement import Assignment
+from servekit.system.gpus import Gpu, Slot
+
+GIB = 2**30
+GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
+
+
+class Nvml:
+    """Two GPUs, and who holds how many GiB of which."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, dict[str, int]] = {}
+        self.answers = True
+
+    def read(self) -> Reading:
+        if not self.answers:
+            return Reading({}, {})
+        holdings = {
+            pid: {uuid: size * GIB for uuid, size in held.items()}
+            for pid, held in self.held.items()
+        }
+        taken = {g.uuid: sum(h.get(g.uuid, 0) for h in holdings.values()) for g in GPUS}
+        return Reading({g.uuid: g.total_bytes - taken[g.uuid] for g in GPUS}, holdings)
+
+
+@dataclass
+class Worker:
+    name: str
+    place: Assignment
+    pid: int = 0
+    told: list[str] = field(default_factory=list)
+    lacked: list[Mapping[str, int]] = field(default_factory=list)
+
+    @property
+    def need_bytes(self) -> Mapping[str, int]:
+        return {g.uuid: c for g, c in zip(self.place.gpus, self.place.claims, strict=True)}
+
+    def waits(self, what: str, lacking: Mapping[str, int] | None = None) -> None:
+        self.told.append(what)
+        self.lacked.append(lacking or {})
+
+
+def worker(name: str, slot: Slot, *claims: int) -> Worker:
+    return Worker(f"{name}/0", Assignment(name, 0, slot, None, tuple(c * GIB for c in claims)))
+
+
+@pytest.fixture
+def nvml() -> Nvml:
+    return Nvml()
+
+
+@pytest.fixture
+def gate(nvml: Nvml) -> Gate:
+    return Gate(Ledger(GPUS), nvml.read, patience_s=0.5)
+
+
+@pytest.fixture
+def process() -> Iterator[int]:
+    """One that leads a group of its own, as workers do."""
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - the gate tells nobody that it has changed
+            await asyncio.sleep(0.01)
+
+
+async def test_loads_that_share_a_gpu_take_turns(gate: Gate, nvml: Nvml, process: int) -> None:
+    first, second = worker("a", GPUS[:1], 40), worker("b", GPUS, 40, 40)
+    elsewhere = worker("c", GPUS[1:], 40)
+    assert await gate.enter(first) == ""
+    entering = asyncio.create_task(gate.enter(second))
+    await until(lambda: bool(second.told))
+    assert second.told == ["waits for a/0 on GPU 0 (H200)"]
+    assert await gate.enter(elsewhere) == "", "it waits for nobody who loads elsewhere"
+    gate.loaded("c/0")
+    first.pid, nvml.held[process] = process, {"GPU-0": 40}
+    assert not entering.done()
+    gate.loaded("a/0")
+    assert await entering == ""
+    assert second.told[-1] == ""
+    assert gate.ledger.holders("GPU-0") == {"a/0": 40 * GIB, "b/0": 40 * GIB}
+
+
+async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promised(
+    gate: Gate, nvml: Nvml, process: int
+) -> None:
+    first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
+    third = worker("c", GPUS[:1], 1)
+    assert await gate.enter(first) == ""
+    first.pid = process
+    gate.loads("a/0", from_files=False)
+    gate.loads("a/0", from_files=False)
+    nvml.held[1] = {"GPU-0": 20}
+    assert "80.0 GiB free, less 60.0 GiB that others were promised" in await gate.enter(second)
+    nvml.held[1] = {}
+    assert await gate.enter(second) == ""
+    gate.loads("a/0", from_files=True)
+    gate.left("b/0", ())
+    entering = asyncio.create_task(gate.enter(third))
+    await until(lambda: third.told == ["waits for a/0 on GPU 0 (H200)"])
+    gate.loads("a/0", from_files=True)
+    gate.loaded("a/0")
+    assert await entering == ""
+
+
+async def test_memory_promised_to_another_is_not_free(gate: Gate, nvml: Nvml, process: int) -> None:
+    first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
+    assert await gate.enter(first) == ""
+    gate.loaded("a/0")
+    first.pid, nvml.held[process] = process, {"GPU-0": 10}
+    nvml.held[1] = {"GPU-0": 20}
+    reason = await gate.enter(second)
+    assert "70.0 GiB free, less 50.0 GiB that others were promised" in reason
+    assert "20.0 GiB too few; pid 1 (" in reason
+    assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
+    nvml.held[process] = {"GPU-0": 30}
+    del nvml.held[1]
+    assert await gate.enter(second) == ""
+
+
+async def test_it_waits_for_memory_and_says_so(gate: Gate, nvml: Nvml) -> None:
+    nvml.held[1] = {"GPU-0": 70}
+    one = worker("a", GPUS[:1], 40)
+    entering = asyncio.create_task(gate.enter(one))
+    await until(lambda: bool(one.told))
+    assert one.told[0].startswith("waits for memory: GPU 0 (H200) has 30.0 GiB free")
+    assert one.lacked[0] == {"GPU-0": 10 * GIB}
+    assert gate.ledger.room("GPU-0") == 60 * GIB, "it has its claim while it waits"
+    nvml.held[1] = {"GPU-0": 60}
+    assert await entering == ""
+    assert one.lacked[-1] == {}
+
+
+async def test_what_does_not_fit_the_ledger_is_refused_with_the_arithmetic(gate: Gate) -> None:
+    assert await gate.enter(worker("a", GPUS[:1], 60)) == ""
+    gate.loaded("a/0")
+    reason = await gate.enter(worker("b", GPUS[:1], 41))
+    assert reason.endswith("60.0 GiB a/0's, and it claims 41.0 GiB, 1.0 GiB too much")
+    assert await gate.enter(worker("c", GPUS[:1], 40)) == "", "and has left no trace"
+
+
+async def test_a_claim_stands_until_the_memory_is_gone(gate: Gate, nvml: Nvml) -> None:
+    first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
+    assert await gate.enter(first) == ""
+    nvml.held[7] = {"GPU-0": 50}
+    gate.left("a/0", {7})
+    assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
+    entering = asyncio.create_task(gate.enter(second))
+    await until(lambda: any("60.0 GiB a/0's" in told for told in second.told))
+    del nvml.held[7]
+    assert await entering == ""
+    assert gate.ledger.holders("GPU-0") == {"b/0": 60 * GIB}
+
+
+async def test_its_next_life_waits_for_the_memory_of_its_last(gate: Gate, nvml: Nvml) -> None:
+    one = worker("a", GPUS[:1], 40)
+    assert await gate.enter(one) == ""
+    nvml.held[7] = {"GPU-0": 40}
+    gate.left("a/0", {7})
+    entering = asyncio.create_task(gate.enter(one))
+    await until(lambda: any("still held by a worker of ours" in told for told in one.told))
+    del nvml.held[7]
+    assert await entering == ""
+    assert gate.ledger.holders("GPU-0") == {"a/0": 40 * GIB}
+
+
+async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: Gate) -> None:
+    first, second = worker("a", GPUS[:1], 40), worker("b", GPUS[:1], 40)
+    assert await gate.enter(first) == ""
+    entering = asyncio.create_task(gate.enter(second))
+    await until(lambda: bool(second.told))
+    entering.cancel()
+    await asyncio.wait((entering,))
+    gate.left("b/0", ())
+    gate.left("a/0", ())
+    assert gate.ledger.holders("GPU-0") == {}
+    assert await gate.enter(worker("c", GPUS[:1], 100)) == ""
+
+
+async def test_asleep_it_claims_what_it_still_holds(gate: Gate, nvml: Nvml, process: int) -> None:
+    one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
+    assert await gate.enter(one) == ""
+    gate.loaded("a/0")
+    one.pid, nvml.held[process] = process, {"GPU-0": 2}
+    await gate.fell_asleep(one)
+    assert gate.ledger.holders("GPU-0") == {"a/0": 2 * GIB}
+    assert await gate.enter(other) == ""
+    gate.loaded("b/0")
+    assert (await gate.enter(one)).endswith(
+        "60.0 GiB b/0's, and it claims 60.0 GiB, 20.0 GiB too much"
+    )
+    assert gate.ledger.holders("GPU-0") == {"a/0": 2 * GIB, "b/0": 60 * GIB}, "it sleeps on"
+    gate.left("b/0", ())
+    nvml.held[1] = {"GPU-0": 40}
+    assert await gate.enter(one) == "", "58 more are free"
+    assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
+
+
+async def test_asleep_it_claims_what_is_used_where_its_processes_cannot_be_seen(
+    gate: Gate, nvml: Nvml, process: int
+) -> None:
+    """As in a container. Others hold no more than they claim: the rest is its own."""
+    one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 20)
+    for guest in (one, other):
+        assert await gate.enter(guest) == ""
+        gate.loaded(guest.name)
+    one.pid, nvml.held[1] = process, {"GPU-0": 30}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 10 * GIB}
+    nvml.held[1] = {"GPU-0": 5}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": CONTEXT_BYTES}, "a context there is in any case"
+    nvml.held[1] = {"GPU-0": 99}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}
+    gate.ledger.measured("a/0", {"GPU-0": 50 * GIB})  # it could be seen, and has nothing now
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 0}
+
+
+async def test_one_that_is_not_seen_by_a_silent_driver_sleeps_with_its_claim(
+    gate: Gate, nvml: Nvml, process: int
+) -> None:
+    one = worker("a", GPUS[:1], 60)
+    assert await gate.enter(one) == ""
+    one.pid, nvml.answers = process, False
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}
+
+
+async def test_one_that_has_died_meanwhile_did_not_fall_asleep(nvml: Nvml, process: int) -> None:
+    one = worker("a", GPUS[:1], 60)
+
+    def read() -> Reading:
+        found = nvml.read()
+        one.pid = two if is_asleep else process
+        return found
+
+    is_asleep, two = False, process + 1
+    gate = Gate(Ledger(GPUS), read)
+    assert await gate.enter(one) == ""
+    gate.loaded("a/0")
+    is_asleep, nvml.held[process] = True, {"GPU-0": 2}
+    await gate.fell_asleep(one)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}, "it is its next life's"
+
+
+async def test_a_driver_that_does_not_answer_holds_nobody_up(gate: Gate, nvml: Nvml) -> None:
+    nvml.answers = False
+    assert await gate.enter(worker("a", GPUS[:1], 40)) == ""
+
+
+async def test_on_the_cpu_there_is_no_gate(gate: Gate) -> None:
+    assert await gate.enter(worker("a", ())) == ""
+    gate.left("a/0", {1})
+    assert not gate.ledger.claim_of("a/0")

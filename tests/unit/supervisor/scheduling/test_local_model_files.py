@@ -1,0 +1,77 @@
+"""Finding a model's files where they may be, without a network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from servekit.engines.model_files.cache import MARKER, Key, Marker
+from servekit.supervisor.scheduling.local_model_files import find
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def snapshot(tmp_path: Path, commit: str) -> Path:
+    repo = tmp_path / "cache/huggingface/hub/models--org--name"
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "refs").mkdir(exist_ok=True)
+    return repo
+
+
+def test_what_is_local_is_where_it_says(tmp_path: Path, environ: dict[str, str]) -> None:
+    assert find(str(tmp_path), None, environ) == tmp_path
+    assert find(str(tmp_path / "nowhere"), None, environ) is None
+
+
+def test_a_hub_id_is_looked_up_by_its_refs(tmp_path: Path, environ: dict[str, str]) -> None:
+    assert find("org/name", None, environ) is None
+    repo = snapshot(tmp_path, "abc")
+    assert find("org/name", None, environ) is None
+    (repo / "refs/main").write_text("abc\n")
+    assert find("org/name", None, environ) == repo / "snapshots/abc"
+    assert find("org/name", "abc", environ) == repo / "snapshots/abc"
+    assert find("org/name", "v1", environ) is None
+    assert find("org/name/x.gguf", None, environ) is None
+    (repo / "snapshots/abc/x.gguf").touch()
+    assert find("org/name/x.gguf", None, environ) == repo / "snapshots/abc/x.gguf"
+
+
+def test_the_commit_that_workers_agreed_upon_goes_first(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    repo = snapshot(tmp_path, "old")
+    snapshot(tmp_path, "new")
+    (repo / "refs/main").write_text("new")
+    pins = tmp_path / "cache/servekit/models/.pins"
+    pins.mkdir(parents=True)
+    pin = {"repo": "org/name", "revision": "main", "commit": "old", "files": ["config.json"]}
+    (pins / "x.json").write_text(json.dumps(pin))
+    assert find("org/name", None, environ) == repo / "snapshots/old"
+
+
+def test_the_hub_s_own_variables_count(tmp_path: Path, environ: dict[str, str]) -> None:
+    repo = snapshot(tmp_path, "abc")
+    (repo / "refs/main").write_text("abc")
+    elsewhere = {"HOME": "/nowhere", "HF_HUB_CACHE": str(repo.parent)}
+    assert find("org/name", None, elsewhere) == repo / "snapshots/abc"
+    elsewhere = {"HOME": "/nowhere", "HF_HOME": str(repo.parent.parent)}
+    assert find("org/name", None, elsewhere) == repo / "snapshots/abc"
+
+
+def test_a_wheels_file_is_found_by_the_marks_of_the_cache(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    import msgspec
+
+    identity = ("fetched", "pypi", "some-package", "1.0", "a/b.gguf")
+    entry = tmp_path / "cache/servekit/models" / Key("x", identity).name
+    entry.mkdir(parents=True)
+    (entry / MARKER).write_bytes(msgspec.json.encode(Marker(identity, {"b.gguf": 0})))
+    (entry / "b.gguf").touch()
+    assert find("pypi:Some_Package==1.0/a/b.gguf", None, environ) == entry / "b.gguf"
+    assert find("pypi:some-package==2.0/a/b.gguf", None, environ) is None

@@ -1,0 +1,192 @@
+"""Estimates by headers, and the refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.config.schema import ModelConfig
+from servekit.engines.model_files import gguf_convert as engines_gguf
+from servekit.errors import ConfigError
+from servekit.supervisor.deployments.plan import Source
+from servekit.supervisor.scheduling import memory_estimator
+from servekit.supervisor.scheduling.memory_estimator import (
+    CONTEXT_BYTES,
+    Estimate,
+    estimate,
+)
+from servekit.supervisor.scheduling.placement import place
+from servekit.system.gpus import Gpu
+from tests.integration.instance import write_config
+from tests.unit.engines.origins import write_tiny_gguf
+from tests.unit.model_metadata.test_kv_cache_shape import LLAMA_8B
+from tests.unit.model_metadata.test_safetensors import write
+
+GIB = 2**30
+#: Numbers in Llama 3.1 8B.
+NUMBERS = 8_030_261_248
+
+
+def gpus(count: int = 1, total: int = 80) -> tuple[Gpu, ...]:
+    return tuple(Gpu(i, f"GPU-{i}", "H100", total * GIB, total * GIB) for i in range(count))
+
+
+def folder(path: Path, kind: str = "BF16", **config: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**LLAMA_8B, "torch_dtype": "bfloat16", **config}))
+    write(path / "model.safetensors", {"all": (kind, [NUMBERS])})
+    return path
+
+
+def of(path: Path, count: int = 1, **keys: Any) -> Estimate:
+    model = ModelConfig.model_validate(
+        {"name": "a", "path": str(path), "gpus_per_replica": max(1, count), **keys}
+    )
+    found = estimate(model, place([model], gpus(count), 4)[0], {"HOME": str(path)})
+    assert found is not None
+    return found
+
+
+def test_llama_on_one_gpu(tmp_path: Path) -> None:
+    found = of(folder(tmp_path / "m"))
+    assert found.weights_bytes == 2 * NUMBERS
+    assert found.kv_1k_bytes == 128 * 2**20
+    assert found.context == 131072
+    assert found.on_each_kv_bytes == 16 * GIB
+    assert CONTEXT_BYTES < found.on_each_workspace_bytes < 2 * GIB
+    assert found.on_each_least_bytes == pytest.approx(32.3 * GIB, abs=0.5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "kind", "each"),
+    [
+        ({"dtype": "float32"}, {}, "BF16", 4),
+        ({}, {}, "F32", 2),  # as config.json says
+        ({}, {"torch_dtype": None}, "F32", 4),
+        ({"engine": "vllm"}, {"torch_dtype": "float32"}, "F32", 2),
+        ({}, {"quantization_config": {}}, "I8", 1),
+        ({"engine": "vllm", "options": {"quantization": "fp8"}}, {}, "BF16", 1),
+        ({"device": "cpu"}, {}, "BF16", 4),
+    ],
+)
+def test_types(
+    tmp_path: Path, keys: dict[str, Any], config: dict[str, Any], kind: str, each: int
+) -> None:
+    found = of(folder(tmp_path / "m", kind, **config), **keys)
+    assert found.weights_bytes == each * NUMBERS
+
+
+def test_what_is_quantised_while_it_loads_caches_as_ever(tmp_path: Path) -> None:
+    found = of(folder(tmp_path / "m"), engine="vllm", options={"quantization": "fp8"})
+    assert found.kv_1k_bytes == 128 * 2**20
+
+
+def test_a_converted_file_is_as_large_as_the_engine_makes_it() -> None:
+    assert memory_estimator._FLOAT32_BELOW == engines_gguf.FLOAT32_BELOW
+
+
+def test_it_is_divided_among_gpus_with_one_head_on_each_at_least(tmp_path: Path) -> None:
+    one, four = of(folder(tmp_path / "m")), of(folder(tmp_path / "m"), 4)
+    assert four.on_each_weights_bytes == one.weights_bytes // 4
+    assert four.on_each_kv_bytes == one.on_each_kv_bytes // 4
+    sixteen = of(folder(tmp_path / "m"), 16)
+    assert sixteen.on_each_kv_bytes == one.on_each_kv_bytes // 8
+    assert sixteen.weights_bytes == one.weights_bytes
+
+
+def test_a_shorter_context_takes_less(tmp_path: Path) -> None:
+    found = of(folder(tmp_path / "m"), max_context=8192)
+    assert (found.context, found.on_each_kv_bytes) == (8192, GIB)
+
+
+def test_an_embedding_model_remembers_nothing(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m")
+    (path / "modules.json").write_text("[]")
+    assert of(path).kv_1k_bytes == 0
+
+
+def test_gguf(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    asis, converted = of(path, engine="llamacpp"), of(path)
+    assert path.stat().st_size > asis.weights_bytes > 0
+    assert converted.weights_bytes > 3 * asis.weights_bytes  # float32 for eight bits and a scale
+    assert asis.on_each_floor_bytes == 0, "what does not fit stays in the host's memory"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 200_000])
+def test_a_damaged_folder_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
+    path = folder(tmp_path / "m")
+    (path / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json is damaged: it has to be JSON" in of(path).note(0)
+    (path / "config.json").write_text(text)
+    assert of(path).note(0).endswith("config.json is damaged: it has to be a JSON object")
+
+
+def test_what_is_not_here_is_not_known(tmp_path: Path) -> None:
+    model = ModelConfig.model_validate({"name": "a", "path": "org/name"})
+    [spot] = place([model], gpus(), 4)
+    found = estimate(model, spot, {"HOME": str(tmp_path)})
+    assert found is not None
+    assert found.unknown == "not fetched yet, so its size is not known"
+    assert found.note(0) == found.unknown
+    echo = ModelConfig.model_validate({"name": "a", "path": "x", "engine": "echo"})
+    assert estimate(echo, spot, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("total", "keys", "at", "words"),
+    [
+        (
+            10,
+            {},
+            "models[0].path",
+            "model 'a' does not fit: its weights alone take 15.0 GiB of each GPU, and GPU 0 (H100) "
+            "has 10.0 GiB, less 1.0 GiB reserved: 6.0 GiB too few",
+        ),
+        (
+            80,
+            {"memory": "12GiB"},
+            "models[0].memory",
+            "its weights alone take 15.0 GiB of each GPU, and it claims 12.0 GiB of GPU 0 (H100): "
+            "3.0 GiB too few",
+        ),
+        (
+            80,
+            {"memory": "6GiB", "gpus_per_replica": 2},
+            "models[0].memory",
+            "its weights alone take 15.0 GiB in all, 7.5 GiB of each GPU, and it claims 6.0 GiB",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_file_and_line(
+    tmp_path: Path, total: int, keys: dict[str, Any], at: str, words: str
+) -> None:
+    model = {"name": "a", "path": str(folder(tmp_path / "m")), **keys}
+    file = write_config(tmp_path, [model], sections={"gpus": {"reserve": "1GiB"}})
+    with pytest.raises(ConfigError) as caught:
+        Source(file, environ={"HOME": str(tmp_path)}).plan(
+            gpus(2, total)[: 1 + ("gpus_per_replica" in keys)]
+        )
+    assert words in caught.value.message
+    assert at in caught.value.message
+
+
+def test_so_they_are_on_the_cpu(tmp_path: Path) -> None:
+    model = {"name": "a", "path": str(folder(tmp_path / "m")), "device": "cpu", "memory": "50MiB"}
+    source = Source(write_config(tmp_path, [model]), environ={"HOME": str(tmp_path)})
+    with pytest.raises(ConfigError) as caught:
+        source.plan(())
+    said = "model 'a' does not fit: its weights alone take 29.9 GiB of this machine's memory, and "
+    assert f"{said}it claims 50 MiB: 29.9 GiB too few" in caught.value.message
+    assert "models[0].memory" in caught.value.message
+
+
+def test_one_that_fits_is_told_with_the_plan(tmp_path: Path) -> None:
+    model = {"name": "a", "path": str(folder(tmp_path / "m")), "memory": "20GiB"}
+    file = write_config(tmp_path, [model])
+    plan = Source(file, environ={"HOME": str(tmp_path)}).plan(gpus())
+    note = plan.estimates["a"].note(20 * GIB)
+    assert note.endswith("too few for a request that fills the context")

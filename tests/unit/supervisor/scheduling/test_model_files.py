@@ -1,0 +1,89 @@
+"""What `check` finds in the files of models, before an engine does."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.scheduling.model_files import problem
+from tests.unit.engines.origins import write_tiny_gguf
+
+
+def model(engine: str = "transformers") -> ModelConfig:
+    return ModelConfig.model_validate({"name": "m", "path": "p", "engine": engine})
+
+
+def safetensors(path: Path, size: int = 8, lacking: int = 0) -> None:
+    header = {"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size - lacking))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that could be a model's, as far as its headers go."""
+    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    safetensors(tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llamacpp"])
+def test_a_gguf_that_is_cut_short(tmp_path: Path, engine: str) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    assert problem(model(engine), path) == ""
+    content = path.read_bytes()
+    for size in (len(content) - 1, len(content) // 2, 100, 3):
+        path.write_bytes(content[:size])
+        said = problem(model(engine), path)
+        assert "is not a whole GGUF file" in said and "Fetch it again" in said
+
+
+def test_a_gguf_in_parts(tmp_path: Path) -> None:
+    first = tmp_path / "tiny-00001-of-00002.gguf"
+    first.write_bytes(write_tiny_gguf(tmp_path / "tiny.gguf").read_bytes())
+    said = problem(model("llamacpp"), first)
+    assert "is one of 2 parts, and tiny-00002-of-00002.gguf is not there" in said
+    (tmp_path / "tiny-00002-of-00002.gguf").write_bytes(first.read_bytes())
+    assert problem(model("llamacpp"), first) == ""
+
+
+def test_a_gguf_of_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "nobodys-arch")
+    writer.add_token_list(["a"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = problem(model(), tmp_path / "odd.gguf")
+    assert "transformers cannot convert the architecture 'nobodys-arch'" in said
+    assert problem(model("llamacpp"), tmp_path / "odd.gguf") == ""
+
+
+def test_a_folder_that_is_whole_and_what_it_may_lack(folder: Path) -> None:
+    assert problem(model(), folder) == ""
+    safetensors(folder / "model.safetensors", lacking=1)
+    assert "model.safetensors is damaged" in problem(model(), folder)
+    safetensors(folder / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"w": "model.safetensors", "v": "more.safetensors"}})
+    )
+    assert "lacks 1 of its weights: more.safetensors" in problem(model(), folder)
+    index.unlink()
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer" in problem(model(), folder)
+    (folder / "vocab.txt").touch()
+    assert problem(model(), folder) == ""
+    (folder / "config.json").write_text(json.dumps({"model_type": "nobodys_type"}))
+    assert "does not know the model type 'nobodys_type'" in problem(model(), folder)
+    assert problem(model("vllm"), folder) == ""
+    (folder / "config.json").write_text("[")
+    assert "is damaged" in problem(model(), folder)

@@ -1,0 +1,42 @@
+"""What a worker is told of its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from servekit.config.schema import ModelConfig
+from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.system.gpus import Gpu
+
+GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
+
+
+@pytest.mark.parametrize(
+    ("keys", "count", "expected"),
+    [
+        ({}, 0, ("cpu", 1, "")),
+        ({}, 1, ("cuda", 1, "")),
+        ({}, 2, ("cuda", 2, "tensor")),
+        ({"parallel": "device_map"}, 2, ("cuda", 2, "device_map")),
+        ({"parallel": "device_map"}, 1, ("cuda", 1, "")),
+        ({"engine": "llamacpp"}, 2, ("cuda", 2, "split")),
+        ({"gpus_per_replica": 2}, 0, ("cpu", 2, "tensor")),
+        ({"gpus_per_replica": 2, "parallel": "device_map"}, 0, ("cpu", 1, "")),
+        ({"gpus_per_replica": 2, "engine": "echo"}, 0, ("cpu", 1, "")),
+    ],
+)
+def test_how_it_is_spread(
+    keys: dict[str, object], count: int, expected: tuple[str, int, str]
+) -> None:
+    model = ModelConfig.model_validate({"name": "a", "path": "a", **keys})
+    spec = worker_spec(model, Assignment("a", 0, GPUS[:count], None), "")
+    assert (spec.device, spec.gpus, spec.parallel) == expected
+
+
+@pytest.mark.parametrize(("count", "claim"), [(0, 3 * 2**30), (1, 0)])
+def test_what_it_may_take_of_the_host(count: int, claim: int) -> None:
+    model = ModelConfig.model_validate({"name": "a", "path": "a", "memory": "3GiB"})
+    assert worker_spec(model, Assignment("a", 0, GPUS[:count], None), "").host_memory_bytes == claim
+    unsaid = ModelConfig.model_validate({"name": "a", "path": "a"})
+    assert not worker_spec(unsaid, Assignment("a", 0, (), None), "").host_memory_bytes
