@@ -6,16 +6,16 @@ ServekitError                     500 internal_error
 │  └─ NobodyRuns                  a command needs an instance, and there is none
 ├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
 ├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
-├─ …                              400, 404, 409, 503 of administration: servekit.gateway.api.admin.endpoints
+├─ …                              400, 404, 409, 503 of administration: servekit.gateway.api.admin
 ├─ WireError                      a peer broke the wire protocol; its connection is closed
-│  └─ NotTrusted                  or is none of this cluster; an OSError: servekit.protocol.transport.tls
+│  └─ NotTrusted                  or is none of this cluster; an OSError (protocol.transport.tls)
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded
    ├─ Unsupported                 400 unsupported_parameter
    ├─ InvalidKey                  401 invalid_api_key        (WWW-Authenticate)
    ├─ Forbidden                   403 forbidden              the key does not allow it
    ├─ ModelNotFound               404 model_not_found
-   ├─ …                           405, 408, 431 of HTTP itself: servekit.gateway.http and .limits
+   ├─ …                           405, 408, 431 of HTTP itself: servekit.gateway.http
    ├─ BodyTooLarge                413 body_too_large
    ├─ ClientClosed                499 client_closed          nobody is left to read it
    ├─ QueueFull                   429 queue_full             (Retry-After)

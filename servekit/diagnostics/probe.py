@@ -1,7 +1,7 @@
-"""`python -m servekit.diagnostics.probe MODULE`: imports a module and says, as one line of JSON, how.
+"""`python -m servekit.diagnostics.probe MODULE`: import a module and report in one line of JSON.
 
-In a process of its own, because an import may crash, hang or initialise CUDA. Of torch it asks
-the GPUs, too, which makes a context on each for a moment.
+It runs in a process of its own, because an import may crash, hang or initialise CUDA. With torch it
+also asks for the GPUs, which creates a context on each for a moment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The messages between servekit's processes, filed by who sends them to whom.
 
 Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
-(`servekit.protocol.transport.connection`). Imperatives go to children; facts come back. Fields are only ever
-added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
+(`servekit.protocol.transport.connection`). Imperatives go to children; facts come back. Fields are
+only ever added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
                            Remember · Renew
@@ -18,10 +18,9 @@ added at the end and with a default, and `PROTOCOL` is raised when that is not e
                            AddAdapter · RemoveAdapter · GetAdapters · Reside · GetMetrics
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
 
-Those of adapters are in `servekit.protocol.adapters`, of residency in `servekit.protocol.residency`, of
-operators in `servekit.protocol.admin_messages`, of how a worker comes up in `servekit.protocol.startup_messages`, of
-metrics in `servekit.protocol.metrics_messages`, of certificates in `servekit.protocol.transport.credentials`; what a
-supervisor on another machine says before all this, in `servekit.protocol.transport.resumable_channel`.
+Modules beside this one hold the messages of adapters, residency, operators (`admin_messages`),
+start-up (`startup_messages`) and metrics (`metrics_messages`); `transport.credentials` holds those
+of certificates, `transport.resumable_channel` those that open a channel to another machine.
 """
 
 from __future__ import annotations

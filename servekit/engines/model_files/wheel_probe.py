@@ -1,4 +1,4 @@
-"""`python -m servekit.engines.model_files.wheel_probe NAME==VERSION`: says, as a line of JSON, if it is there.
+"""Say as a line of JSON if NAME==VERSION is in the index: `python -m` this module NAME==VERSION.
 
 For `servekit check` and `servekit doctor`, which import no engine and wait a few seconds at most:
 whoever starts this ends it. Nothing is fetched but pages of the index.

@@ -6,7 +6,7 @@ What is sent within one turn of the event loop leaves in one write.
 
 The connection is the lease: `on_close` is called exactly once, as soon as the peer is gone.
 
-On one machine it is a Unix socket, between machines TCP under mutual TLS (`servekit.protocol.transport.tcp`).
+On one machine it is a Unix socket, between machines TCP under mutual TLS (`transport.tcp`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m servekit.ray.process.actor_supervisor ROLE MARK REPORT_FD ARGS…`: one process, and its end.
+"""Supervise the process of an actor: `python -m` this module ROLE MARK REPORT_FD ARGS….
 
 An actor of Ray's can be killed at any time, and its worker, or gateway, must not outlive it, nor
 may anything that this has started: so this small process stands between them, with the actor's end

@@ -1,4 +1,4 @@
-"""`python -m servekit.supervisor.process.orphan_guard RUN_DIR MARK`: ends an instance whose supervisor was killed.
+"""End an instance whose supervisor was killed: `python -m` this module RUN_DIR MARK.
 
 A worker sees the end of its lifeline, or gets PR_SET_PDEATHSIG, and is gone. What it had started
 itself is not its child any more by then, and nobody would end that: so one small process of our

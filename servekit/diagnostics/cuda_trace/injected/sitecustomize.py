@@ -16,9 +16,9 @@ from typing import Optional
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _load(name: str) -> ModuleType:
-    """A module beside our folder, under a name that nobody else has."""
-    path = os.path.join(os.path.dirname(_HERE), name + ".py")
+def _load(name: str, folder: str) -> ModuleType:
+    """Load a module of `folder`, a path relative to this folder, under a name of its own."""
+    path = os.path.join(_HERE, folder, name + ".py")
     spec = importlib.util.spec_from_file_location("_servekit_" + name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,8 +30,8 @@ def _load(name: str) -> ModuleType:
 def _start() -> None:
     directory = os.environ.get("SERVEKIT_TRACE_CUDA", "")
     if directory:
-        chain = _load("chain")
-        _load("recorder").start(directory, chain)
+        chain = _load("import_chain", "../../../system")
+        _load("recorder", "..").start(directory, chain)
 
 
 def _next(skip: str) -> Optional[ModuleType]:

@@ -1,4 +1,4 @@
-"""`python -m servekit.engines.transformers.tensor_parallel.rank`: one of the other ranks, started by rank 0 only."""
+"""The program of a rank other than 0: `python -m` this module. Only rank 0 starts it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """GET /metrics: the figures of the whole instance, from whichever gateway is asked.
 
-The supervisor has them all (`servekit.protocol.metrics_messages`) and is asked for each page anew: a gateway
-that showed its own figures, or those of a moment ago, would show less than another one just did,
-and what reads a counter takes that for a restart.
+Each page asks the supervisor, which adds up the figures of all processes
+(`servekit.protocol.metrics_messages`). A gateway that showed its own figures, or older ones, would
+show less than another gateway just did, and a reader of counters takes a lower value for a restart.
 """
 
 from __future__ import annotations

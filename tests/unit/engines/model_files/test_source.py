@@ -85,7 +85,10 @@ def test_a_wheel_must_be_pinned_and_kept_to(spec: str) -> None:
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:
     heavy = ["torch", "transformers", "huggingface_hub", "numpy"]
-    code = f"import sys, servekit.engines.model_files.source; print([m for m in {heavy} if m in sys.modules])"
+    code = f"""
+import sys, servekit.engines.model_files.source
+print([m for m in {heavy} if m in sys.modules])
+"""
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
