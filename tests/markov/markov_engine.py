@@ -12,15 +12,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.engines.api.base import Emit, Engine, Job, Load, Report, StepOutput
+from servekit import plugin
 from servekit.errors import LoadError, RequestError
-from servekit.protocol.messages import (
-    Capability,
-    ChatMessage,
-    ModelInfo,
-    Progress,
-    WorkerSpec,
-)
+from servekit.plugin import Capability, ChatMessage, Emit, Engine, Job, Load, ModelInfo, Report
 
 END = 256
 SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize")
@@ -51,7 +45,7 @@ class ByteCodec:
 
 
 class MarkovEngine(Engine):
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: plugin.WorkerSpec) -> None:
         super().__init__(spec)
         self.codec = ByteCodec()
         self.vocab_size = END + 1
@@ -67,7 +61,7 @@ class MarkovEngine(Engine):
 
     def load(self, report: Report) -> ModelInfo:
         for number, text in enumerate(sorted(Path(self.spec.path).glob("*.txt"))):
-            report(Progress("load", number))
+            report(plugin.Progress("load", number))
             for line in text.read_bytes().splitlines():
                 self._learn(line)
         if not self._chain:
@@ -123,9 +117,9 @@ class MarkovEngine(Engine):
         except Exception as error:
             self.fatal = error  # the worker ends, and is replaced
 
-    def _step(self, job: Job) -> StepOutput:
+    def _step(self, job: Job) -> plugin.StepOutput:
         token = self._next(job)
-        output = StepOutput(job.id, [] if token == END else [token])
+        output = plugin.StepOutput(job.id, [] if token == END else [token])
         job.emitted += output.token_ids
         if token == END or len(job.emitted) == job.params.max_tokens:
             output.finish = "stop" if token == END else "length"

@@ -44,6 +44,8 @@ MAY_IMPORT = {
     # files that the supervisor or its children write, and that clients read
     "event_store": set(),
     "log_files": set(),
+    # the names that the author of an engine imports
+    "plugin": {"errors", "protocol", "config", "engines"},
     "system": {"errors", "protocol"},
     "protocol": {"errors"},
     "model_metadata": {"errors"},

@@ -68,6 +68,7 @@ def take_up_bad_words() -> None:
     class BegunBadWords(sampler.BadWordsState):  # type: ignore[misc] # untyped here
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
+            self.req_states: Any
             self._prompt_len = self.req_states.prompt_len
             self._begin = UvaBackedTensor(len(self._prompt_len.np), dtype=torch.int32)
             self.req_states = copy.copy(self.req_states)

@@ -12,10 +12,17 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.engines.api.base import Job, Report, StepOutput
-from servekit.engines.api.threaded_engine import LoopedEngine
-from servekit.errors import LoadError
-from servekit.protocol.messages import Capability, ChatMessage, ModelInfo, WorkerSpec
+from servekit.plugin import (
+    Capability,
+    ChatMessage,
+    Job,
+    LoadError,
+    LoopedEngine,
+    ModelInfo,
+    Report,
+    StepOutput,
+    WorkerSpec,
+)
 
 #: Letters of one model never occur in the text of another: a text of two models shows the seam.
 VOICES = {"upper": b"ABCDEFGHIJKLMNOP", "lower": b"abcdefghijklmnop"}

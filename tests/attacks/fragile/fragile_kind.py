@@ -4,8 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servekit.config.base_model import Section
-from servekit.config.engines.options import EngineKind
+from servekit.plugin import EngineKind, Section
 
 
 class FragileOptions(Section):

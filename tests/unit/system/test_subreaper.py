@@ -9,16 +9,16 @@ import textwrap
 #: Has a shell leave an orphan behind and prints its PID; "" or an environment for it.
 PRELUDE = """
 import os, subprocess, sys, time
-from servekit.supervisor import offspring, procfs
+from servekit.system import procfs, subreaper
 
 def orphan(**env):
     command = "sleep 60 >/dev/null & echo $!"
-    process = offspring.start(
+    process = subreaper.start(
         ["/bin/sh", "-c", command], stdout=subprocess.PIPE, env=env, start_new_session=True
     )
     pid = int(process.stdout.readline())
     process.wait()
-    offspring.reaped(process)
+    subreaper.reaped(process)
     return pid
 
 def until(condition):
@@ -27,7 +27,7 @@ def until(condition):
         assert time.monotonic() < deadline
         time.sleep(0.01)  # between two looks, up to the deadline
 
-offspring.become_subreaper()
+subreaper.become_subreaper()
 """
 
 
@@ -42,21 +42,21 @@ def run(code: str) -> None:
 def test_orphans_become_ours_and_are_reaped() -> None:
     run("""
     pid = orphan()
-    until(lambda: [p.pid for p in offspring.adopted()] == [pid])
+    until(lambda: [p.pid for p in subreaper.adopted()] == [pid])
     os.kill(pid, 9)
     until(lambda: procfs.read(pid).state == "Z")
-    offspring.look()
+    subreaper.look()
     assert procfs.read(pid) is None
     """)
 
 
 def test_the_exit_of_a_child_of_our_own_is_left_to_who_waits_for_it() -> None:
     run("""
-    process = offspring.start(["/bin/sh", "-c", "exit 7"])
-    assert offspring.is_own(process.pid)
+    process = subreaper.start(["/bin/sh", "-c", "exit 7"])
+    assert subreaper.is_own(process.pid)
     until(lambda: procfs.read(process.pid).state == "Z")
-    offspring.look()
-    offspring.end_adopted()
+    subreaper.look()
+    subreaper.end_adopted()
     assert process.wait() == 7
     """)
 
@@ -64,26 +64,26 @@ def test_the_exit_of_a_child_of_our_own_is_left_to_who_waits_for_it() -> None:
 def test_a_stray_is_killed_and_who_carries_a_mark_or_was_here_before_is_not() -> None:
     run("""
     settled = orphan()
-    until(lambda: offspring.adopted())
-    offspring.look(); offspring.look()
+    until(lambda: subreaper.adopted())
+    subreaper.look(); subreaper.look()
     marked, stray = orphan(MARK="1"), orphan()
-    until(lambda: len(offspring.adopted()) == 3)
-    assert offspring.kill_strays("MARK") == 1
-    until(lambda: not offspring.kill_strays("MARK"))
+    until(lambda: len(subreaper.adopted()) == 3)
+    assert subreaper.kill_strays("MARK") == 1
+    until(lambda: not subreaper.kill_strays("MARK"))
     assert procfs.read(stray) is None
-    assert sorted(p.pid for p in offspring.adopted()) == sorted([settled, marked])
-    offspring.end_adopted()
-    assert not offspring.adopted()
+    assert sorted(p.pid for p in subreaper.adopted()) == sorted([settled, marked])
+    subreaper.end_adopted()
+    assert not subreaper.adopted()
     """)
 
 
 def test_who_adopts_nobody_kills_nobody() -> None:
     code = """
     import subprocess, sys
-    from servekit.supervisor import offspring
+    from servekit.system import subreaper
     child = subprocess.Popen(["sleep", "60"])
-    assert offspring.kill_strays("MARK") == 0
-    offspring.end_adopted(); offspring.look()
+    assert subreaper.kill_strays("MARK") == 0
+    subreaper.end_adopted(); subreaper.look()
     assert child.poll() is None
     child.kill()
     """

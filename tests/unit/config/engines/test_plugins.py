@@ -161,7 +161,7 @@ def test_a_description_that_imports_torch_is_refused(site: Path, tmp_path: Path)
     path = model(tmp_path, "acme")
     run = subprocess.run(
         [sys.executable, "-m", "servekit", "check", str(path)],
-        env={"PYTHONPATH": f"{site}:{Path(__file__).parents[3]}"},
+        env={"PYTHONPATH": f"{site}:{Path(__file__).parents[4]}"},
         capture_output=True,
         text=True,
         timeout=60,

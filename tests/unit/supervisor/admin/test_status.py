@@ -14,7 +14,7 @@ from tests.unit.supervisor.made_up_fleet import config
 
 def fleet_of(**keys: Any) -> Fleet:
     nursery = SimpleNamespace(standbys=())
-    known = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
+    known: dict[str, Any] = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
     return cast(Fleet, SimpleNamespace(model=config(**keys), nursery=nursery, **known))
 
 

@@ -15,7 +15,7 @@ from servekit.protocol.messages import BootFailed, Drain, FromWorker, Ping, Pong
 from servekit.supervisor.process.child_process import Child, Command, Exit
 from servekit.system import procfs
 
-CHILDREN = Path(__file__).parent / "children"
+CHILDREN = Path(__file__).parents[1] / "children"
 
 
 class Nursery:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 
 @pytest.fixture(scope="session")

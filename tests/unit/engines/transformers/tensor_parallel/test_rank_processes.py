@@ -13,7 +13,7 @@ import pytest
 from servekit.engines.transformers.tensor_parallel.rank_processes import Children
 
 DEADLINE_S = 60.0
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 
 class Told:

@@ -1,0 +1,55 @@
+"""Everything that the author of an engine imports: `from servekit.plugin import Engine`.
+
+The names are imported when they are first used: a worker loads no configuration schema, and the
+supervisor, which reads `KIND`, loads no engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from servekit.config.base_model import Section as Section
+    from servekit.config.engines.options import EngineKind as EngineKind
+    from servekit.engines.api.base import Emit as Emit
+    from servekit.engines.api.base import Engine as Engine
+    from servekit.engines.api.base import Job as Job
+    from servekit.engines.api.base import Load as Load
+    from servekit.engines.api.base import Report as Report
+    from servekit.engines.api.base import StepOutput as StepOutput
+    from servekit.engines.api.threaded_engine import LoopedEngine as LoopedEngine
+    from servekit.errors import LoadError as LoadError
+    from servekit.errors import RequestError as RequestError
+    from servekit.protocol.messages import Capability as Capability
+    from servekit.protocol.messages import ChatMessage as ChatMessage
+    from servekit.protocol.messages import ModelInfo as ModelInfo
+    from servekit.protocol.messages import Progress as Progress
+    from servekit.protocol.messages import WorkerSpec as WorkerSpec
+
+_MODULES = {
+    "servekit.config.base_model": ("Section",),
+    "servekit.config.engines.options": ("EngineKind",),
+    "servekit.engines.api.base": ("Emit", "Engine", "Job", "Load", "Report", "StepOutput"),
+    "servekit.engines.api.threaded_engine": ("LoopedEngine",),
+    "servekit.errors": ("LoadError", "RequestError"),
+    "servekit.protocol.messages": (
+        "Capability",
+        "ChatMessage",
+        "ModelInfo",
+        "Progress",
+        "WorkerSpec",
+    ),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name from its module; raises AttributeError for any other name."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)
