@@ -23,7 +23,7 @@ def test_there_are_enough_edits_in_every_room_and_of_every_promise() -> None:
     assert len(EDITS) >= 100
     rooms = {edit.room for edit in EDITS}
     promises = {edit.promise for edit in EDITS}
-    assert rooms >= {"cluster", "config", "engines", "gateway", "supervisor", "wire", "worker"}
+    assert rooms >= {"config", "engines", "gateway", "protocol", "ray", "supervisor", "worker"}
     assert promises >= {
         *("adapters", "autoscale", "cancel", "cli", "continuation", "drain", "health", "keys"),
         *("limits", "parsers", "pinning", "quarantine", "quotas", "reload", "retry", "sampling"),
@@ -69,7 +69,7 @@ def test_an_edit_leaves_the_file_that_it_was_linked_to(tree: Path) -> None:
 
 
 def test_names_are_given_once(tmp_path: Path) -> None:
-    (entry,) = (ROOT / "tests/mutants/edits/wire.toml").read_text().split("\n\n")[:1]
+    (entry,) = (ROOT / "tests/mutants/edits/protocol.toml").read_text().split("\n\n")[:1]
     (tmp_path / "a.toml").write_text(f"{entry}\n\n{entry}\n")
     with pytest.raises(ValueError, match="the same name"):
         read_edits(tmp_path)

@@ -384,7 +384,7 @@ async def test_a_worker_that_hangs_is_dumped_killed_and_replaced(
     assert record.what.startswith(begins)
     assert record.phase == "ready"
     assert any("most recent call first" in line for line in record.stacks)
-    assert any("echo.py" in line for line in record.stacks)
+    assert any("echo/engine.py" in line for line in record.stacks)
     assert not any("most recent call first" in line for line in record.tail)
     assert "stalled" in stage.host.states
 
