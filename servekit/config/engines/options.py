@@ -29,23 +29,24 @@ class TransformersOptions(Section):
     threads: Annotated[int | None, Field(ge=1)] = None
     """torch threads on a CPU; by default the cores divided among the CPU workers."""
     packed_weights: bool | None = None
-    """Of a model on the CPU, keep the weights of linear layers a second time, in the order in which
-    the CPU multiplies with them: up to twice as fast; by default where that has been seen to help
-    (an AMD CPU, four threads at most), if it takes a quarter of the memory available at most."""
+    """On a CPU, keep a second copy of the weights of linear layers, in the order in which the CPU
+    multiplies with them: up to twice as fast. By default on CPUs where it is known to help (AMD,
+    four threads at most), if it takes at most a quarter of the available memory."""
     batching: Literal["auto", "continuous", "static"] = "auto"
     """Continuous batching where the model supports it; static runs one request at a time."""
     attention: str | None = None
     """transformers' attn_implementation; by default the best one installed."""
     decode: Literal["auto", "graph", "eager"] = "auto"
-    """Steps in which every request brings one token: as CUDA graphs, each started before the last
-    one's tokens are known, or one by one as the library does it; auto is graph on a GPU where it
-    passes its test."""
+    """How to run steps that bring one token for each request: as CUDA graphs, each started before
+    the tokens of the last step are known, or one by one as the library does. auto: graph on a GPU
+    if it passes its test."""
     decode_attention: Literal[
         "auto", "triton", "flash2", "flash3", "flash4", "torch", "reference"
     ] = "auto"
-    """Their attention: servekit's own kernel in Triton, or a package's; auto is the best found."""
+    """Attention of these steps: servekit's own kernel in Triton, or a package's; auto: the best one
+    found."""
     max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Highest rank of a LoRA adapter that is loaded; more is refused."""
+    """Highest rank of a LoRA adapter; a higher rank is refused."""
 
 
 class EchoOptions(Section):
@@ -55,7 +56,7 @@ class EchoOptions(Section):
     """
 
     step_s: Annotated[float, Field(ge=0)] = 0.0
-    """Time of one step; 0 answers as fast as it can, in whole answers where not streamed."""
+    """Time of one step; 0 answers as fast as possible, at once if not streamed."""
     load_s: Annotated[float, Field(ge=0)] = 0.0
     """How long loading takes, with progress."""
     slots: Annotated[int, Field(ge=1)] = 64
@@ -63,15 +64,15 @@ class EchoOptions(Section):
     max_context: Annotated[int, Field(ge=2)] = 8192
     """Prompt and completion together, in characters."""
     prefix_cache_tokens: Annotated[int, Field(ge=0)] = 0
-    """Keep the beginnings of prompts, so many tokens of them, as a prefix cache does."""
+    """Keep this many tokens of the beginnings of prompts, as a prefix cache does."""
     prompt_token_s: Annotated[float, Field(ge=0)] = 0.0
-    """Time to read a token of a prompt that is not among them."""
+    """Time to read a token of a prompt that is not in the prefix cache."""
     embedding_size: Annotated[int, Field(ge=1, le=65536)] = 16
     """Numbers in its embeddings, which are hashes."""
     load_error: str | None = None
     """Fail to load, with this message."""
     exit_on_load: int | None = None
-    """Exit with this code while loading, without a word."""
+    """Exit with this code while loading, without a message."""
     crash_after_tokens: Annotated[int | None, Field(ge=1)] = None
     """SIGKILL itself after this many tokens."""
     crash_on: str | None = None
@@ -89,11 +90,11 @@ class EchoOptions(Section):
     grandchildren: Annotated[int, Field(ge=0)] = 0
     """Start this many `sleep` processes at load."""
     escaped_grandchildren: Annotated[int, Field(ge=0)] = 0
-    """As many more, in sessions of their own and with empty environments."""
+    """Further `sleep` processes, in sessions of their own and with empty environments."""
     shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
     """Map a segment of /dev/shm of this size at load, and never remove it."""
     adapter_load_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long it takes to load an adapter; one makes it answer in capitals."""
+    """How long it takes to load an adapter; an adapter makes it answer in capitals."""
     adapter_error: str | None = None
     """Refuse the adapter of this name. With /N at its end: only in the worker MODEL/N."""
     crash_on_adapter: str | None = None
@@ -129,19 +130,20 @@ class VllmOptions(Section):
     prefix_caching: bool = True
     """Keep the KV cache of prompts, and use it again for prompts that begin alike."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
-    """Highest rank of a LoRA adapter that is loaded; more is refused."""
+    """Highest rank of a LoRA adapter; a higher rank is refused."""
     max_loras: Annotated[int | None, Field(ge=1, le=256)] = None
-    """LoRA adapters in one batch; more take turns. By default 8 where the file names adapters, and
-    else the model takes none: what they need costs some speed."""
+    """LoRA adapters in one batch; further adapters take turns. By default 8 if the file names
+    adapters, otherwise none, because support for adapters costs some speed."""
     sleep_level: Literal[1, 2] = 1
-    """Asleep, the weights are in the host's memory (1), or are read from disk again (2)."""
+    """While it sleeps, the weights are in the host's memory (1), or are read from disk again
+    (2)."""
 
 
 class LlamaCppOptions(Section):
     """Options of `engine: llamacpp`."""
 
     slots: Annotated[int | None, Field(ge=1, le=256)] = None
-    """Sequences at once, that share one KV cache; by default 8, or 32 texts to embed."""
+    """Sequences at the same time, sharing one KV cache; by default 8, or 32 texts to embed."""
     gpu_layers: Annotated[int | None, Field(ge=0)] = None
     """Layers on the GPU; by default all that fit. Without a GPU, none."""
     threads: Annotated[int | None, Field(ge=1)] = None
@@ -155,12 +157,13 @@ class LlamaCppOptions(Section):
     split: Literal["layer", "row"] = "layer"
     """How a model is spread over several GPUs."""
     pooling: Literal["auto", "none", "mean", "cls", "last"] = "auto"
-    """Make embeddings in this way instead of text. auto: if the file names one."""
+    """Make embeddings with this pooling instead of text. auto: if the model's file names a
+    pooling."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
-    """The Python package that brings llama.cpp; auto: xllamacpp where it is installed."""
+    """The Python package with llama.cpp; auto: xllamacpp if it is installed."""
     library: str | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
-    of a package: how any build of it for GPUs is had."""
+    of a package: this allows any build of it for GPUs."""
 
 
 def _header(name: str) -> str:
@@ -185,28 +188,30 @@ class OpenAIOptions(Section):
     url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")]
     """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
     key_environment: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = None
-    """The variable of `servekit up` that holds the key to it, for this model's worker alone; by
-    default none is sent."""
+    """The environment variable of `servekit up` that holds the key to the endpoint, for this
+    model's worker alone; by default no key is sent."""
     task: Literal["generate", "embed"] = "generate"
-    """What the model there is for."""
+    """The task of the model at the endpoint."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
-    """Requests that are sent to it at once."""
+    """Requests that are sent to the endpoint at the same time."""
     requests_per_minute: Annotated[int | None, Field(ge=1, le=10**6)] = None
-    """As many it is sent at most in any minute; more wait."""
+    """Most requests sent in any minute; further requests wait."""
     tokens_per_minute: Annotated[int | None, Field(ge=1)] = None
-    """The same, of prompt and completion, as the endpoint counts them."""
+    """Most tokens of prompt and completion in any minute, as the endpoint counts them."""
     connect_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """How long a connection may take."""
     first_byte_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long the first byte of an answer may take, before it is asked again."""
+    """How long the first byte of an answer may take before the request is sent again."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long it may be silent in the middle of an answer, before that is given up."""
+    """How long the endpoint may be silent in the middle of an answer before the answer is given
+    up."""
     retries: Annotated[int, Field(ge=0, le=20)] = 4
-    """How often it is asked again, before the first byte: after 429, 5xx, or a lost connection."""
+    """How often a request is sent again before the first byte: after 429, 5xx, or a lost
+    connection."""
     chat_template_kwargs: bool = False
-    """It takes arguments of a chat template, as vLLM, SGLang and servekit do."""
+    """The endpoint takes arguments of a chat template, as vLLM, SGLang and servekit do."""
     headers: dict[HeaderName, HeaderValue] = Field(default_factory=dict)
-    """Further headers, for what is not OpenAI's own."""
+    """Further headers of each request."""
 
 
 @dataclass(frozen=True, slots=True)
