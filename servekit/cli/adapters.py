@@ -31,13 +31,13 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="Its base; not needed where one model is served.",
+        help="Its base model; not needed if there is only one.",
         autocompletion=instance_lookup.models,
     ),
 ]
 RunDirectory = Annotated[
     Path | None,
-    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
 ]
 
 
@@ -45,12 +45,12 @@ def add(
     name: Name,
     path: Annotated[str, typer.Argument(help="A folder with adapter_config.json, or a hub id.")],
     model: Model = "",
-    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Instead of the one that has this name now.")
+        bool, typer.Option("--in-place", help="Replace the adapter that has this name now.")
     ] = False,
     any_base: Annotated[
-        bool, typer.Option("--any-base", help="Although it names another base.")
+        bool, typer.Option("--any-base", help="Load it even if it names another base.")
     ] = False,
     run_dir: RunDirectory = None,
 ) -> None:
@@ -81,9 +81,9 @@ def rm(name: Served, run_dir: RunDirectory = None) -> None:
 def ls(
     model: Model = "",
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the adapters: how each is run and why, or why it is not."""
+    """Show the adapters: how each is run and why, or why it has failed."""
     from servekit.protocol.adapters import Adapters, GetAdapters
 
     answer = _ask(run_dir, GetAdapters(model), Adapters, _ANSWER_S)

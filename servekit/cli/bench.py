@@ -22,77 +22,96 @@ if TYPE_CHECKING:
 def bench(
     url: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="By default the running instance of this machine."),
+        typer.Argument(metavar="[URL]", help="The server's URL; by default the running instance."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Not needed where there is only one.")
+        str | None,
+        typer.Option("--model", "-m", help="Model to ask; not needed if there is only one."),
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option("--concurrency", "-c", help="Closed loop: so many at once; 1,8,64 by turns."),
+        typer.Option(
+            "--concurrency",
+            "-c",
+            help="Closed loop: users at the same time; 1,8,64 for several loads.",
+        ),
     ] = None,
     rate: Annotated[
         str | None,
         typer.Option(
             "--rate",
             "-r",
-            help="Open loop: Poisson arrivals per second, of conversations where --turns says so; "
-            "1,5,10 by turns.",
+            help="Open loop: Poisson arrivals per second, of conversations with --turns; "
+            "1,5,10 for several loads.",
         ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option("--requests", "-n", min=1, help="Of each load.")
+        int | None, typer.Option("--requests", "-n", min=1, help="Requests of each load.")
     ] = None,
     duration: Annotated[
-        str | None, typer.Option("--duration", "-d", help="Of each load: 30s, 5m. Default 30s.")
+        str | None,
+        typer.Option("--duration", "-d", help="Duration of each load: 30s, 5m. Default 30s."),
     ] = None,
     api: Annotated[str, typer.Option(help="chat, completions or embeddings.")] = "chat",
     stream: Annotated[bool, typer.Option("--stream/--no-stream")] = True,
     prompt_tokens: Annotated[
         str | None,
-        typer.Option(help="256, 128..512, normal:256,64 or lognormal:256,64. Default 256."),
+        typer.Option(
+            help="Length of prompts: 256, 128..512, normal:256,64 or lognormal:256,64. Default 256."
+        ),
     ] = None,
-    output_tokens: Annotated[str, typer.Option(help="At most so many; likewise.")] = "128",
+    output_tokens: Annotated[str, typer.Option(help="Longest answers, in the same form.")] = "128",
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Have answers be exactly so long.")
+        bool, typer.Option("--ignore-eos", help="Make answers exactly this long.")
     ] = False,
     dataset: Annotated[
         Path | None,
         typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}, perhaps max_tokens.'),
     ] = None,
-    turns: Annotated[str, typer.Option(help="Of a conversation: 4, 2..6 …")] = "1",
+    turns: Annotated[str, typer.Option(help="Turns of a conversation: 4, 2..6 …")] = "1",
     shared_prefix_tokens: Annotated[
-        int, typer.Option(min=0, max=1_000_000, help="Before the prompt, shared by conversations.")
+        int,
+        typer.Option(
+            min=0, max=1_000_000, help="Tokens before the prompt that conversations share."
+        ),
     ] = 0,
-    prefixes: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them.")] = 1,
+    prefixes: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Number of different shared prefixes.")
+    ] = 1,
     slo: Annotated[
         str | None,
         typer.Option(help="Goodput: ttft=0.5,itl=0.05,e2e=10 in seconds; also tpot and gap."),
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before each load.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Of one request, in seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths, prompts and arrivals.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Longest time of one request, in seconds.")
+    ] = 600.0,
     extra: Annotated[
-        str | None, typer.Option(metavar="JSON", help="More fields of each request.")
+        str | None, typer.Option(metavar="JSON", help="Further fields of each request.")
     ] = None,
     api_key: ApiKey = None,
     ca: Authority = None,
     insecure: Insecure = False,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Of the load; by default as it takes.")
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="Processes that make the load; by default as many as it needs."
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="For programs; - is stdout.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is stdout."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A picture: FILE.png or FILE.html.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the results: FILE.png or FILE.html.")
     ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of --json and do nothing else.")
     ] = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
     ] = None,
 ) -> None:
     """Put load on an OpenAI-compatible server: rates, latencies, goodput and errors."""

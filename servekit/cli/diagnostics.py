@@ -14,16 +14,19 @@ import typer
 def trace_cuda(
     command: Annotated[list[str] | None, typer.Argument(help="After --: the program.")] = None,
     module: Annotated[
-        str | None, typer.Option("--import", metavar="MODULE", help="Only import this.")
+        str | None,
+        typer.Option(
+            "--import", metavar="MODULE", help="Import this module instead of running a program."
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 where there are findings.")
+        bool, typer.Option("--check", help="Exit with 1 if there are findings.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs, on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Run a Python program and tell what initialised CUDA in it, with the import that led there."""
-    from servekit.diagnostics.cuda_trace import command as tracing
+    """Run a Python program and find what initialised CUDA in it, with the import that led there."""
     from servekit.system import procfs
+    from servekit.diagnostics.cuda_trace import command as tracing
 
     def descendants(pid: int) -> list[int]:
         return [process.pid for process in procfs.descendants(pid)]
@@ -36,15 +39,15 @@ def trace_cuda(
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Check what this file needs, too.")
+        Path | None, typer.Option("--config", "-c", help="Also check what this file needs.")
     ] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="The instance's directory."),
+        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
+    """Check whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
     from servekit.diagnostics.runner import examine, told
 
     findings = examine(config, run_dir)

@@ -39,9 +39,11 @@ _COLOURS = {
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on; Ctrl-C ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="For programs: one object on each line.")
+        bool, typer.Option("--json", help="Print JSON, one object on each line.")
     ] = False,
     name: Annotated[
         str,
@@ -50,15 +52,17 @@ def events(
             "--worker",
             "-m",
             metavar="NAME",
-            help="Of one model, or one process.",
+            help="Only events of this model or process.",
             autocompletion=instance_lookup.workers,
         ),
     ] = "",
-    since: Annotated[str, typer.Option(metavar="SPAN", help="Not older: 90s, 10m, 2h, 1d.")] = "",
-    most: Annotated[int, typer.Option("-n", min=0, help="The last so many.")] = 50,
+    since: Annotated[
+        str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
+    ] = "",
+    most: Annotated[int, typer.Option("-n", min=0, help="Number of last entries to print.")] = 50,
     run_dir: RunDirectory = None,
 ) -> None:
-    """Tell what has happened: starts, exits and why, reloads, loads, breakers, adapters."""
+    """Show the events: starts, exits and their causes, reloads, loads, breakers, adapters."""
     from servekit.event_store import FILE, Wanted
 
     folder = instance_lookup.folder(run_dir)

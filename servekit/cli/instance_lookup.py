@@ -22,9 +22,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 RunDirectory = Annotated[
     Path | None,
-    typer.Option(
-        "--run-dir", envvar="SERVEKIT_RUN_DIR", help="Sockets, logs and lock of one instance."
-    ),
+    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
 ]
 
 #: Of commands that ask a server over HTTP.
@@ -38,7 +36,7 @@ ApiKey = Annotated[
     ),
 ]
 Authority = Annotated[Path | None, typer.Option(help="PEM file of an authority to trust.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Take any certificate of the server.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Accept any certificate of the server.")]
 
 
 def folder(run_dir: Path | None) -> Path:

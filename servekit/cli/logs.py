@@ -26,7 +26,9 @@ _LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 def logs(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on; Ctrl-C ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
+    ] = False,
     worker: Annotated[
         str,
         typer.Option(
@@ -34,11 +36,13 @@ def logs(
             "--model",
             "-w",
             metavar="NAME",
-            help="One process, or all of a model.",
+            help="Only this process, or all processes of this model.",
             autocompletion=instance_lookup.workers,
         ),
     ] = "",
-    most: Annotated[int, typer.Option("-n", min=0, max=100_000, help="The last so many.")] = 100,
+    most: Annotated[
+        int, typer.Option("-n", min=0, max=100_000, help="Number of last entries to print.")
+    ] = 100,
     run_dir: RunDirectory = None,
 ) -> None:
     """Show what workers and gateways have written, those of before included, and when each was

@@ -58,16 +58,21 @@ def servekit(
 @app.command()
 def up(
     config: ConfigFile,
-    host: Annotated[str | None, typer.Option(help="Listen here instead.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on, instead of the file's.")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Listen here instead; 0: a free port.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port to listen on, instead of the file's; 0: a free port."
+        ),
     ] = None,
     insecure: Annotated[
         bool,
         typer.Option(
             "--insecure",
             envvar="SERVEKIT_INSECURE",
-            help="Listen where others reach it, without API keys.",
+            help="Allow an address that others can reach without API keys.",
         ),
     ] = False,
     run_dir: RunDirectory = None,
@@ -114,13 +119,15 @@ def check(
 @app.command()
 def ps(
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timings: Annotated[
-        bool, typer.Option("--timings", help="How each process came up: how long each phase took.")
+        bool, typer.Option("--timings", help="Show the phases of each process's start.")
     ] = False,
     ready: Annotated[
         bool,
-        typer.Option("--ready", help="Only exit with 1, and say why, where /readyz is 503."),
+        typer.Option(
+            "--ready", help="Print only the reason if /readyz returns 503, and exit with 1."
+        ),
     ] = False,
 ) -> None:
     """Show the processes of a running instance."""
@@ -158,9 +165,9 @@ def why(
         ),
     ],
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell what became of a model: its last deaths, their causes, the next attempt."""
+    """Show the history of a model: its last deaths, their causes, the next attempt."""
     with _one_sentence():
         from servekit.protocol.messages import GetWhy, Why
 
@@ -185,7 +192,7 @@ def why(
 
 @app.command()
 def reload(run_dir: RunDirectory = None) -> None:
-    """Have a running instance read its file again; only what changed is touched."""
+    """Make a running instance read its file again; only what changed is touched."""
     with _one_sentence():
         from servekit.protocol.messages import Accepted, Reload
 
@@ -207,19 +214,25 @@ def down(
 
 @app.command()
 def chaos(
-    url: Annotated[str, typer.Option(help="Where the instance answers.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Address of the instance.")] = "http://127.0.0.1:8000",
     run_dir: RunDirectory = None,
-    model: Annotated[str | None, typer.Option(help="By default the first.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.5, help="Load after each deed.")] = 5.0,
-    only: Annotated[str, typer.Option(help="Names of experiments, with commas between.")] = "",
-    memory: Annotated[int, typer.Option(min=0, metavar="MB", help="Memory to take away.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Model to test; by default the first.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.5, help="Seconds of load after each fault.")
+    ] = 5.0,
+    only: Annotated[str, typer.Option(help="Names of experiments, separated by commas.")] = "",
+    memory: Annotated[int, typer.Option(min=0, metavar="MB", help="Memory to occupy.")] = 0,
     kill_supervisor: Annotated[
-        bool, typer.Option("--kill-supervisor", help="Last of all; the instance is over then.")
+        bool,
+        typer.Option(
+            "--kill-supervisor",
+            help="Also kill the supervisor, as the last experiment; this ends the instance.",
+        ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Break a running instance of yours on purpose and check what it promises."""
+    """Break a running instance of yours on purpose and check its promises."""
     with _one_sentence():
         from servekit.chaos import command
         from servekit.chaos.run import Wish
@@ -236,9 +249,9 @@ def chaos(
 
 @key.command("new")
 def key_new(
-    name: Annotated[str, typer.Option(help="Whose it is; shown in logs.")] = "default",
+    name: Annotated[str, typer.Option(help="Owner of the key, shown in logs.")] = "default",
 ) -> None:
-    """Make an API key: shown this once, and the lines for the file, which have only its hash."""
+    """Make an API key; print it once, with the lines for the file, which hold only its hash."""
     with _one_sentence():
         from servekit.config import keys
 
@@ -262,7 +275,7 @@ def schema() -> None:
 
 @app.command("metrics")
 def reference() -> None:
-    """Print what /metrics has, each with its labels, as a table in Markdown."""
+    """Print all metrics of /metrics with their labels, as a Markdown table."""
     from servekit.metrics import reference as table
 
     print(table())

@@ -26,25 +26,25 @@ Model = Annotated[
 ]
 RunDirectory = Annotated[
     Path | None,
-    typer.Option(
-        "--run-dir", envvar="SERVEKIT_RUN_DIR", help="Sockets, logs and lock of one instance."
-    ),
+    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
 ]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when it is begun.")]
+NoWait = Annotated[
+    bool, typer.Option("--no-wait", help="Return at once, without waiting for the end.")
+]
 
 
 def load(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
-    """Load a model, or wake it; others on demand make room for it."""
+    """Load a model, or wake it; models on demand make room for it."""
     _reside(model, "load", run_dir, wait=not no_wait)
 
 
 def unload(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
-    """Unload a model, once what it runs is done. On demand it comes again with the next request."""
+    """Unload a model, once its requests are done. On demand, the next request loads it."""
     _reside(model, "unload", run_dir, wait=not no_wait)
 
 
 def sleep(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
-    """Put a model to sleep, once what it runs is done; a request wakes it."""
+    """Put a model to sleep, once its requests are done; a request wakes it."""
     _reside(model, "sleep", run_dir, wait=not no_wait)
 
 

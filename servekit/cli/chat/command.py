@@ -42,19 +42,23 @@ def chat(
     ],
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Another server, with its /v1; any OpenAI-compatible."),
+        typer.Option(metavar="URL", help="Another OpenAI-compatible server, with its /v1."),
     ] = None,
     run_dir: RunDirectory = None,
-    system: Annotated[str, typer.Option(help="Who the model is.")] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
     temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0)] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same one gives the same answers.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed; the same seed gives the same answers.")
+    ] = None,
     api_key: ApiKey = None,
     ca: Authority = None,
     insecure: Insecure = False,
 ) -> None:
-    """Talk to a model. Where the input is no terminal: one question, one answer."""
+    """Talk to a model. Input that is not a terminal is one question, which gets one answer."""
     from servekit.cli.chat.stream import Asked
 
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}

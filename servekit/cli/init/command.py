@@ -30,25 +30,31 @@ def init(
         str | None,
         typer.Option("--model", "-m", help="A folder, a .gguf file, a hub id (org/name), or demo."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="That requests use; by default the path's.")] = (
-        None
-    ),
-    gpus: Annotated[str | None, typer.Option(help="all, none, or by index: 0,1.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name that requests use; by default the path's.")
+    ] = (None),
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs to use: all, none, or by index: 0,1.")
+    ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535)] = None,
     keys: Annotated[
         bool | None,
         typer.Option("--keys/--no-keys", help="Make an API key, and listen for other machines."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; use the defaults.")] = False,
     from_huixiangdou: Annotated[
         Path | None,
-        typer.Option("--from-huixiangdou", metavar="CONFIG_INI", help="Carry over what this says."),
+        typer.Option(
+            "--from-huixiangdou",
+            metavar="CONFIG_INI",
+            help="Configuration of HuixiangDou to convert.",
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a first configuration file; asks what it is not told, where somebody is there to ask.
+    """Write a first configuration file; on a terminal, ask for what the options do not say.
 
-    With --from-huixiangdou it is made from HuixiangDou's config.ini.
+    With --from-huixiangdou, convert HuixiangDou's config.ini.
     """
     if output.exists() and not force:  # before anybody is asked anything
         raise ConfigError(f"{output} is there already; --force writes over it, -o FILE elsewhere")

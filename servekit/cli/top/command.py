@@ -12,10 +12,11 @@ from servekit.cli.instance_lookup import RunDirectory
 def top(
     run_dir: RunDirectory = None,
     every: Annotated[
-        float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks.")
+        float, typer.Option(min=0.2, max=3600.0, help="Seconds between two updates.")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once, as where the output is no terminal.")
+        bool,
+        typer.Option("--once", help="Print once and exit, as if the output were not a terminal."),
     ] = False,
 ) -> None:
     """Watch a running instance: GPUs, models, queues, tokens per second, restarts, events."""
