@@ -89,5 +89,5 @@ def _comments(kind: type[msgspec.Struct]) -> dict[str, str]:
             above.insert(0, lines[at].strip().removeprefix("#:").strip())
             at -= 1
         text = after.strip().removeprefix("#").strip() or " ".join(above)
-        found[node.target.id] = text.replace("|", "\\|")
+        found[node.target.id] = text.replace("|", "\\|").replace("None", "null")
     return found

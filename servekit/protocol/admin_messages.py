@@ -54,24 +54,24 @@ class ModelTraffic(Value, frozen=True):
     """What goes on for one model, by the word of all gateways, at most a second ago."""
 
     model: str
-    queued: int  # requests
-    tokens: int  # given out since the supervisor began; its difference over time is the rate
+    queued: int  # requests that wait at the gateways
+    tokens: int  # given out since the supervisor began; the rate is its difference over time
 
 
 class Status(Message, frozen=True):
     """Answer to GetStatus."""
 
-    version: str
-    pid: int
-    url: str
-    config: str
+    version: str  # servekit's
+    pid: int  # the supervisor's
+    url: str  # where it listens
+    config: str  # path of the configuration file
     started_at: float  # Unix time, s
-    rss_bytes: int
+    rss_bytes: int  # resident memory of the supervisor
     models: tuple[ModelStatus, ...]
     gateways: tuple[GatewayStatus, ...]
-    draining: bool
-    starts: tuple[Starts, ...] = ()  # of workers, gateways and standbys
-    gpus: tuple[GpuStatus, ...] = ()  # those that servekit may use, as they were lately
+    draining: bool  # it is shutting down
+    starts: tuple[Starts, ...] = ()  # how workers, gateways and standbys came up
+    gpus: tuple[GpuStatus, ...] = ()  # GPUs that servekit may use, as last read
     traffic: tuple[ModelTraffic, ...] = ()
 
 

@@ -204,58 +204,58 @@ class WorkerSpec(Value, frozen=True):
 class ReplicaStatus(Value, frozen=True):
     """One worker, as seen by the supervisor."""
 
-    name: str
+    name: str  # MODEL/0, MODEL/standby
     state: WorkerState
-    socket: str
-    pid: int
+    socket: str  # where gateways reach it
+    pid: int  # 0: no process runs
     device: str  # "cpu" or the GPU's index and name
     gpus: tuple[str, ...] = ()  # UUIDs
-    progress: Progress | None = None
-    reason: str = ""  # why it failed, or last died
-    restarts: int = 0
-    running: int = 0
-    waiting: int = 0
-    rss_bytes: int = 0
-    gpu_bytes: int = 0
-    timings_s: dict[str, float] = {}
-    stray: str = ""  # a sentence on the memory that it holds on GPUs not its own
-    claim_bytes: int = 0  # of its GPUs together, what it was promised
-    excess: str = ""  # a sentence on what it holds beyond that
-    kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, told in steps
-    trouble: str = ""  # a sentence while it is ready and yet cannot serve: its endpoint is down
-    held_bytes: tuple[int, ...] = ()  # of each of its `gpus`
+    progress: Progress | None = None  # how far its load is
+    reason: str = ""  # why it failed, or died last
+    restarts: int = 0  # starts after the first
+    running: int = 0  # requests in its engine
+    waiting: int = 0  # requests that wait in its engine
+    rss_bytes: int = 0  # resident memory
+    gpu_bytes: int = 0  # memory on its GPUs together
+    timings_s: dict[str, float] = {}  # seconds of its last start, by phase
+    stray: str = ""  # a sentence about memory that it holds on GPUs not its own
+    claim_bytes: int = 0  # promised to it on its GPUs together
+    excess: str = ""  # a sentence about memory that it holds beyond its claim
+    kv_used: float = 0.0  # share of its KV cache in use, 0 to 1, in steps
+    trouble: str = ""  # a sentence if it is ready but cannot serve: its endpoint is down
+    held_bytes: tuple[int, ...] = ()  # on each of its `gpus`
     generation: str = ""  # of its ModelInfo; until it is ready the beginning: its `edition`
 
 
 class ScaleStatus(Value, frozen=True):
     """How a model scales: between which numbers of replicas, and what was last done, and why."""
 
-    min: int
-    max: int
-    desired: int
+    min: int  # fewest replicas
+    max: int  # most replicas
+    desired: int  # replicas wanted now
     reason: str = ""  # "scaled up to 3: 37 waited 3.2 s"
     at: float = 0.0  # Unix time of that, s; 0: it has not been scaled yet
-    waits: str = ""  # what keeps it from being scaled up although it should be
+    waits: str = ""  # what prevents scaling up
 
 
 class ModelStatus(Value, frozen=True):
     """One model and its replicas, as seen by the supervisor."""
 
-    name: str
-    engine: str
-    path: str
+    name: str  # the name that requests use
+    engine: str  # which engine runs it
+    path: str  # as the file says
     created: int  # Unix time, s
     replicas: tuple[ReplicaStatus, ...]
-    info: ModelInfo | None = None
-    aliases: tuple[str, ...] = ()
-    timeout_s: float = 600.0
-    max_queue: int = 1024
-    quarantine_s: float = 600.0
+    info: ModelInfo | None = None  # what it can do; None until it was loaded once
+    aliases: tuple[str, ...] = ()  # further names
+    timeout_s: float = 600.0  # longest time of a request
+    max_queue: int = 1024  # requests that may wait
+    quarantine_s: float = 600.0  # how long a request that kills workers is refused
     adapters: tuple[AdapterStatus, ...] = ()
-    standbys: tuple[ReplicaStatus, ...] = ()  # with neither a socket nor requests
+    standbys: tuple[ReplicaStatus, ...] = ()  # they fork the next workers, and take no requests
     residence: Residence | None = None  # None: it is loaded at the start, and stays
-    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"
-    scale: ScaleStatus | None = None  # None: its number of replicas is the file's
+    routing: Literal["auto", "least_loaded", "round_robin"] = "auto"  # as the file says
+    scale: ScaleStatus | None = None  # None: its number of replicas is fixed
 
 
 class TokenLogprob(Value, frozen=True):
@@ -372,27 +372,27 @@ class ReplicaHistory(Value, frozen=True):
 
 
 class GatewayStatus(Value, frozen=True):
-    name: str
-    pid: int
-    state: str
-    restarts: int = 0
-    rss_bytes: int = 0
-    requests: int = 0
-    in_flight: int = 0
-    node: str = ""  # its address, where it is not on the supervisor's
-    reason: str = ""  # why it does not serve, or what its last life has ended of: a sentence
+    name: str  # gateway/0, gateway/ADDRESS
+    pid: int  # 0: no process runs
+    state: str  # as of a replica
+    restarts: int = 0  # starts after the first
+    rss_bytes: int = 0  # resident memory
+    requests: int = 0  # taken since its start
+    in_flight: int = 0  # requests that wait or run
+    node: str = ""  # its address, if it is not on the supervisor's node
+    reason: str = ""  # why it does not serve, or why it ended last
 
 
 class GpuStatus(Value, frozen=True):
     """One GPU, whoever uses it."""
 
-    index: int
+    index: int  # NVML's
     uuid: str
     name: str
-    total_bytes: int
-    used_bytes: int
+    total_bytes: int  # its memory
+    used_bytes: int  # memory in use, by servekit and by others
     utilisation: float | None = None  # share of the last moments with a kernel running, 0 to 1
-    node: str = ""  # of a cluster, the address of the machine it is in; "": this one
+    node: str = ""  # address of its machine in a cluster; "": this machine
 
 
 def as_builtins(value: Any) -> Any:
