@@ -239,6 +239,7 @@ async def start(
 ) -> AsyncIterator[Start]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     scenes: list[Scene] = []
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 3600.0)  # it would find out what others are to
 
     async def start(engine: type[Engine] = Puppet) -> Scene:
         scene = Scene(tmp_path, engine(spec(tmp_path)))
@@ -464,6 +465,8 @@ async def test_a_death_that_nobody_told_of_is_seen_by_the_next_ping(start: Start
     scene.engine.fatal = RuntimeError("it broke")
     scene.control.send(Ping(1))
     assert await scene.code() == EXIT_ENGINE_DIED
+    await until(lambda: scene.of(EngineDied))
+    assert [died.cause for died in scene.of(EngineDied)] == ["RuntimeError: it broke"]
 
 
 async def test_a_death_while_it_loads_is_told_once(start: Start) -> None:
@@ -485,10 +488,9 @@ async def test_a_busy_worker_finishes_before_it_exits_at_drain(start: Start) -> 
     await scene.boot()
     await scene.ask("under way")
     scene.control.send(Drain())
-    await scene.ping()
+    await until(lambda: scene.worker._runner is not None and scene.worker._runner.draining)
     scene.engine.step("under way", 5)
     await until(lambda: scene.answered() == 5 or scene.exit.done())
-    await scene.ping()
     assert not scene.exit.done()
     scene.engine.step("under way", 2, ends=True)
     assert await scene.code() == 0
