@@ -25,8 +25,8 @@ def trace_cuda(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Run a Python program and find what initialised CUDA in it, with the import that led there."""
-    from servekit.system import procfs
     from servekit.diagnostics.cuda_trace import command as tracing
+    from servekit.system import procfs
 
     def descendants(pid: int) -> list[int]:
         return [process.pid for process in procfs.descendants(pid)]
