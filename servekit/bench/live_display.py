@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.bench.aggregator import Tally
-from servekit.bench.options import Load, Wish
+from servekit.bench.options import Load, Options
 from servekit.bench.report import load_text, number, seconds
 from servekit.bench.result import Run
 
@@ -22,7 +22,7 @@ _TELL_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def watch(wish: Wish) -> Iterator[Display]:
+def watch(wish: Options) -> Iterator[Display]:
     """A display for the time of the measurement."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     display = Display(wish, console)
@@ -33,7 +33,7 @@ def watch(wish: Wish) -> Iterator[Display]:
 
 
 class Display:
-    def __init__(self, wish: Wish, console: Console) -> None:
+    def __init__(self, wish: Options, console: Console) -> None:
         self._wish = wish
         self._console = console
         self._live: Live | None = None

@@ -36,7 +36,7 @@ class Load(msgspec.Struct, frozen=True):
         return f"{self.users} at once" if self.users is not None else f"{self.rate:g} arrivals/s"
 
 
-class Wish(msgspec.Struct, frozen=True):
+class Options(msgspec.Struct, frozen=True):
     """All that one command measures. `asking` lacks what only the server can tell."""
 
     target: Target

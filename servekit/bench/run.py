@@ -18,7 +18,7 @@ from servekit.bench import probe
 from servekit.bench.aggregator import Machine, Tally
 from servekit.bench.client.client_protocol import Asking
 from servekit.bench.client.clients import Clients
-from servekit.bench.options import Load, Wish
+from servekit.bench.options import Load, Options
 from servekit.bench.result import VERSION, Result, Run
 
 _LOOK_EVERY_S = 0.1
@@ -35,10 +35,10 @@ class Watcher(Protocol):
 
 
 def run(
-    wish: Wish,
+    wish: Options,
     program: Sequence[str],
     environ: Mapping[str, str],
-    watcher: Callable[[Wish], contextlib.AbstractContextManager[Watcher]],
+    watcher: Callable[[Options], contextlib.AbstractContextManager[Watcher]],
 ) -> Result:
     """Measure all loads; after a Ctrl-C, what there is until then. Raises ServekitError."""
     known = probe.models(wish.target)
@@ -51,7 +51,7 @@ def run(
     return Result(VERSION, __version__, began_at, wish.target.url, asked(wish), runs)
 
 
-def asked(wish: Wish) -> dict[str, object]:
+def asked(wish: Options) -> dict[str, object]:
     """What requests are like, in the command line's words; no key."""
     about = wish.asking
     return {
@@ -77,7 +77,7 @@ def asked(wish: Wish) -> dict[str, object]:
 class _Course:
     def __init__(
         self,
-        wish: Wish,
+        wish: Options,
         asking: Asking,
         program: Sequence[str],
         environ: Mapping[str, str],

@@ -13,18 +13,18 @@ from rich.console import Console
 
 from servekit.chaos.finding import Finding
 from servekit.chaos.report import markdown, table
-from servekit.chaos.run import Wish
+from servekit.chaos.run import RunOptions
 from servekit.chaos.run import run as experiment
 from servekit.chaos.target import Target
 
 
-def run(url: str, run_dir: Path, model: str | None, wish: Wish) -> list[Finding]:
+def run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
     """Run the experiments; says on stderr which one is on. Raises ServekitError."""
     wish.experiments()  # a wrong name is told before anything is asked
     return asyncio.run(_run(url, run_dir, model, wish))
 
 
-async def _run(url: str, run_dir: Path, model: str | None, wish: Wish) -> list[Finding]:
+async def _run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
     target = await Target.find(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)

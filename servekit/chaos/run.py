@@ -29,7 +29,7 @@ _FEWEST, _MOST = 16, 200
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RunOptions:
     """What the operator asked for."""
 
     seconds: float = 5.0
@@ -53,7 +53,7 @@ class Wish:
         return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
 
 
-async def run(target: Target, wish: Wish) -> AsyncIterator[Finding]:
+async def run(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
     """A finding per experiment, as they come. Raises ServekitError if the instance is not well."""
     experiments = wish.experiments()
     known = await known_answers(target)

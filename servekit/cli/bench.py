@@ -15,7 +15,7 @@ from servekit.cli.instance_lookup import ApiKey, Authority, Insecure
 from servekit.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
-    from servekit.bench.options import Wish
+    from servekit.bench.options import Options
     from servekit.bench.result import Result
 
 
@@ -122,7 +122,7 @@ def bench(
         return
     _check_outputs(json_file, plot)
     where = url or _running(run_dir)
-    wish = wishes.Wish(
+    wish = wishes.Options(
         target=wishes.target(where, api_key, ca=ca, insecure=insecure, environ=os.environ),
         asking=wishes.asking(
             api=api,
@@ -196,7 +196,7 @@ def _dialable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _measure(wish: "Wish") -> "Result":
+def _measure(wish: "Options") -> "Result":
     from servekit.bench.live_display import watch
     from servekit.bench.run import run
     from servekit.system import python_command

@@ -235,10 +235,12 @@ def chaos(
     """Break a running instance of yours on purpose and check its promises."""
     with _one_sentence():
         from servekit.chaos import command
-        from servekit.chaos.run import Wish
+        from servekit.chaos.run import RunOptions
 
         names = [name.strip() for name in only.split(",") if name.strip()]
-        wish = Wish(seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor)
+        wish = RunOptions(
+            seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor
+        )
         here = instance_lookup.instance(run_dir)
         if not yes:
             typer.confirm(f"Kill and stop processes of the instance in {here}?", abort=True)
@@ -336,11 +338,13 @@ def _supervise(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool
 
     from servekit import logging_config as logs
     from servekit.cli.startup_display import Words, watch
-    from servekit.supervisor.startup_resources import Ground
+    from servekit.supervisor.startup_resources import StartupResources
 
     server = plan.config.server
     outlived = plan.config.launcher == "ray"
-    ground = Ground.take(run_dir, server.host, server.port, server.legacy_port, inherits=outlived)
+    ground = StartupResources.take(
+        run_dir, server.host, server.port, server.legacy_port, inherits=outlived
+    )
     from servekit.supervisor.supervisor import Supervisor  # not before: a busy port is told at once
 
     logs.configure("supervisor", json=as_json, level="warning" if quiet else "info")

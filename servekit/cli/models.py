@@ -68,10 +68,10 @@ async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
     import asyncio
 
     from servekit.protocol.messages import Accepted
-    from servekit.protocol.residency import Reside
+    from servekit.protocol.residency import SetResidency
     from servekit.supervisor.admin.control_socket import ask
 
-    asking = asyncio.create_task(ask(path, Reside(model, want, wait), _PATIENCE_S))
+    asking = asyncio.create_task(ask(path, SetResidency(model, want, wait), _PATIENCE_S))
     told = ""
     while not (await asyncio.wait((asking,), timeout=_LOOK_EVERY_S))[0]:
         if (news := _progress(await _look(path, model))) not in ("", told):

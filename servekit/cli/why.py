@@ -12,7 +12,7 @@ from servekit.cli.startup_timings import how_far
 from servekit.cli.tables import size, state
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ReplicaHistory, Why
-from servekit.protocol.residency import Residence
+from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.types import ExitRecord, ScaleStatus
 from servekit.sanitize import counted, plain
 
@@ -52,7 +52,7 @@ def diagnosis(why: Why) -> str:
     return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"
 
 
-def _standing(residence: Residence | None) -> str:
+def _standing(residence: ResidencyStatus | None) -> str:
     """How a model stands that comes and goes: "stopped at 21:03:11: evicted for b, …"."""
     if residence is None or residence.tier == "resident":
         return ""

@@ -51,11 +51,11 @@ if __name__ == "__main__":
     from servekit.gateway.http.tls import Tls
     from servekit.gateway.routing.worker_connection import Reach
     from servekit.gateway.server import Settings, run
-    from servekit.gateway.supervisor_channel import Inherited, Remote
-    from servekit.protocol.transport.certificate_holder import Identity
+    from servekit.gateway.supervisor_channel import InheritedChannel, TcpChannel
+    from servekit.protocol.transport.certificate_holder import CertificateHolder
     from servekit.protocol.transport.connection import LOST_S
     from servekit.protocol.transport.credentials import read
-    from servekit.protocol.transport.remote_server import Post
+    from servekit.protocol.transport.remote_server import ListenOptions
 
     faulthandler.enable()
     # Written by a handler in C, so that the stacks come out also while the loop is held up.
@@ -63,14 +63,16 @@ if __name__ == "__main__":
     logging_config.configure(args.name, json=True)
     lost_s = LOST_S if args.lost_s is None else args.lost_s
     credentials = None if args.credentials_fd is None else read(args.credentials_fd)
-    line: Inherited | Remote
+    line: InheritedChannel | TcpChannel
     if args.control is None:
-        line = Inherited(args.control_fd)
-        identity = None if credentials is None else Identity(credentials)
+        line = InheritedChannel(args.control_fd)
+        identity = None if credentials is None else CertificateHolder(credentials)
     else:
         assert credentials is not None
         report_fd, grace_s = args.report_fd, args.grace_s
-        line = Remote(Post(args.control, args.advertise, credentials, report_fd, grace_s, lost_s))
+        line = TcpChannel(
+            ListenOptions(args.control, args.advertise, credentials, report_fd, grace_s, lost_s)
+        )
         identity = line.identity
     files = (args.tls_certificate, args.tls_key) if args.tls_certificate else None
     settings = Settings(
@@ -80,7 +82,7 @@ if __name__ == "__main__":
         max_body_bytes=args.max_body_bytes,
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
-        operators=line.put if isinstance(line, Remote) else args.operators,
+        operators=line.put if isinstance(line, TcpChannel) else args.operators,
         reach=Reach(identity, lost_s),
         outlive=None if args.heir is None else (args.heir, args.grace_s),
         legacy=args.legacy,

@@ -27,7 +27,7 @@ from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openapi import docs_pages
 from servekit.gateway.api.openapi.document import describe_hot_routes
 from servekit.gateway.auth.authorization import ACTING, Access
-from servekit.gateway.auth.middleware import Gate, Refuse
+from servekit.gateway.auth.middleware import AuthMiddleware, Refuse
 from servekit.gateway.http.asgi import (
     ASGIApp,
     MethodNotAllowed,
@@ -39,9 +39,9 @@ from servekit.gateway.http.asgi import (
     error_type,
     send_error,
 )
-from servekit.gateway.http.request_context import ORIGIN, Origin
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
-from servekit.gateway.routing.router import Route, Router
+from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.telemetry.metrics import OTHER
 from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
@@ -65,7 +65,7 @@ class Application:
         self.hot = openai.routes
         for more in (Vectors, Responses):
             self.hot |= more(router, max_body_bytes).routes
-        self.gate = Gate(router.access, openai.exchanges)
+        self.gate = AuthMiddleware(router.access, openai.exchanges)
         for dialect in (Anthropic, Ollama, *([Legacy] if legacy else ())):
             made = dialect(router, max_body_bytes)
             self.hot |= made.routes
@@ -212,7 +212,7 @@ def _add_health(app: FastAPI, router: Router) -> None:
         )
 
 
-def model_health(route: Route) -> dict[str, Any]:
+def model_health(route: ModelQueue) -> dict[str, Any]:
     """One model in /readyz: whether it serves, and what each replica is doing."""
     residence = route.status.residence
     replicas = [
@@ -238,7 +238,7 @@ def model_health(route: Route) -> dict[str, Any]:
     }
 
 
-def model_state(route: Route) -> str:
+def model_state(route: ModelQueue) -> str:
     """The best state among the model's replicas; ready only if this gateway can reach one."""
     if route.ready:
         return "ready"
@@ -273,7 +273,7 @@ def _add_models(app: FastAPI, router: Router) -> None:
         return _model(route)
 
 
-def _model(route: Route) -> dict[str, Any]:
+def _model(route: ModelQueue) -> dict[str, Any]:
     status = route.status
     info = status.info
     return {
@@ -333,7 +333,7 @@ def _in_envelope(request: Request, error: dict[str, Any]) -> dict[str, Any]:
     return {"error": error["message"] if path.startswith("/api/") else error}
 
 
-class Guard:
+class ErrorMiddleware:
     """The outermost layer: an error nobody foresaw is logged and answered in the envelope."""
 
     def __init__(
@@ -357,7 +357,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started = False
-        origin = Origin(scope["headers"], scope.get("client"))
+        origin = RequestContext(scope["headers"], scope.get("client"))
         ORIGIN.set(origin)  # of this request's own task
 
         def watched(message: Any) -> Awaitable[None]:  # no coroutine of its own: the hot path

@@ -10,25 +10,25 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from servekit.errors import DeadlineExceeded, QueueFull
-from servekit.gateway.routing.model_queue import Route
-from servekit.protocol.residency import KeepAlive, Wanted
+from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.protocol.residency import KeepAlive, ModelDemand
 
 EVERY_S = 0.1
 
 
-class Demand:
+class DemandReporter:
     """Watches the routes of models that come and go; `tell` sends to the supervisor."""
 
-    def __init__(self, tell: Callable[[Wanted | KeepAlive], None]) -> None:
+    def __init__(self, tell: Callable[[ModelDemand | KeepAlive], None]) -> None:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._watched: list[Route] = []
+        self._watched: list[ModelQueue] = []
         self._told: dict[str, tuple[int, int, float]] = {}  # waiting, running, last used
         self._tiers: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
-    def apply(self, routes: Iterable[Route]) -> None:
+    def apply(self, routes: Iterable[ModelQueue]) -> None:
         """These are the models from now on, and how they stand.
 
         Of one that has come or gone it is told anew what waits for it: what was told before may be
@@ -50,12 +50,12 @@ class Demand:
         self._news.set()
         self._news = asyncio.Event()
 
-    def keep(self, route: Route, stay_s: float | None, *, loads: bool = False) -> None:
+    def keep(self, route: ModelQueue, stay_s: float | None, *, loads: bool = False) -> None:
         """A client has said how long it is to stay, and perhaps that it is to be loaded now."""
         if route.status.residence is not None:
             self._tell(KeepAlive(route.base.status.name, stay_s, loads))
 
-    async def until_known(self, route: Route, timeout_s: float | None = None) -> bool:
+    async def until_known(self, route: ModelQueue, timeout_s: float | None = None) -> bool:
         """Have a model loaded of which nothing is known yet: how it calls tools, how it thinks.
 
         Only the first time that it is loaded here; False where it was known. Raises
@@ -82,7 +82,7 @@ class Demand:
             raise base.unavailable()
         return True
 
-    def _on_wait(self, route: Route) -> None:
+    def _on_wait(self, route: ModelQueue) -> None:
         """The first that waits is not kept waiting for the next look."""
         if not self._told.get(route.status.name, (0, 0, 0.0))[0]:
             self._report(route)
@@ -94,7 +94,7 @@ class Demand:
         if self._watched:
             self._timer = self._loop.call_later(EVERY_S, self._look)
 
-    def _report(self, route: Route) -> None:
+    def _report(self, route: ModelQueue) -> None:
         name = route.status.name
         now = self._loop.time()
         waiting, running = route.waiting + route.expected, route.running
@@ -102,4 +102,4 @@ class Demand:
         use = waiting, running, 0.0 if waiting or running else used_at
         if use != self._told.get(name):
             self._told[name] = use
-            self._tell(Wanted(name, waiting, running, now - used_at))
+            self._tell(ModelDemand(name, waiting, running, now - used_at))

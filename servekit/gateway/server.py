@@ -23,27 +23,27 @@ from typing import Any
 import structlog
 import uvicorn
 
-from servekit.gateway.app import Application, Guard, TrustedProxies
+from servekit.gateway.app import Application, ErrorMiddleware, TrustedProxies
 from servekit.gateway.http.fast_response import Handler
 from servekit.gateway.http.limits import LIMITS, Limits, Sweep
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.tls import Tls
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import NEARBY, Reach
-from servekit.gateway.supervisor_channel import Line, Remote
+from servekit.gateway.supervisor_channel import Channel, TcpChannel
 from servekit.gateway.telemetry import tracing
-from servekit.protocol.adapters import Told, Unused
+from servekit.protocol.adapters import AdapterUnused, TopologyApplied
 from servekit.protocol.messages import (
     Drain,
+    KeyUsage,
     Ping,
     Serving,
-    Spent,
     Stop,
     ToGateway,
     Topology,
     Traffic,
 )
-from servekit.protocol.remote_gateway import Certified
+from servekit.protocol.remote_gateway import CertificateUpdate
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.transport.socket_handover import await_heir
@@ -65,7 +65,7 @@ class Settings:
     """What the supervisor tells a gateway on its command line."""
 
     name: str
-    line: Line  # to the supervisor
+    line: Channel  # to the supervisor
     listen_fds: tuple[int, ...]
     max_body_bytes: int
     ui: bool
@@ -100,7 +100,7 @@ class Gateway:
         self._router = Router(
             settings.name,
             self._line.send,
-            lambda adapter: self._line.send(Unused(adapter)),
+            lambda adapter: self._line.send(AdapterUnused(adapter)),
             self._line.send,
         )
         self._router.reach = settings.reach
@@ -130,7 +130,7 @@ class Gateway:
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
-        guard = Guard(self._app, log, self._app.gate.envelopes, self._app.count)
+        guard = ErrorMiddleware(self._app, log, self._app.gate.envelopes, self._app.count)
         app = TrustedProxies(guard, self._router.access)
         answers = self._router.measures.answers
         async with serving(
@@ -158,9 +158,9 @@ class Gateway:
         Http.write_timeout_s = rules.write_timeout_s
         Http.bodies.limit_bytes = max(rules.max_queue_bytes, self._settings.max_body_bytes)
 
-    def _on_message(self, message: ToGateway | Certified) -> None:
+    def _on_message(self, message: ToGateway | CertificateUpdate) -> None:
         match message:
-            case Certified(stamp, certificate, key):
+            case CertificateUpdate(stamp, certificate, key):
                 if self._tls is not None:
                     self._tls.hand(stamp, certificate + b"\n" + key)
             case Topology():
@@ -168,11 +168,11 @@ class Gateway:
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
                 self._serial = message.serial
-                self._line.send(Told(message.serial))
+                self._line.send(TopologyApplied(message.serial))
                 self._told.set()
             case Ping():
-                self._line.send(Told(self._serial))
-            case Spent():
+                self._line.send(TopologyApplied(self._serial))
+            case KeyUsage():
                 self._router.access.hear(message)
             case Renew(credentials):
                 assert self._settings.reach.identity is not None  # who has none is sent none
@@ -196,7 +196,7 @@ class Gateway:
         if self._stop.done():
             return
         log.error("the supervisor is gone", error=str(error or "EOF"))
-        if isinstance(self._line, Remote):
+        if isinstance(self._line, TcpChannel):
             self._end()  # nobody has come back to it in time
         elif self._settings.outlive is None:
             end_group()
@@ -268,7 +268,7 @@ class Gateway:
                 while not self._stop.done():
                     if not path.exists():  # at first, and when somebody has removed it
                         with contextlib.suppress(FileNotFoundError):  # nor is the directory there
-                            ui_server = serving(Guard(ui.app, log), _bound(path))
+                            ui_server = serving(ErrorMiddleware(ui.app, log), _bound(path))
                             await servers.enter_async_context(ui_server)
                     await asyncio.wait((self._stop,), timeout=_LOOK_AT_SOCKET_EVERY_S)
         finally:

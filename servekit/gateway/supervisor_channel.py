@@ -1,8 +1,9 @@
-"""How a gateway and its supervisor speak.
+"""The channel between a gateway and its supervisor.
 
-On the supervisor's own machine that is `Inherited`: a socket that it was started with. On another
-it is `Remote`: a port to which the supervisor comes (`wire.port`), and comes back; what operators
-ask for over HTTP goes there, too, in want of the operators' socket.
+On the supervisor's own machine it is an `InheritedChannel`, a socket that the gateway was started
+with. On another machine it is a `TcpChannel`, a port to which the supervisor connects and
+reconnects (`transport.remote_server`); it also carries administration requests, because there is no
+control socket.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from servekit.protocol.messages import (
     ToSupervisor,
     Traffic,
 )
-from servekit.protocol.remote_gateway import Answered, Asked, ToRemoteGateway
-from servekit.protocol.residency import Wanted
+from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, ToRemoteGateway
+from servekit.protocol.residency import ModelDemand
 from servekit.protocol.transport.connection import Connection, adopt
-from servekit.protocol.transport.remote_server import Port, Post
+from servekit.protocol.transport.remote_server import ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attached
 
 OnMessage = Callable[[Any], None]
 OnEnd = Callable[[Exception | None], None]
 
 
-class Line(Protocol):
+class Channel(Protocol):
     """The supervisor, as a gateway reaches it."""
 
     @property
@@ -54,7 +55,7 @@ class Line(Protocol):
         """Send what is left, and close."""
 
 
-class Inherited:
+class InheritedChannel:
     """The line of a gateway whose supervisor is on this machine."""
 
     heard = True  # what is told to nobody may be lost: nobody comes back
@@ -76,17 +77,17 @@ class Inherited:
             self._connection.close()
 
 
-class Remote(Port):
+class TcpChannel(TcpServer):
     """The line of a gateway whose supervisor is elsewhere."""
 
     role = "gateway"
     incoming = ToRemoteGateway
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: ListenOptions) -> None:
         super().__init__(post)
         self._serving: Serving | None = None
         self._traffic: Traffic | None = None
-        self._uses: dict[str, Wanted] = {}
+        self._uses: dict[str, ModelDemand] = {}
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[FromSupervisor]] = {}
 
@@ -96,7 +97,7 @@ class Remote(Port):
                 self._serving = message
             case Traffic():
                 self._traffic = message
-            case Wanted(model):
+            case ModelDemand(model):
                 self._uses[model] = message
         super().send(message)
 
@@ -120,14 +121,14 @@ class Remote(Port):
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         try:
-            self.send(Asked(id, question))
+            self.send(AdminRequest(id, question))
             async with asyncio.timeout(deadline_s):
                 return await answer  # type: ignore[no-any-return]
         finally:
             del self._asked[id]
 
     def hear(self, message: ToRemoteGateway) -> None:
-        if not isinstance(message, Answered):
+        if not isinstance(message, AdminResponse):
             super().hear(message)
         elif (asked := self._asked.get(message.id)) is not None and not asked.done():
             asked.set_result(message.answer)

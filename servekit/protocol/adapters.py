@@ -72,7 +72,7 @@ class UnloadAdapter(Message, frozen=True):
     name: str
 
 
-class Remember(Message, frozen=True):
+class SetAdapters(Message, frozen=True):
     """What operators have added to your model, for a supervisor that may come after this one."""
 
     added: tuple[AdapterSpec, ...]
@@ -103,13 +103,13 @@ class AdapterRefused(Message, frozen=True):
 # ---------------------------------------------------------------- gateway → supervisor
 
 
-class Unused(Message, frozen=True):
+class AdapterUnused(Message, frozen=True):
     """No request of this gateway needs an adapter any more that does not serve, by its Topology."""
 
     name: str
 
 
-class Told(Message, frozen=True):
+class TopologyApplied(Message, frozen=True):
     """The Topology of that serial number holds at this gateway: an answer may rely on it."""
 
     serial: int

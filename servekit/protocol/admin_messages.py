@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.base import Message, Value
-from servekit.protocol.residency import Residence
+from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.startup_messages import Starts
 from servekit.protocol.types import (
     GatewayStatus,
@@ -46,7 +46,7 @@ class Why(Message, frozen=True):
     breaker: str  # "closed", or a sentence that says since when and until when it is open
     replicas: tuple[ReplicaHistory, ...]
     adapters: tuple[AdapterStatus, ...] = ()
-    residence: Residence | None = None
+    residence: ResidencyStatus | None = None
     scale: ScaleStatus | None = None
 
 

@@ -5,17 +5,18 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 only ever added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
-                           Remember · Renew
+                           SetAdapters · Renew
     worker → supervisor    Loading · Ready · BootFailed · EngineDied · Pong
-                           Asleep · Awake · NotDone · Phased · Greeted
+                           Asleep · Awake · SleepFailed · PhaseReport · GatewayConnected
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
-    supervisor → gateway   Topology · Drain · Stop · Spent, of the others · Renew
-    gateway → supervisor   Serving · Traffic · Quarantined · Spent · Unused · Told
-                           Wanted · KeepAlive · Counted
+    supervisor → gateway   Topology · Drain · Stop · KeyUsage, of the others · Renew
+    gateway → supervisor   Serving · Traffic · Quarantined · KeyUsage · AdapterUnused
+                           TopologyApplied · ModelDemand · KeepAlive · Counted
     gateway → worker       Hello · Generate · Cancel · Borrow
-    worker → gateway       Hello · OneEach · Tokens · Failed · Alone · Together · Cancelled · Lent
+    worker → gateway       Hello · TokenBatch · DeltaBatch · Failed · Cancelled · Lent
+                           IsolationStarted · IsolationEnded
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
-                           AddAdapter · RemoveAdapter · GetAdapters · Reside · GetMetrics
+                           AddAdapter · RemoveAdapter · GetAdapters · SetResidency · GetMetrics
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
 
 Modules beside this one hold the messages of adapters, residency, operators (`admin_messages`),
@@ -55,7 +56,6 @@ from servekit.protocol.types import (
     Grammar,
     ModelInfo,
     ModelStatus,
-    OneEach,
     Progress,
     Prompt,
     PromptToken,
@@ -63,6 +63,7 @@ from servekit.protocol.types import (
     ReplicaStatus,
     SamplingParams,
     Task,
+    TokenBatch,
     TokenLogprob,
     ToolCall,
     WorkerSpec,
@@ -74,7 +75,6 @@ __all__ = [
     "PROTOCOL",
     "Accepted",
     "AccessRules",
-    "Alone",
     "BootFailed",
     "Borrow",
     "Cancel",
@@ -83,6 +83,7 @@ __all__ = [
     "ChatMessage",
     "Continuation",
     "Delta",
+    "DeltaBatch",
     "Dialect",
     "Drain",
     "EngineDied",
@@ -98,7 +99,10 @@ __all__ = [
     "GpuStatus",
     "Grammar",
     "Hello",
+    "IsolationEnded",
+    "IsolationStarted",
     "KeyRule",
+    "KeyUsage",
     "KeyUse",
     "Lent",
     "Load",
@@ -106,7 +110,6 @@ __all__ = [
     "Message",
     "ModelInfo",
     "ModelStatus",
-    "OneEach",
     "Ping",
     "Pong",
     "Progress",
@@ -121,15 +124,13 @@ __all__ = [
     "SamplingParams",
     "Serving",
     "Shutdown",
-    "Spent",
     "Status",
     "Stop",
     "ToGateway",
     "ToSupervisor",
     "ToWorker",
-    "Together",
+    "TokenBatch",
     "TokenLogprob",
-    "Tokens",
     "ToolCall",
     "Topology",
     "Traffic",
@@ -243,7 +244,7 @@ class Traffic(Message, frozen=True):
     oldest_s: dict[str, float] = {}  # by model where some wait: how long the first has waited
 
 
-class Spent(Message, frozen=True):
+class KeyUsage(Message, frozen=True):
     """What limited keys have used at a gateway, once a second; the others count it, too."""
 
     gateway: str
@@ -271,8 +272,8 @@ class Generate(Message, frozen=True):
     with less room ends it sooner, by "length".
 
     A request that is suspected of killing workers is started beside nothing unproven, from
-    whichever gateway, once the gateways have been told with `Alone`; and nothing is started
-    beside it until it has brought `PROOF_TOKENS`, or is done.
+    whichever gateway, once the gateways have been told with `IsolationStarted`; and nothing is
+    started beside it until it has brought `PROOF_TOKENS`, or is done.
     """
 
     id: int  # unique on its connection
@@ -319,7 +320,7 @@ class Lent(Message, frozen=True):
     slots: int
 
 
-class Tokens(Message, frozen=True):
+class DeltaBatch(Message, frozen=True):
     """An engine step's deltas for one gateway, but those that a OneEach before it has told."""
 
     deltas: list[Delta]
@@ -341,7 +342,7 @@ class Cancelled(Message, frozen=True):
     id: int
 
 
-class Alone(Message, frozen=True):
+class IsolationStarted(Message, frozen=True):
     """Said to all gateways before a suspect is started: from here on nothing unproven runs but it.
 
     Of the requests of the gateway that hears it, those that have brought PROOF_TOKENS run on, and
@@ -351,21 +352,34 @@ class Alone(Message, frozen=True):
     id: int = 0  # the suspect, to the gateway it came from; 0 to the others
 
 
-class Together(Message, frozen=True):
+class IsolationEnded(Message, frozen=True):
     """Nobody is alone any more: what was held is started after this, and more may come."""
 
 
-_OfAdapters = a.LoadAdapter | a.UnloadAdapter | a.Remember
+_OfAdapters = a.LoadAdapter | a.UnloadAdapter | a.SetAdapters
 ToWorker = Load | Ping | Drain | Stop | Renew | _OfAdapters | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
-_OnResidency = r.Asleep | r.Awake | r.NotDone
-_OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.Phased | s.Greeted
+_OnResidency = r.Asleep | r.Awake | r.SleepFailed
+_OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.PhaseReport | s.GatewayConnected
 FromWorker = _OnLife | _OnAdapters | _OnResidency
-ToGateway = Topology | Drain | Stop | Spent | Ping | Renew
-_Use = r.Wanted | r.KeepAlive
-FromGateway = Serving | Traffic | Quarantined | Spent | a.Unused | a.Told | _Use | c.Counted
+ToGateway = Topology | Drain | Stop | KeyUsage | Ping | Renew
+_Use = r.ModelDemand | r.KeepAlive
+FromGateway = (
+    Serving
+    | Traffic
+    | Quarantined
+    | KeyUsage
+    | a.AdapterUnused
+    | a.TopologyApplied
+    | _Use
+    | c.Counted
+)
 GatewayToWorker = Hello | Generate | Cancel | Borrow
-WorkerToGateway = Hello | OneEach | Tokens | Failed | Alone | Together | Cancelled | Lent
+WorkerToGateway = (
+    Hello | TokenBatch | DeltaBatch | Failed | IsolationStarted | IsolationEnded | Cancelled | Lent
+)
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
-ToSupervisor = GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.Reside | c.GetMetrics
+ToSupervisor = (
+    GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.SetResidency | c.GetMetrics
+)
 FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures

@@ -13,7 +13,7 @@ from servekit.protocol.base import Message
 from servekit.protocol.messages import FromGateway, FromSupervisor, ToGateway, ToSupervisor
 
 
-class Certified(Message, frozen=True):
+class CertificateUpdate(Message, frozen=True):
     """Serve HTTPS with that, for new connections."""
 
     stamp: str  # as in AccessRules
@@ -21,17 +21,17 @@ class Certified(Message, frozen=True):
     key: bytes  # PEM
 
 
-class Asked(Message, frozen=True):
+class AdminRequest(Message, frozen=True):
     """A question of an operator's, who has asked over HTTP."""
 
     id: int
     question: ToSupervisor
 
 
-class Answered(Message, frozen=True):
+class AdminResponse(Message, frozen=True):
     id: int
     answer: FromSupervisor
 
 
-ToRemoteGateway = ToGateway | Certified | Answered
-FromRemoteGateway = FromGateway | Asked
+ToRemoteGateway = ToGateway | CertificateUpdate | AdminResponse
+FromRemoteGateway = FromGateway | AdminRequest

@@ -23,7 +23,7 @@ Residency = Literal["resident", "asleep", "stopped", "coming", "leaving", "faile
 Want = Literal["load", "unload", "sleep", "wake"]
 
 
-class Residence(Value, frozen=True):
+class ResidencyStatus(Value, frozen=True):
     """How a model that comes and goes stands. The last three are for operators only."""
 
     load: LoadMode
@@ -54,13 +54,13 @@ class Awake(Message, frozen=True):
     took_s: float
 
 
-class NotDone(Message, frozen=True):
+class SleepFailed(Message, frozen=True):
     """The worker is as it was; why it could not sleep or wake."""
 
     message: str
 
 
-class Wanted(Message, frozen=True):
+class ModelDemand(Message, frozen=True):
     """Of one gateway: how much a model that comes and goes is in use there.
 
     Sent when the first request has to wait, and else on change, at most ten times a second.
@@ -80,7 +80,7 @@ class KeepAlive(Message, frozen=True):
     loads: bool = False  # and it is to be loaded now, without a request
 
 
-class Reside(Message, frozen=True):
+class SetResidency(Message, frozen=True):
     """Load, unload, put to sleep or wake a model.
 
     Answered by Accepted when done (or, with `wait` unset, begun), or Refused.

@@ -29,13 +29,13 @@ class Phase(Value, frozen=True):
     why: str = ""  # it failed, or what it looked for is not here
 
 
-class Phased(Message, frozen=True):
+class PhaseReport(Message, frozen=True):
     """A phase has begun; or it has ended, which is said of the same one again."""
 
     phase: Phase
 
 
-class Greeted(Message, frozen=True):
+class GatewayConnected(Message, frozen=True):
     """A gateway has connected, and sends requests from now on."""
 
     gateway: str

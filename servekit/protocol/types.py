@@ -10,7 +10,7 @@ import msgspec
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
 from servekit.protocol.base import Message, Value
-from servekit.protocol.residency import Residence
+from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.startup_messages import Start
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -253,7 +253,7 @@ class ModelStatus(Value, frozen=True):
     quarantine_s: float = 600.0  # how long a request that kills workers is refused
     adapters: tuple[AdapterStatus, ...] = ()
     standbys: tuple[ReplicaStatus, ...] = ()  # they fork the next workers, and take no requests
-    residence: Residence | None = None  # None: it is loaded at the start, and stays
+    residence: ResidencyStatus | None = None  # None: it is loaded at the start, and stays
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"  # as the file says
     scale: ScaleStatus | None = None  # None: its number of replicas is fixed
 
@@ -328,7 +328,7 @@ class Delta(Value, frozen=True):
     prompt: Prompt | None = None  # with the first one, where asked for
 
 
-class OneEach(Message, frozen=True):
+class TokenBatch(Message, frozen=True):
     """What most of most steps is: one more token each, of requests that a Delta has spoken of.
 
     In columns, as one message of three lists is read in a third of the time of as many Deltas.

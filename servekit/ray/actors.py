@@ -27,12 +27,12 @@ from servekit.protocol.ray_messages import (
 from servekit.protocol.transport.credentials import Renew, Role
 from servekit.ray.certificates import Certificates
 from servekit.ray.client import Cluster, Unable
-from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.log_capture import Output, RotatingFile
 from servekit.supervisor.scheduling import remote_gpus
 from servekit.supervisor.scheduling.placement import device
-from servekit.supervisor.scheduling.remote_gpus import Elsewhere
+from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
 from servekit.system.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -44,7 +44,7 @@ VACATE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartOrder:
     """What a process in a berth is started with, on the host where that is.
 
     `fingerprint` is of all of it that makes it what it is: one that has another is not taken over.
@@ -64,7 +64,7 @@ class _Place:
     """What is known of one process's place."""
 
     wait: Callable[[str], None]  # told what it waits for; "" when it does not any more
-    measure: Callable[[Elsewhere], None]  # told of its GPUs there
+    measure: Callable[[RemoteGpus], None]  # told of its GPUs there
     host: str = ""
     gpus: Slot = ()
     running: Running | None = None
@@ -74,7 +74,7 @@ class _Place:
     ended: dict[int, asyncio.Future[Exited]] = field(default_factory=dict)  # by PID
 
 
-class Berths:
+class RayActors:
     """All of an instance, by the names of who is in them, who have certificates of these.
 
     `cluster` is set before any of it is used.
@@ -91,13 +91,13 @@ class Berths:
         name: str,
         wait: Callable[[str], None],
         wish: Callable[[int], Berth],
-        measure: Callable[[Elsewhere], None] = lambda told: None,
+        measure: Callable[[RemoteGpus], None] = lambda told: None,
     ) -> str:
         """Wait for a place, as `wish` asks for it by its id; why there is none, "" if there is."""
         known = self._places.get(name)
         place = self._places[name] = known or _Place(wait, measure)
         place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
-        measure(Elsewhere())
+        measure(RemoteGpus())
         try:
             found: Berthed = await self.cluster.ask(wish)
         except Unable as error:
@@ -106,13 +106,13 @@ class Berths:
             wait("")
         place.gpus = remote_gpus.given(found.gpus, found.host)
         place.host, place.running = found.host, found.running
-        measure(Elsewhere(place.gpus, place.gpus))
+        measure(RemoteGpus(place.gpus, place.gpus))
         return ""
 
     async def spawn(
         self,
         name: str,
-        order: Order,
+        order: StartOrder,
         incoming: Any,
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
@@ -132,7 +132,7 @@ class Berths:
             self._certificates.own,
             incoming,
             on_message,
-            Hands(
+            RemoteControl(
                 kill=lambda cause: self._kill(name),
                 exited=lambda: _exit(ended, output),
                 dump=lambda: self._dump(name, output),
@@ -142,7 +142,7 @@ class Berths:
         place.child = await child.attach()
         return child
 
-    async def _start(self, name: str, order: Order, place: _Place) -> Running:
+    async def _start(self, name: str, order: StartOrder, place: _Place) -> Running:
         assert place.output is not None
         secret = self._certificates.issue(order.role, name, is_dialled=True).to_bytes()
         what = order.args, order.env, secret, order.fingerprint, order.pin, order.role, order.listen

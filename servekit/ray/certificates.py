@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from servekit.protocol.transport.certificate_authority import SKEW_S, Authority
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.credentials import Credentials, Role
 
 #: Of a certificate's life, before it is renewed.
@@ -24,7 +24,7 @@ class Certificates:
         self.authority = authority
         self._life_s = life_s
         self._issued: dict[tuple[Role, str], Credentials] = {}
-        self.own = Identity(self.issue("supervisor", "supervisor"))
+        self.own = CertificateHolder(self.issue("supervisor", "supervisor"))
 
     def issue(self, role: Role, member: str, *, is_dialled: bool = False) -> Credentials:
         """For a process that is about to start."""

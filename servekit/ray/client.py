@@ -30,8 +30,8 @@ from servekit.protocol.ray_messages import (
     Waits,
     Want,
 )
-from servekit.supervisor.lifecycle.managed_process import Host, Life
-from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process.child_process import Command
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -56,7 +56,7 @@ class Listener(Protocol):
     def look(self) -> None: ...
 
 
-class Cluster(Life[FromCluster]):
+class Cluster(ManagedProcess[FromCluster]):
     """Runs the process; `joined` is done once it has joined the cluster, or cannot.
 
     `nodes` are those of the cluster when it joined or, where it is to `watch`, now: `on_nodes` is
@@ -67,7 +67,7 @@ class Cluster(Life[FromCluster]):
 
     def __init__(
         self,
-        host: Host,
+        host: SupervisorContext,
         settings: RayConfig,
         namespace: str,
         wants: tuple[Want, ...],
@@ -76,7 +76,7 @@ class Cluster(Life[FromCluster]):
         watch: bool = False,
     ) -> None:
         super().__init__("ray", host)
-        self.starting.occasion = Occasion.up()
+        self.starting.occasion = StartReason.up()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
         self.joined.add_done_callback(_seen)
         self.there = asyncio.Event()  # it is joined now

@@ -24,15 +24,15 @@ from servekit.protocol.messages import Status, Stop
 from servekit.protocol.ray_messages import Berth, Node
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray import bootstrap, node_requirements
-from servekit.ray.actors import VACATE_S, Berths, Order
+from servekit.ray.actors import VACATE_S, RayActors, StartOrder
 from servekit.ray.certificates import Certificates
 from servekit.ray.client import Cluster, Unable
-from servekit.ray.node_inventory import Survey
-from servekit.ray.takeover import Heritage
+from servekit.ray.node_inventory import NodeInventory
+from servekit.ray.takeover import Takeover
 from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.lifecycle.launcher import Guest
-from servekit.supervisor.lifecycle.managed_process import Host, Life
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.task_utils import ended
@@ -40,7 +40,7 @@ from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import worker_spec
 
 
-class Instance(Host, Protocol):
+class Instance(SupervisorContext, Protocol):
     """The supervisor."""
 
     def status(self) -> Status: ...
@@ -53,8 +53,8 @@ class RayLauncher:
         self,
         plan: Plan,
         host: Instance,
-        run: Callable[[Life[Any]], None],
-        heritage: Heritage | None = None,
+        run: Callable[[ManagedProcess[Any]], None],
+        heritage: Takeover | None = None,
     ) -> None:
         self._heritage = heritage
         self._settling: asyncio.Task[None] | None = None
@@ -62,12 +62,12 @@ class RayLauncher:
         self._host = host
         self.grace_s = self._settings.grace_s
         self._run = run
-        self._survey = Survey(self._settings)
+        self._survey = NodeInventory(self._settings)
         authority = bootstrap.authority(host.run_dir.path)
         self.cluster_authority = authority.certificate  # PEM
         self._certificates = Certificates(authority, self._settings.certificate_life_s)
         self.gateways_everywhere = self._settings.gateways == "every_node"
-        self.berths = Berths(self._certificates)
+        self.berths = RayActors(self._certificates)
         self.cluster = self.berths.cluster = Cluster(
             host,
             self._settings,
@@ -134,7 +134,7 @@ class RayLauncher:
             names += [f"gateway/{host}" for host in sites]
         self.cluster.keep(tuple(names))
 
-    async def close(self, tasks: Mapping[Life[Any], asyncio.Task[None]]) -> set[str]:
+    async def close(self, tasks: Mapping[ManagedProcess[Any], asyncio.Task[None]]) -> set[str]:
         """All workers have ended, and given their places back. Who does not end."""
         if self._heritage is not None and self._settling is not None:
             self._settling.cancel()
@@ -175,7 +175,7 @@ class RayLauncher:
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
         host = self.berths.host(guest.name)
-        order = Order(
+        order = StartOrder(
             args=(
                 *("--name", guest.name),
                 *("--listen", f"tcp://{bootstrap.every(host)}:0", "--advertise", host),

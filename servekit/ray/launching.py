@@ -6,14 +6,17 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from servekit.ray.launcher import Instance, RayLauncher
-from servekit.ray.takeover import Heritage
+from servekit.ray.takeover import Takeover
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.process.task_utils import undisturbed
 
 
 def launcher_of(
-    plan: Plan, host: Instance, run: Callable[[Life[Any]], None], heritage: Heritage | None
+    plan: Plan,
+    host: Instance,
+    run: Callable[[ManagedProcess[Any]], None],
+    heritage: Takeover | None,
 ) -> RayLauncher | None:
     """What the file says; None where workers are children of the supervisor."""
     return RayLauncher(plan, host, run, heritage) if plan.config.launcher == "ray" else None

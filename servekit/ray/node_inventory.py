@@ -15,7 +15,7 @@ from servekit.ray import bootstrap, node_requirements
 from servekit.ray.client import Cluster, Unable
 
 
-class Survey:
+class NodeInventory:
     """`nodes` are as they were last seen: when we joined, and when a reload brought new models."""
 
     def __init__(self, settings: RayConfig) -> None:

@@ -22,16 +22,21 @@ from servekit import __version__
 from servekit.config.schema import ServerConfig
 from servekit.protocol.messages import FromGateway, GatewayStatus, Stop, Topology
 from servekit.protocol.ray_messages import Berth, Node
-from servekit.protocol.remote_gateway import Answered, Asked, Certified, FromRemoteGateway
+from servekit.protocol.remote_gateway import (
+    AdminRequest,
+    AdminResponse,
+    CertificateUpdate,
+    FromRemoteGateway,
+)
 from servekit.ray import bootstrap
-from servekit.ray.actors import Order
+from servekit.ray.actors import StartOrder
 from servekit.ray.client import Unable
 from servekit.ray.launcher import RayLauncher
 from servekit.ray.node_requirements import sites_of
 from servekit.ray.takeover import PATIENCE_S
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.launcher import AnyChild
-from servekit.supervisor.lifecycle.managed_process import Host, Life
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process import environment
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -44,7 +49,7 @@ _EVERY_ADDRESS = ("0.0.0.0", "::")
 class Desk(Protocol):
     """Who answers what operators ask a gateway over HTTP."""
 
-    def hear(self, asked: Asked, send: Callable[[Answered], None]) -> None: ...
+    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,9 @@ class RemoteGateway(Gateway):
 
     incoming = FromRemoteGateway
 
-    def __init__(self, node: Node, service: Service, host: Host, beside: Gateway) -> None:
+    def __init__(
+        self, node: Node, service: Service, host: SupervisorContext, beside: Gateway
+    ) -> None:
         super().__init__(node.host, (), service.server, host, lambda spent: None)
         self.node = node  # Ray has another one for a machine that was started again
         self._service = service
@@ -84,7 +91,7 @@ class RemoteGateway(Gateway):
         return f"on the node {node.host}: {refusal}" if refusal else ""
 
     async def spawn(self) -> AnyChild[FromGateway]:
-        order = Order(
+        order = StartOrder(
             args=self._args(),
             env=self._environment(),
             fingerprint=self._fingerprint(),
@@ -179,17 +186,17 @@ class RemoteGateway(Gateway):
             log.error("the certificate cannot be read", child=self.name, reason=str(error))
             return
         self._certified = stamp
-        self.child.send(Certified(stamp, *files))
+        self.child.send(CertificateUpdate(stamp, *files))
 
     # ---- what it tells
 
-    def receive(self, message: FromGateway | Asked) -> None:
-        if isinstance(message, Asked):
+    def receive(self, message: FromGateway | AdminRequest) -> None:
+        if isinstance(message, AdminRequest):
             self._service.desk.hear(message, self._answer)
         else:
             super().receive(message)
 
-    def _answer(self, answered: Answered) -> None:
+    def _answer(self, answered: AdminResponse) -> None:
         if self.child is not None:
             self.child.send(answered)
 
@@ -213,8 +220,8 @@ class RemoteGateways:
         self,
         gateways: list[Gateway],
         service: Service | None,
-        host: Host,
-        run: Callable[[Life[Any]], None],
+        host: SupervisorContext,
+        run: Callable[[ManagedProcess[Any]], None],
     ) -> None:
         self._gateways = gateways
         self._service = service
@@ -270,9 +277,9 @@ def remote_gateways(
     server: ServerConfig,
     listeners: Sequence[socket.socket],
     launcher: RayLauncher | None,
-    host: Host,
+    host: SupervisorContext,
     desk: Desk,
-    run: Callable[[Life[Any]], None],
+    run: Callable[[ManagedProcess[Any]], None],
 ) -> RemoteGateways:
     """Of an instance whose own gateways have these sockets."""
     ports = tuple(sock.getsockname()[1] for sock in listeners)

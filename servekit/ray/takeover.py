@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Heritage:
+class Takeover:
     """`elders` are connections to the gateways that serve by what the last supervisor said."""
 
     listeners: tuple[socket.socket, ...]
@@ -34,7 +34,7 @@ class Heritage:
     mark: str
 
     @classmethod
-    def of(cls, run_dir: Path, port: int) -> Heritage | None:
+    def of(cls, run_dir: Path, port: int) -> Takeover | None:
         """Take over what serves there on that port, 0 is any; None where nothing does."""
         record = read_record(run_dir)
         found = inherit(run_dir.glob("heir-*.sock"))

@@ -13,25 +13,25 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.config.schema import ServerConfig
-from servekit.protocol.adapters import Told, Unused
+from servekit.protocol.adapters import AdapterUnused, TopologyApplied
 from servekit.protocol.messages import (
     FromGateway,
     GatewayStatus,
+    KeyUsage,
     Ping,
     Quarantined,
     Serving,
-    Spent,
     Topology,
     Traffic,
 )
 from servekit.protocol.metrics_messages import Counted, Series
-from servekit.protocol.residency import KeepAlive, Wanted
+from servekit.protocol.residency import KeepAlive, ModelDemand
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.launcher import AnyChild
-from servekit.supervisor.lifecycle.managed_process import Host, Life
-from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.quarantine import aged
@@ -48,7 +48,7 @@ SILENT_S = 30.0
 _DEATHS_IN_VAIN = 5
 
 
-class Gateway(Life[FromGateway]):
+class Gateway(ManagedProcess[FromGateway]):
     """Runs one gateway on the shared listening sockets."""
 
     incoming = FromGateway
@@ -59,11 +59,11 @@ class Gateway(Life[FromGateway]):
         which: int | str,
         listen_fds: tuple[int, ...],
         server: ServerConfig,
-        host: Host,
-        tell_others: Callable[[Spent], None],
+        host: SupervisorContext,
+        tell_others: Callable[[KeyUsage], None],
     ) -> None:
         super().__init__(f"gateway/{which}", host)
-        self.starting.occasion = Occasion.up()
+        self.starting.occasion = StartReason.up()
         self.has_served = False  # in any of its lives
         self.traffic = Traffic(0, 0, {})
         self._past_tokens: Counter[str] = Counter()  # of its lives before
@@ -77,7 +77,7 @@ class Gateway(Life[FromGateway]):
         self._credentials_fd: int | None = None  # until it has them
         self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
         #: How much each model that comes and goes is in use there, and when that was said.
-        self.uses: dict[str, tuple[Wanted, float]] = {}
+        self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
         self.on_counted: Callable[[Counted], None] = lambda _: None
 
@@ -175,7 +175,7 @@ class Gateway(Life[FromGateway]):
         """It has no request for an adapter that serves no more."""
         return self.state != "ready" or adapter in self._unused
 
-    def hear(self, spent: Spent) -> None:
+    def hear(self, spent: KeyUsage) -> None:
         """Tell it what keys have used at another gateway."""
         if spent.gateway != self.name and self.child is not None:
             self.child.send(spent)
@@ -194,13 +194,13 @@ class Gateway(Life[FromGateway]):
                 self.on_counted(Counted((one,)))
             case Counted():
                 self.on_counted(message)
-            case Told(serial):
+            case TopologyApplied(serial):
                 self._told = serial
-            case Unused(adapter):
+            case AdapterUnused(adapter):
                 self._unused.add(adapter)
-            case Spent():
+            case KeyUsage():
                 self._tell_others(message)
-            case Wanted(model):
+            case ModelDemand(model):
                 self.uses[model] = message, time.monotonic()
                 self.on_use(None)
             case KeepAlive():
@@ -267,11 +267,13 @@ class Gateway(Life[FromGateway]):
         )
 
 
-def gateways_of(server: ServerConfig, listen_fds: tuple[int, ...], host: Host) -> list[Gateway]:
+def gateways_of(
+    server: ServerConfig, listen_fds: tuple[int, ...], host: SupervisorContext
+) -> list[Gateway]:
     """All of an instance; each tells the others what keys have used there."""
     gateways: list[Gateway] = []
 
-    def tell_others(spent: Spent) -> None:
+    def tell_others(spent: KeyUsage) -> None:
         for gateway in gateways:
             gateway.hear(spent)
 

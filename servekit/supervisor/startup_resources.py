@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from servekit.ray.takeover import Heritage
+from servekit.ray.takeover import Takeover
 from servekit.supervisor.process.run_dir import RunDir, default_paths
 from servekit.system import sockets
 from servekit.system.rlimits import raise_file_limit
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class StartupResources:
     """What an instance stands on, taken before anything is started."""
 
     run_dir: RunDir
     #: The public one first, and then the one for older clients, if there is one.
     listeners: tuple[socket.socket, ...]
     #: What serves on of a supervisor that was killed.
-    heritage: Heritage | None = None
+    heritage: Takeover | None = None
 
     @classmethod
     def take(
@@ -35,7 +35,7 @@ class Ground:
         *,
         inherits: bool = False,
         environ: Mapping[str, str] = os.environ,
-    ) -> Ground:
+    ) -> StartupResources:
         """Bind the sockets and lock the run directory, with room for files. Raises StartError.
 
         Without `run_dir` the first default that can be used, by `environ`.
@@ -45,7 +45,7 @@ class Ground:
         """
         raise_file_limit()
         heir_of = run_dir or default_paths(environ)[0]
-        heritage = Heritage.of(heir_of, port) if inherits else None
+        heritage = Takeover.of(heir_of, port) if inherits else None
         if heritage is not None:
             return cls(RunDir.take(heir_of, sweep=False), heritage.listeners, heritage)
         with contextlib.ExitStack() as taken:

@@ -7,7 +7,7 @@ from typing import Protocol
 from servekit.protocol.messages import Status
 
 
-class Observer(Protocol):
+class StatusListener(Protocol):
     """Who watches an instance: the command line's display."""
 
     def changed(self, status: Status) -> None:

@@ -37,29 +37,29 @@ from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
 from servekit.supervisor.admin.adapter_service import AdapterDesk
 from servekit.supervisor.admin.control_socket import Operators
-from servekit.supervisor.admin.metrics import Accounts
-from servekit.supervisor.admin.resource_monitor import Measures
+from servekit.supervisor.admin.metrics import MetricsAggregator
+from servekit.supervisor.admin.resource_monitor import ResourceMonitor
 from servekit.supervisor.admin.systemd import Notifier
 from servekit.supervisor.autoscaling.autoscaler import Scaler
-from servekit.supervisor.autoscaling.capacity import Elsewhere, Here
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.autoscaling.capacity import LocalCapacity, RayCapacity
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import gateways_of, in_vain
-from servekit.supervisor.lifecycle.managed_process import Life
-from servekit.supervisor.model_swap.manager import Residents
-from servekit.supervisor.process.orphan_guard import Guard
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.model_swap.manager import SwapManager
+from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
 from servekit.supervisor.process.signals import Signals
 from servekit.supervisor.process.task_utils import Tasks, ended
 from servekit.supervisor.quarantine import Quarantine, alike
 from servekit.supervisor.shutdown import END_S, KILL_S, WORKER_GRACE_S, last_words
-from servekit.supervisor.startup_resources import Ground, has_terminal
-from servekit.supervisor.status_listener import Observer
+from servekit.supervisor.startup_resources import StartupResources, has_terminal
+from servekit.supervisor.status_listener import StatusListener
 from servekit.supervisor.ticker import ticking
-from servekit.supervisor.workers.fork_server import Standby
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.fork_server import ForkServer
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs, sockets, subreaper
 from servekit.system.nvml_client import driver
 from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
@@ -74,7 +74,11 @@ class Supervisor:
     """One instance. Made on a running event loop."""
 
     def __init__(
-        self, plan: Plan, ground: Ground, environ: Mapping[str, str], observer: Observer
+        self,
+        plan: Plan,
+        ground: StartupResources,
+        environ: Mapping[str, str],
+        observer: StatusListener,
     ) -> None:
         self.run_dir = ground.run_dir
         self._environ = environ
@@ -86,12 +90,12 @@ class Supervisor:
         self._listeners, self._observer = ground.listeners, observer
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
-        self._guard: Guard
+        self._guard: OrphanGuard
         self._unrestored = ""  # why the run directory could not be made anew
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
-        self._tasks: dict[Life[Any], asyncio.Task[None]] = {}
+        self._tasks: dict[ManagedProcess[Any], asyncio.Task[None]] = {}
         self._reloads: set[asyncio.Task[Any]] = set()
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
@@ -100,14 +104,18 @@ class Supervisor:
         self._gateways = gateways_of(server, fds, self)
         self._notifier = Notifier(environ, self._gateways)
         self.launcher = launcher_of(plan, self, self._run, ground.heritage)
-        self._fleets = Fleets(plan, self, self._run)
-        self._residents = Residents(self._fleets, self._gateways)
-        rooms = Here(self._fleets) if self.launcher is None else Elsewhere()
+        self._fleets = DeploymentManager(plan, self, self._run)
+        self._residents = SwapManager(self._fleets, self._gateways)
+        rooms = LocalCapacity(self._fleets) if self.launcher is None else RayCapacity()
         self._scaler = Scaler(self._fleets, self._gateways, self._residents, rooms)
         desk = AdapterDesk(self._fleets, self._gateways)
-        self._accounts = Accounts(self._gateways, self._fleets, self._quarantine, self.status)
+        self._accounts = MetricsAggregator(
+            self._gateways, self._fleets, self._quarantine, self.status
+        )
         self._operators = Operators(self, desk, self._residents, self._accounts)
-        self._measures = Measures(self._fleets, self._lives, self.run_dir, self.children_changed)
+        self._measures = ResourceMonitor(
+            self._fleets, self._lives, self.run_dir, self.children_changed
+        )
         own = self._gateways, plan.config.server, ground.listeners
         self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
 
@@ -125,7 +133,7 @@ class Supervisor:
             last.callback(journal.close)
             mark_by_limit(self.mark)
             grace = grace_s(self.launcher)
-            self._guard = Guard(self.run_dir.path, self.mark, self.environ, grace)
+            self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
             last.callback(self._guard.dismiss)
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
@@ -138,18 +146,18 @@ class Supervisor:
                 await self._until_told()
             return await self._drain()
 
-    def _run(self, life: Life[Any]) -> None:
+    def _run(self, life: ManagedProcess[Any]) -> None:
         task = self._loop.create_task(life.run(), name=life.name)
         self._tasks[life] = task
         task.add_done_callback(lambda done: self._on_end(life, done))
 
-    def _on_end(self, life: Life[Any], task: asyncio.Task[None]) -> None:
+    def _on_end(self, life: ManagedProcess[Any], task: asyncio.Task[None]) -> None:
         """A life is over: by a reload, or at the end, or because of a bug of ours."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._requests.put_nowait(error)
         if not self._draining:
             del self._tasks[life]
-            if isinstance(life, Replica | Standby):
+            if isinstance(life, WorkerProcess | ForkServer):
                 self._fleets.ended(life)
             self.changed()
 
@@ -191,14 +199,14 @@ class Supervisor:
         workers = self._fleets.replicas()
         for replica in workers:
             replica.end(Stop(), WORKER_GRACE_S)
-        rest: list[Life[Any]] = [*workers, *self._fleets.standbys()]
+        rest: list[ManagedProcess[Any]] = [*workers, *self._fleets.standbys()]
         stuck |= await ended(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
         if self.launcher is not None:
             stuck |= await self.launcher.close(self._tasks)
         hurrying.cancel()
         return last_words(stuck)
 
-    def _tasks_of(self, lives: Sequence[Life[Any]]) -> Tasks:
+    def _tasks_of(self, lives: Sequence[ManagedProcess[Any]]) -> Tasks:
         return {self._tasks[life] for life in lives if life in self._tasks}
 
     async def _hurry_if_told_again(self) -> None:
@@ -232,7 +240,7 @@ class Supervisor:
         self._requests.put_nowait("now" if now else "drain")
 
     def why(self, name: str) -> Why | Refused:
-        others = [life for life in self._lives() if not isinstance(life, Replica)]
+        others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
         return snapshot.why(name, self._fleets.everyone(), others, self._residents.residence)
 
     async def reload(self) -> Accepted | Refused:
@@ -355,7 +363,7 @@ class Supervisor:
             traffic=snapshot.traffic(self._fleets.served, self._gateways),
         )
 
-    def _models(self, fleets: Sequence[Fleet], for_operators: bool) -> tuple[ModelStatus, ...]:
+    def _models(self, fleets: Sequence[Deployment], for_operators: bool) -> tuple[ModelStatus, ...]:
         told, at = self._residents.residence, int(self._started_at)
         return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in fleets)
 
@@ -364,8 +372,10 @@ class Supervisor:
         started = [Started(c.name, c.pid, c.started) for c in children if c is not None and c.here]
         return [*started, *self._measures.descendants]
 
-    def _lives(self) -> list[Life[Any]]:
-        own: list[Life[Any]] = [self.launcher.cluster] if self.launcher is not None else []
+    def _lives(self) -> list[ManagedProcess[Any]]:
+        own: list[ManagedProcess[Any]] = (
+            [self.launcher.cluster] if self.launcher is not None else []
+        )
         return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys(), *own]
 
     def _leave_record(self) -> None:

@@ -28,7 +28,7 @@ NO_CUDA = frozenset(
 )
 
 
-class Guard(MetaPathFinder, Loader):
+class ImportGuard(MetaPathFinder, Loader):
     """Finds forbidden modules, and refuses to load them."""
 
     def __init__(self, process: str, names: frozenset[str] = NO_CUDA) -> None:
@@ -57,9 +57,9 @@ class Guard(MetaPathFinder, Loader):
         return f"{name} was imported in the {self._process}, which stays without CUDA: {led}"
 
 
-def stand(process: str) -> Guard:
+def stand(process: str) -> ImportGuard:
     """Guard this process from now on. Raises ForbiddenImport for what is there already."""
-    guard = Guard(process)
+    guard = ImportGuard(process)
     for name in sorted(NO_CUDA & sys.modules.keys()):
         raise ForbiddenImport(f"{name} was imported in the {process} before its guard", name=name)
     sys.meta_path.insert(0, guard)

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     import sys
 
     from servekit import logging_config
-    from servekit.worker.transport import Inherited
+    from servekit.worker.transport import InheritedChannel
     from servekit.worker.worker import run
 
     faulthandler.enable()
@@ -64,6 +64,6 @@ if __name__ == "__main__":
             sys.exit(
                 fork_server.run(control, socket.socket(fileno=args.orders_fd), args.parent_pid)
             )
-        except fork_server.Born as born:
+        except fork_server.ForkedChild as born:
             name, control, began_s = born.name, born.control, time.monotonic()
-    sys.exit(run(name, Inherited(control), began_s))
+    sys.exit(run(name, InheritedChannel(control), began_s))

@@ -34,7 +34,7 @@ _ADOPTED_S = 5.0
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
-class Born(Exception):
+class ForkedChild(Exception):
     """Raised in the forked process, up to where a worker begins: `name` and `control`."""
 
     def __init__(self, name: str, control: socket.socket) -> None:
@@ -100,7 +100,7 @@ def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervis
     raise born
 
 
-def _become(order: Fork, fds: list[int], between: int, supervisor: int) -> Born:
+def _become(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedChild:
     """Be in every respect what a fresh worker is. Raises OSError, LoadError."""
     os.setsid()
     _await_adoption(between, supervisor)
@@ -113,7 +113,7 @@ def _become(order: Fork, fds: list[int], between: int, supervisor: int) -> Born:
     logging_config.configure(order.name, json=True)
     engines.reborn()
     _rename(order.name)
-    return Born(order.name, socket.socket(fileno=control_fd))
+    return ForkedChild(order.name, socket.socket(fileno=control_fd))
 
 
 def _await_adoption(between: int, supervisor: int) -> None:

@@ -12,12 +12,12 @@ from servekit.protocol.messages import (
     Borrow,
     Cancel,
     Delta,
+    DeltaBatch,
     Failed,
     GatewayToWorker,
     Generate,
     Hello,
-    OneEach,
-    Tokens,
+    TokenBatch,
 )
 from servekit.protocol.transport.connection import Connection
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log: Any = structlog.get_logger("servekit.worker")
 
 
-class Peer:
+class GatewayConnection:
     """One connection to this worker: a gateway, or the worker's own warm-up probe."""
 
     def __init__(self, runner: Runner, connection: Connection[Any] | None = None) -> None:
@@ -41,7 +41,7 @@ class Peer:
         connection.on_turn = self.flush
         self._deltas: list[Delta] = []
         self._told: set[int] = set()  # the requests that these are of
-        self._plain = OneEach([], [], [])
+        self._plain = TokenBatch([], [], [])
         self.greeted = False
 
     def add(self, delta: Delta) -> None:
@@ -71,13 +71,13 @@ class Peer:
     def flush(self) -> None:
         """Send the deltas now."""
         if self._plain.ids:
-            plain, self._plain = self._plain, OneEach([], [], [])
+            plain, self._plain = self._plain, TokenBatch([], [], [])
             self.connection.send(plain)
         if self._deltas:
             deltas, self._deltas = self._deltas, []
             self._told.clear()
             try:
-                self.connection.send(Tokens(deltas))
+                self.connection.send(DeltaBatch(deltas))
             except WireError:
                 self._flush_apart(deltas)
 
@@ -85,7 +85,7 @@ class Peer:
         """Together they are too long for a message; one that is by itself is refused."""
         for delta in deltas:
             try:
-                self.connection.send(Tokens([delta]))
+                self.connection.send(DeltaBatch([delta]))
             except WireError as error:
                 said = f"the answer is too long: {error.message}"
                 self.connection.send(Failed(delta.id, RequestError.code, said))

@@ -6,9 +6,9 @@ gateways, so it alone can keep them apart:
     the line is empty     what comes is started at once; nothing here costs it anything
     a suspect comes       it stands in line, and so does all that comes after it, of any gateway
     a suspect is first    it waits until all that runs is proven or done; then all gateways are told
-                          `Alone`, and once its own has that, it is started
+                          `IsolationStarted`, and once its own has that, it is started
     it is proven or done  the next suspect follows in the same way; before anything else is started
-                          the gateways are told `Together`
+                          the gateways are told `IsolationEnded`
 
 So whichever way the worker dies, the gateways know whose death it was (`gateway.fate`). To know a
 thing is to have it in one's socket: this process may be killed by the very next thing it does. A
@@ -26,10 +26,10 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from servekit.protocol.messages import Alone, Generate, Together
+from servekit.protocol.messages import Generate, IsolationEnded, IsolationStarted
 
 if TYPE_CHECKING:
-    from servekit.worker.gateway_connection import Peer
+    from servekit.worker.gateway_connection import GatewayConnection
     from servekit.worker.runner import Runner
 
 #: How long a gateway may take to read what it is told, before the others go on without it.
@@ -38,26 +38,26 @@ HEARD_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.02
 
 
-class Held(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request that has not been started."""
 
-    peer: Peer
+    peer: GatewayConnection
     request: Generate
     job_id: int
 
 
-class Ward:
+class IsolationQueue:
     """The line, and who is alone. All of it on the worker's event loop."""
 
     def __init__(self, runner: Runner) -> None:
         self.closed = False  # what comes now stands in line
         self._runner = runner
-        self._line: dict[int, Held] = {}  # by job id, in the order in which they came
-        self._alone: Held | None = None  # as the gateways were told
+        self._line: dict[int, QueuedRequest] = {}  # by job id, in the order in which they came
+        self._alone: QueuedRequest | None = None  # as the gateways were told
         self._changed = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None  # the loop itself keeps no reference
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: QueuedRequest) -> None:
         """Have a request stand in line."""
         self._line[held.job_id] = held
         if not self.closed:
@@ -74,7 +74,7 @@ class Ward:
         """Something was proven, or has ended."""
         self._changed.set()
 
-    def greet(self, peer: Peer) -> None:
+    def greet(self, peer: GatewayConnection) -> None:
         """A gateway has just connected: it has to know, too."""
         if self._alone is not None:
             peer.connection.send(self._word(peer))
@@ -98,7 +98,7 @@ class Ward:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._runner.engine.fatal = error
 
-    async def _try(self, suspect: Held) -> None:
+    async def _try(self, suspect: QueuedRequest) -> None:
         """A suspect's turn, until nothing more has to be held for it."""
         await self._until(lambda: self._runner.settled or suspect.job_id not in self._line)
         if suspect.job_id not in self._line:
@@ -130,7 +130,7 @@ class Ward:
 
     # ---- what the gateways are told
 
-    async def _tell(self, alone: Held | None) -> bool:
+    async def _tell(self, alone: QueuedRequest | None) -> bool:
         """Tell all gateways who is alone; whether that one's own gateway has heard it."""
         self._alone = alone
         peers = [peer for peer in self._runner.peers if peer.greeted]
@@ -140,13 +140,13 @@ class Ward:
         heard = await asyncio.gather(*map(_heard, peers))
         return alone is None or (alone.peer, True) in zip(peers, heard, strict=True)
 
-    def _word(self, peer: Peer) -> Alone | Together:
+    def _word(self, peer: GatewayConnection) -> IsolationStarted | IsolationEnded:
         if self._alone is None:
-            return Together()
-        return Alone(self._alone.request.id if self._alone.peer is peer else 0)
+            return IsolationEnded()
+        return IsolationStarted(self._alone.request.id if self._alone.peer is peer else 0)
 
 
-async def _heard(peer: Peer) -> bool:
+async def _heard(peer: GatewayConnection) -> bool:
     """Whether all that a gateway was told is in its socket."""
     try:
         async with asyncio.timeout(HEARD_WITHIN_S):

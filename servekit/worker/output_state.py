@@ -22,10 +22,10 @@ from servekit.worker.detokenizer import CountedText, TextStream
 from servekit.worker.request_preparation import packed
 
 if TYPE_CHECKING:
-    from servekit.worker.gateway_connection import Peer
+    from servekit.worker.gateway_connection import GatewayConnection
 
 
-class Task:
+class OutputState:
     """A request, and how far it is."""
 
     __slots__ = (
@@ -45,7 +45,9 @@ class Task:
         "text",
     )
 
-    def __init__(self, peer: Peer, request: Generate, prompt_tokens: int, text: TextStream) -> None:
+    def __init__(
+        self, peer: GatewayConnection, request: Generate, prompt_tokens: int, text: TextStream
+    ) -> None:
         self.peer = peer
         self.id = request.id
         self.prompt_tokens = prompt_tokens
@@ -113,7 +115,7 @@ class Task:
         )  # fmt: skip
 
 
-class SilentTask(Task):
+class SilentTask(OutputState):
     """A request that asks for no tokens. Its engine makes one, which nobody is told of."""
 
     def delta(self, output: StepOutput) -> Delta:
@@ -131,10 +133,10 @@ def failure(output: StepOutput) -> RequestError | None:
     return output.failure if isinstance(output, TextOutput) else None
 
 
-class TextTask(Task):
+class TextTask(OutputState):
     """A request to an engine that brings text. What has come shows that it does not kill."""
 
-    def __init__(self, peer: Peer, request: Generate) -> None:
+    def __init__(self, peer: GatewayConnection, request: Generate) -> None:
         super().__init__(peer, request, 0, TextStream(_NoDecoder(), ()))
 
     def delta(self, output: StepOutput) -> Delta:
@@ -156,7 +158,7 @@ class _NoDecoder:
         return ""
 
 
-class ScoredTask(Task):
+class ScoredTask(OutputState):
     """A request for log probabilities that has stop strings.
 
     A token is told once some of its text is certain to leave. One that may yet turn out to be of a
@@ -166,7 +168,7 @@ class ScoredTask(Task):
     __slots__ = ("_counted", "_kept", "_told")
 
     def __init__(
-        self, peer: Peer, request: Generate, prompt_tokens: int, text: CountedText
+        self, peer: GatewayConnection, request: Generate, prompt_tokens: int, text: CountedText
     ) -> None:
         super().__init__(peer, request, prompt_tokens, text)
         self._counted = text
@@ -179,7 +181,7 @@ class ScoredTask(Task):
         return self._told >= PROOF_TOKENS
 
     def delta(self, output: StepOutput) -> Delta:
-        """As `Task.delta`, of the tokens that may be told by now."""
+        """As `OutputState.delta`, of the tokens that may be told by now."""
         text = self.held + self._read(output)
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish

@@ -12,38 +12,40 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from servekit.errors import StartError, WireError
-from servekit.protocol.adapters import Remember
+from servekit.protocol.adapters import SetAdapters
 from servekit.protocol.messages import FromWorker, Hello, Load, ToWorker, WorkerSpec
 from servekit.protocol.transport.address import host_and_port, is_tcp, tcp
 from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial
 from servekit.protocol.transport.credentials import read
-from servekit.protocol.transport.remote_server import GRACE_S, Port, Post
+from servekit.protocol.transport.remote_server import GRACE_S, ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attached
-from servekit.worker.gateway_connection import Peer
+from servekit.worker.gateway_connection import GatewayConnection
 from servekit.worker.state_summary import Summary
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
 
 
-def posted(args: argparse.Namespace) -> Remote:
+def posted(args: argparse.Namespace) -> TcpChannel:
     """As the command line says. Raises StartError, OSError for what is not there to be read."""
     if not is_tcp(args.listen):
         raise StartError(f"{args.listen!r} is not of the form tcp://HOST:PORT")
     grace_s = GRACE_S if args.grace_s is None else args.grace_s
     lost_s = LOST_S if args.lost_s is None else args.lost_s
     credentials = read(args.credentials_fd)
-    return Remote(Post(args.listen, args.advertise, credentials, args.report_fd, grace_s, lost_s))
+    return TcpChannel(
+        ListenOptions(args.listen, args.advertise, credentials, args.report_fd, grace_s, lost_s)
+    )
 
 
-class Remote(Port):
+class TcpChannel(TcpServer):
     """The line of a worker whose supervisor is elsewhere. All of it on the worker's event loop."""
 
     role = "worker"
     incoming = ToWorker
     is_remote = True
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: ListenOptions) -> None:
         super().__init__(post)
         self._runner: Runner | None = None
         self._summary = Summary()
@@ -76,7 +78,7 @@ class Remote(Port):
 
     def hear(self, message: ToWorker) -> None:
         match message:
-            case Remember(added):
+            case SetAdapters(added):
                 self._summary.added = added
                 return
             case Load() if self._spec is not None:
@@ -91,6 +93,6 @@ class Remote(Port):
         """A gateway, or the worker's own probe. Raises WireError before the model is loaded."""
         if self._runner is None:
             raise WireError("the model is not loaded yet")
-        peer = Peer(self._runner, connection)
+        peer = GatewayConnection(self._runner, connection)
         self._runner.peers.add(peer)
         peer.meet(hello)

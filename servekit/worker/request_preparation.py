@@ -42,7 +42,7 @@ class Prepared(msgspec.Struct):
     text: str = ""
 
 
-class Intake:
+class RequestPreparer:
     """Prepares requests for one engine; `room` is how many tokens the context has for one."""
 
     def __init__(self, engine: Engine, info: ModelInfo, room: Callable[[Generate], int]) -> None:

@@ -37,12 +37,12 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.transport.connection import Connection
 from servekit.worker.detokenizer import CountedText, TextStream
-from servekit.worker.gateway_connection import Peer
-from servekit.worker.isolation_queue import Held, Ward
-from servekit.worker.output_state import ScoredTask, SilentTask, Task, TextTask, failure
+from servekit.worker.gateway_connection import GatewayConnection
+from servekit.worker.isolation_queue import IsolationQueue, QueuedRequest
+from servekit.worker.output_state import OutputState, ScoredTask, SilentTask, TextTask, failure
 from servekit.worker.request_preparation import (
-    Intake,
     Prepared,
+    RequestPreparer,
     completion_limit,
     limit_of_continuation,
 )
@@ -70,8 +70,8 @@ class Runner:
         self.info = info
         self._speaks = engine if isinstance(engine, TextEngine) else None
         self.loop = asyncio.get_running_loop()
-        self.peers: set[Peer] = set()
-        self.ward = Ward(self)
+        self.peers: set[GatewayConnection] = set()
+        self.ward = IsolationQueue(self)
         self.lending = Lending(self)
         self.draining = False
         self.dead = False  # the engine has died
@@ -88,12 +88,12 @@ class Runner:
         # How many tokens and ends each step of the engine has brought.
         self.on_step: Callable[[int, int], None] = lambda tokens, ends: None
         self._leaving: asyncio.Task[None] | None = None
-        self._tasks: dict[int, Task] = {}  # job id → task
+        self._tasks: dict[int, OutputState] = {}  # job id → task
         self._next_job = 0
         self._stopwatch = Stopwatch()
-        self._intake = Intake(engine, info, self._context)
+        self._intake = RequestPreparer(engine, info, self._context)
         self._encoding: set[asyncio.Task[None]] = set()
-        self._going: dict[tuple[Peer, int], float] = {}  # cancelled, and since when
+        self._going: dict[tuple[GatewayConnection, int], float] = {}  # cancelled, and since when
         self._watching: asyncio.Task[None] | None = None
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
@@ -105,13 +105,13 @@ class Runner:
 
     def connect(self) -> Connection[GatewayToWorker]:
         """A connection factory for `wire.connection.listen`."""
-        peer = Peer(self)
+        peer = GatewayConnection(self)
         self.peers.add(peer)
         return peer.connection
 
     # ---- from the gateway
 
-    def accept(self, peer: Peer, request: Generate) -> None:
+    def accept(self, peer: GatewayConnection, request: Generate) -> None:
         if request.id in peer.jobs:
             raise WireError(f"request {request.id} is in flight already")
         if self._takes_no_more(request):
@@ -132,11 +132,11 @@ class Runner:
         if request.adapter:
             self._adapt(self._next_job, request.adapter)
         if self.ward.closed or request.alone_until:
-            self.ward.hold(Held(peer, request, self._next_job))
+            self.ward.hold(QueuedRequest(peer, request, self._next_job))
         else:
             self.start(peer, request, self._next_job)
 
-    def start(self, peer: Peer, request: Generate, job_id: int) -> None:
+    def start(self, peer: GatewayConnection, request: Generate, job_id: int) -> None:
         """Start a request: nothing of it has been touched before, its prompt neither."""
         if self._speaks is None and self._intake.takes_long(request):
             task = self.loop.create_task(self._start_later(peer, request, job_id))
@@ -210,14 +210,14 @@ class Runner:
         proven = not self._encoding and all(task.proven for task in self._tasks.values())
         return proven and self.loop.time() >= self._stepped_at
 
-    def cleared(self, held: Held) -> bool:
+    def cleared(self, held: QueuedRequest) -> bool:
         """A suspect that was started need not be alone any more."""
         if held.peer.jobs.get(held.request.id) != held.job_id:
             return self.loop.time() >= self._stepped_at  # cancelled, it may be in a step yet
         task = self._tasks.get(held.job_id)
         return task is not None and task.proven and held.request.alone_until == "proven"
 
-    async def _start_later(self, peer: Peer, request: Generate, job_id: int) -> None:
+    async def _start_later(self, peer: GatewayConnection, request: Generate, job_id: int) -> None:
         def wanted() -> bool:  # not cancelled meanwhile
             return peer.jobs.get(request.id) == job_id
 
@@ -228,7 +228,9 @@ class Runner:
         except Exception as error:
             self._refuse(peer, request, job_id, error)
 
-    def _refuse(self, peer: Peer, request: Generate, job_id: int, error: Exception) -> None:
+    def _refuse(
+        self, peer: GatewayConnection, request: Generate, job_id: int, error: Exception
+    ) -> None:
         """Whatever a request does wrong is answered to it alone.
 
         What an engine that has just died says is no such answer: the request runs elsewhere.
@@ -245,7 +247,9 @@ class Runner:
             peer.fail(request.id, error)
             self._check_idle()
 
-    def _start(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
+    def _start(
+        self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
+    ) -> None:
         match request.task:
             case "generate":
                 self._generate(peer, request, job_id, prepared)
@@ -254,7 +258,9 @@ class Runner:
             case _:
                 self._answer(peer, request, prepared)
 
-    def _generate(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
+    def _generate(
+        self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
+    ) -> None:
         ids = prepared.ids
         params = request.params
         limits = self._limits(request)
@@ -281,14 +287,18 @@ class Runner:
         whose = request.adapter, prepared.banned, request.cache_salt
         self.engine.submit(Job(job_id, ids, params, emitted, constraint, *whose))
 
-    def _ask(self, engine: TextEngine, peer: Peer, request: Generate, job_id: int) -> None:
+    def _ask(
+        self, engine: TextEngine, peer: GatewayConnection, request: Generate, job_id: int
+    ) -> None:
         check(request, self.info, engine.spec)
         check_text(request, engine.spec)
         self._tasks[job_id] = TextTask(peer, request)
         self._stopwatch.note(job_id)
         engine.ask(TextJob(job_id, request))
 
-    def _begin(self, peer: Peer, request: Generate, job_id: int, prompt_tokens: int) -> TextStream:
+    def _begin(
+        self, peer: GatewayConnection, request: Generate, job_id: int, prompt_tokens: int
+    ) -> TextStream:
         params, decoder = request.params, self._decoder(request)
         if params.max_tokens == 0:
             text = TextStream(decoder, ())
@@ -296,7 +306,7 @@ class Runner:
             return text
         if params.logprobs is None or not params.stop:
             text = TextStream(decoder, params.stop, request.sent_chars, params.include_stop)
-            self._tasks[job_id] = Task(peer, request, prompt_tokens, text)
+            self._tasks[job_id] = OutputState(peer, request, prompt_tokens, text)
             return text
         counted = CountedText(decoder, params.stop, request.sent_chars, params.include_stop)
         self._tasks[job_id] = ScoredTask(peer, request, prompt_tokens, counted)
@@ -306,14 +316,16 @@ class Runner:
         decoder = self.engine.codec.decoder()
         return decoder.push(ids) + decoder.flush()
 
-    def _embed(self, peer: Peer, request: Generate, job_id: int, prepared: Prepared) -> None:
+    def _embed(
+        self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
+    ) -> None:
         count = sum(map(len, prepared.inputs))
         text = TextStream(self.engine.codec.decoder(), ())
-        self._tasks[job_id] = Task(peer, request, count, text)
+        self._tasks[job_id] = OutputState(peer, request, count, text)
         self._stopwatch.note(job_id)
         self.engine.embed(EmbedJob(job_id, prepared.inputs))
 
-    def _answer(self, peer: Peer, request: Generate, prepared: Prepared) -> None:
+    def _answer(self, peer: GatewayConnection, request: Generate, prepared: Prepared) -> None:
         """What needs no engine is answered at once."""
         ids = prepared.ids if request.task == "tokenize" else []
         peer.add(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
@@ -336,7 +348,7 @@ class Runner:
         default = self.engine.spec.sampling.get("max_tokens")
         return self._context(request), None if default is None else int(default)
 
-    def cancel(self, peer: Peer, request_id: int, *, tells: bool = False) -> None:
+    def cancel(self, peer: GatewayConnection, request_id: int, *, tells: bool = False) -> None:
         """Nobody wants it any more. `tells`: say so once it can do no harm in the engine."""
         if tells:
             self._going[peer, request_id] = self.loop.time()
@@ -349,7 +361,7 @@ class Runner:
             self.ward.withdraw(job_id)
             self._check_idle()
 
-    def _cancel(self, job_id: int, task: Task | None) -> None:
+    def _cancel(self, job_id: int, task: OutputState | None) -> None:
         self.engine.cancel(job_id)
         if task is not None and not task.proven:
             self._stepped_at = self.loop.time() + STEP_S
@@ -373,7 +385,7 @@ class Runner:
                     peer.connection.send(Cancelled(request_id))
         self._watching = None
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: GatewayConnection) -> None:
         """The gateway is gone, and with it everybody who could want its answers."""
         for request_id in list(peer.jobs):
             self.cancel(peer, request_id)
@@ -434,7 +446,7 @@ class Runner:
         if self.ward.closed:
             self.ward.wake()
 
-    def _tell(self, task: Task, output: StepOutput) -> None:
+    def _tell(self, task: OutputState, output: StepOutput) -> None:
         if (error := failure(output)) is not None:
             self._end(output.id, task)
             task.peer.fail(task.id, error)
@@ -454,14 +466,14 @@ class Runner:
                 delta = replace(delta, continuation=task.continuation(self.generation))
             task.peer.add(delta)
 
-    def _spoil(self, job_id: int, task: Task) -> None:
+    def _spoil(self, job_id: int, task: OutputState) -> None:
         """End a request whose tokens cannot be made into an answer."""
         if job_id in self._tasks:
             self._end(job_id, task)
             self._cancel(job_id, task)
             task.peer.fail(task.id, EngineFailed("the answer's tokens cannot be decoded"))
 
-    def _end(self, job_id: int, task: Task) -> None:
+    def _end(self, job_id: int, task: OutputState) -> None:
         del self._tasks[job_id]
         self._stopwatch.forget(job_id)
         task.peer.jobs.pop(task.id, None)

@@ -15,19 +15,19 @@ from typing import Any
 import structlog
 
 from servekit.errors import LoadError, ServekitError
-from servekit.protocol.residency import Asleep, Awake, NotDone, Sleep, Wake
+from servekit.protocol.residency import Asleep, Awake, Sleep, SleepFailed, Wake
 from servekit.worker.runner import Runner
 
 log: Any = structlog.get_logger("servekit.worker")
 
 Order = Sleep | Wake
-Answer = Asleep | Awake | NotDone
+Answer = Asleep | Awake | SleepFailed
 
 #: Between looks whether the last request is done.
 _LOOK_EVERY_S = 0.02
 
 
-class Slumber:
+class SleepControl:
     """Carries out what the supervisor orders, and answers each order.
 
     `probe` brings a token back; an engine that has been woken and cannot do that is `broken`.
@@ -56,10 +56,10 @@ class Slumber:
             async with self._runner.engine_turn:  # no adapter is loaded meanwhile
                 await (self._sleep() if isinstance(order, Sleep) else self._wake())
         except ServekitError as error:
-            self._send(NotDone(error.message))
+            self._send(SleepFailed(error.message))
         except Exception as error:
             log.exception("neither slept nor woke", order=repr(order))
-            self._send(NotDone(f"{type(error).__name__}: {error}"))
+            self._send(SleepFailed(f"{type(error).__name__}: {error}"))
         else:
             took_s = round(time.monotonic() - began, 3)
             self._send(Asleep(took_s) if isinstance(order, Sleep) else Awake(took_s))

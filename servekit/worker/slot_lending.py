@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from servekit.protocol.messages import Lent
 
 if TYPE_CHECKING:
-    from servekit.worker.gateway_connection import Peer
+    from servekit.worker.gateway_connection import GatewayConnection
     from servekit.worker.runner import Runner
 
 
@@ -25,8 +25,8 @@ class Lending:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._shares: dict[Peer, int] = {}  # of those who borrow
-        self._lent: dict[Peer, int] = {}
+        self._shares: dict[GatewayConnection, int] = {}  # of those who borrow
+        self._lent: dict[GatewayConnection, int] = {}
         self._due = False
 
     @property
@@ -34,7 +34,7 @@ class Lending:
         """Somebody borrows: `change` is to be called when a request begins or ends."""
         return bool(self._shares)
 
-    def borrow(self, peer: Peer, share: int) -> None:
+    def borrow(self, peer: GatewayConnection, share: int) -> None:
         """A gateway has more to do than its `share`; with 0 it has not any more."""
         if share > 0:
             self._shares[peer] = share
@@ -42,7 +42,7 @@ class Lending:
             self.forget(peer)
         self.change()
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: GatewayConnection) -> None:
         """A gateway borrows nothing any more."""
         self._shares.pop(peer, None)
         self._lent.pop(peer, None)

@@ -14,15 +14,15 @@ from servekit.protocol.adapters import (
 )
 from servekit.protocol.messages import BootFailed, Loading, Ready
 from servekit.protocol.residency import Asleep, Awake
-from servekit.protocol.startup_messages import Greeted, Phased
+from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 
 
 class Summary:
     """Made of what the worker has said so far. As long as the worker's state is, not its life."""
 
     def __init__(self) -> None:
-        self._phases: dict[str, Phased] = {}
-        self._gateways: dict[str, Greeted] = {}
+        self._phases: dict[str, PhaseReport] = {}
+        self._gateways: dict[str, GatewayConnected] = {}
         self._loading: Loading | None = None
         self._ready: Ready | None = None
         self._failed: BootFailed | None = None
@@ -33,9 +33,9 @@ class Summary:
     def note(self, message: Any) -> None:
         """The worker says something."""
         match message:
-            case Phased(phase):
+            case PhaseReport(phase):
                 self._phases[phase.name] = message
-            case Greeted(gateway):
+            case GatewayConnected(gateway):
                 self._gateways[gateway] = message
             case Loading():
                 self._loading = message

@@ -1,7 +1,8 @@
-"""How a worker is reached: by its supervisor, and by the gateways.
+"""The channels of a worker to its supervisor and to the gateways.
 
-On its supervisor's own machine that is `Inherited`: the control channel is a socket that it was
-started with, and its lifeline; gateways come to a Unix socket. On another it is `remote.Remote`.
+On its supervisor's own machine it is an `InheritedChannel`: a socket that the worker was started
+with, whose end is the worker's end; gateways connect to a Unix socket. On another machine it is
+`remote.TcpChannel`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OnMessage = Callable[[ToWorker], None]
 OnEnd = Callable[[Exception | None], None]
 
 
-class Line(Protocol):
+class Channel(Protocol):
     """Both ways into a worker. `is_remote`: its like may be on other machines."""
 
     is_remote: bool
@@ -56,7 +57,7 @@ class Line(Protocol):
         """Send what is left, and close."""
 
 
-class Inherited:
+class InheritedChannel:
     """The line of a worker whose supervisor is on this machine."""
 
     is_remote = False

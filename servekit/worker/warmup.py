@@ -9,12 +9,12 @@ from typing import Any
 from servekit.errors import LoadError
 from servekit.protocol.messages import (
     PROTOCOL,
+    DeltaBatch,
     Failed,
     Generate,
     Hello,
     ModelInfo,
     SamplingParams,
-    Tokens,
     WorkerToGateway,
 )
 from servekit.protocol.transport.connection import Connection, Factory
@@ -32,7 +32,7 @@ async def warm_up(
         if isinstance(message, Failed):
             text = f"the warm-up request failed: {message.message}"
             done.set_exception(LoadError(text, permanent=False))
-        elif isinstance(message, Tokens) and any(delta.finish for delta in message.deltas):
+        elif isinstance(message, DeltaBatch) and any(delta.finish for delta in message.deltas):
             done.set_result(None)
 
     def on_close(error: Exception | None) -> None:

@@ -44,12 +44,12 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 from servekit.protocol.residency import Sleep, Wake
-from servekit.protocol.startup_messages import Greeted, Phase, Phased
+from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
 from servekit.worker.runner import Runner
-from servekit.worker.sleep import Slumber
-from servekit.worker.transport import Line
+from servekit.worker.sleep import SleepControl
+from servekit.worker.transport import Channel
 from servekit.worker.warmup import warm_up
 
 log: Any = structlog.get_logger("servekit.worker")
@@ -65,7 +65,7 @@ PROBE_EVERY_S = 15.0
 TOKENS_OF_USE = 8
 
 
-def run(name: str, line: Line, began_s: float) -> int:
+def run(name: str, line: Channel, began_s: float) -> int:
     """Run a worker until it is told to stop; returns the exit code.
 
     `began_s` is when this process was a worker's, on the monotonic clock.
@@ -80,7 +80,7 @@ def run(name: str, line: Line, began_s: float) -> int:
         return code
 
 
-async def _live(name: str, line: Line, began_s: float) -> tuple[int, bool]:
+async def _live(name: str, line: Channel, began_s: float) -> tuple[int, bool]:
     """The exit code, and whether a thread may be left that cannot be ended."""
     worker = Worker(name, line, began_s)
     code = await worker.live()
@@ -90,7 +90,7 @@ async def _live(name: str, line: Line, began_s: float) -> tuple[int, bool]:
 class Worker:
     """One worker process. All state is written on the event loop."""
 
-    def __init__(self, name: str, line: Line, began_s: float) -> None:
+    def __init__(self, name: str, line: Channel, began_s: float) -> None:
         self.name = name
         self._began_s = began_s
         self._loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class Worker:
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._adapters: Adapters | None = None
-        self._slumber: Slumber | None = None
+        self._slumber: SleepControl | None = None
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
@@ -119,7 +119,7 @@ class Worker:
             self._loop.add_signal_handler(FAIL_STEP, self._fail_step)
         await self._line.open(self._on_message, self._on_eof)
         heard_by(self._hear_from_any_thread)
-        self._line.send(Phased(Phase("worker", self._began_s, time.monotonic())))
+        self._line.send(PhaseReport(Phase("worker", self._began_s, time.monotonic())))
         code = await self._exit
         if self._engine is not None and code not in (EXIT_BOOT_FAILED, EXIT_ENGINE_DIED):
             self._engine.close()
@@ -303,7 +303,7 @@ class Worker:
         await asyncio.to_thread(self._runner.identify_adapters, spec.adapters)
         self._runner.on_greeting, self._runner.on_step = self._on_greeting, self._on_step
         self._adapters = Adapters(self._runner, self._line.send)
-        self._slumber = Slumber(
+        self._slumber = SleepControl(
             self._runner, self._line.send, lambda: self._probe(info), self._broken
         )
         self._engine.start(self._runner.emit)
@@ -329,10 +329,10 @@ class Worker:
         """Tell the supervisor at once: it is to know how far this got, should it die now."""
         if of.ended_s is not None and not of.within:
             self._timings_s[of.name] = round(of.ended_s - of.began_s, 3)
-        self._line.send(Phased(of))
+        self._line.send(PhaseReport(of))
 
     def _on_greeting(self, gateway: str) -> None:
-        self._line.send(Greeted(gateway, time.monotonic()))
+        self._line.send(GatewayConnected(gateway, time.monotonic()))
 
     def _report_from_thread(self, progress: Progress) -> None:
         self._loop.call_soon_threadsafe(self._report, progress)

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import SamplingParams
 from tests.bench.figures import conditions
 from tests.bench.load import Order, run
@@ -203,7 +203,7 @@ def _choice_us(way: str, length: int, rounds: int) -> float:
     for _ in range(rounds):
         total_ns = 0
         for _ in range(100):
-            call = Call("m", SamplingParams(max_tokens=5), prompt=text)
+            call = InflightRequest("m", SamplingParams(max_tokens=5), prompt=text)
             began_ns = time.perf_counter_ns()
             chosen = route(replicas, call)
             total_ns += time.perf_counter_ns() - began_ns

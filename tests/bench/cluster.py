@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 
 from servekit.gateway.routing.load_balancer import Account, Balancer
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import (
     ModelInfo,
     ModelStatus,
@@ -52,7 +52,7 @@ class Stream:
 
     __slots__ = ("call", "epoch", "gateway", "left_s", "until", "waits_since", "worker")
 
-    def __init__(self, gateway: Gateway, call: Call, left_s: float) -> None:
+    def __init__(self, gateway: Gateway, call: InflightRequest, left_s: float) -> None:
         self.gateway, self.call, self.left_s = gateway, call, left_s
         self.worker: Seen | None = None
         self.until = self.waits_since = 0.0
@@ -78,7 +78,7 @@ class Seen:
         self.info: ModelInfo | None = ModelInfo(8192, slots, True, "m", "bfloat16", "cuda")
         self.account: Account | None = None
         self.last_id = 0
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, InflightRequest] = {}
         self.streams: dict[int, Stream] = {}
         self.routable = True
 
@@ -329,5 +329,5 @@ class Cluster:
         return found
 
 
-def call(prompt: str = "Why is the sky blue?", session: str = "") -> Call:
-    return Call("m", SamplingParams(max_tokens=512), prompt=prompt, session=session)
+def call(prompt: str = "Why is the sky blue?", session: str = "") -> InflightRequest:
+    return InflightRequest("m", SamplingParams(max_tokens=512), prompt=prompt, session=session)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.step_delivery import take_one_each
-from servekit.gateway.telemetry.metrics import Measures, Meter
-from servekit.protocol.messages import Delta, OneEach, SamplingParams
+from servekit.gateway.telemetry.metrics import RequestMeter, RequestMetrics
+from servekit.protocol.messages import Delta, SamplingParams, TokenBatch
 
 BATCH, BATCHES = 100, 3000
 PARAMS = SamplingParams()
@@ -25,27 +25,29 @@ FIRST = Delta(1, "a", [5], prompt_tokens=7)
 LAST = Delta(1, "", [], "stop", 7, 1)
 
 
-class Idle(Meter):
+class Idle(RequestMeter):
     """Counts nothing."""
 
-    def sent(self, call: Call) -> None:
+    def sent(self, call: InflightRequest) -> None:
         pass
 
-    def first(self, call: Call) -> float:
+    def first(self, call: InflightRequest) -> float:
         return 1.0
 
     def next(self, took_s: float, streams: int) -> None:
         pass
 
-    def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
+    def ended(
+        self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
+    ) -> None:
         pass
 
 
-def play(meter: Callable[[Call], Meter]) -> Callable[[], object]:
+def play(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], object]:
     """A whole request, its end included."""
 
     def request() -> None:
-        call = Call("m", PARAMS, messages=[], stream=False)
+        call = InflightRequest("m", PARAMS, messages=[], stream=False)
         call.read_text()
         call.meter = meter(call)
         call.request(1)
@@ -55,14 +57,14 @@ def play(meter: Callable[[Call], Meter]) -> Callable[[], object]:
     return request
 
 
-def tokens(meter: Callable[[Call], Meter]) -> Callable[[], object]:
+def tokens(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], object]:
     """One more token of a stream."""
-    call = Call("m", PARAMS, messages=[])
+    call = InflightRequest("m", PARAMS, messages=[])
     call.read_text()
     call.sink = lambda: None
     call.meter = meter(call)
     call.take(FIRST)
-    calls, step = {1: call}, OneEach([1], ["a"], [5])
+    calls, step = {1: call}, TokenBatch([1], ["a"], [5])
 
     def token() -> None:
         take_one_each(calls, step)
@@ -86,10 +88,10 @@ def quickest_s(works: list[Callable[[], object]]) -> list[float]:
 
 
 async def main() -> None:
-    measures, idle = Measures(), Idle("", "", "")
+    measures, idle = RequestMetrics(), Idle("", "", "")
     route: Any = SimpleNamespace(status=SimpleNamespace(name="m"))
 
-    def counting(call: Call) -> Meter:
+    def counting(call: InflightRequest) -> RequestMeter:
         return measures.meter(route, call)
 
     for what, make in (("a request", play), ("a step of a stream", tokens)):

@@ -27,18 +27,18 @@ from servekit.gateway.app import Application
 from servekit.gateway.http.limits import LIMITS
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.routing.router import Router
-from servekit.gateway.routing.worker_connection import Replica
+from servekit.gateway.routing.worker_connection import WorkerConnection
 from servekit.gateway.server import keep_out_of_collections
 from servekit.protocol.access import AccessRules
 from servekit.protocol.messages import (
     PROTOCOL,
     Delta,
+    DeltaBatch,
     Hello,
     ModelInfo,
     ModelStatus,
-    OneEach,
     ReplicaStatus,
-    Tokens,
+    TokenBatch,
     Topology,
 )
 from tests.bench.bare import Bare
@@ -125,7 +125,7 @@ class Worker:
     def connect(self) -> None:
         replica: Any = self.replica
         replica._dialling.cancel()
-        self.connection = replica._connection = Replica._factory(replica)
+        self.connection = replica._connection = WorkerConnection._factory(replica)
         self.connection.connection_made(self.socket)
         self.tell(Hello(PROTOCOL, "worker", "echo/0", INFO))
 
@@ -161,7 +161,7 @@ class Ours:
         took = time.perf_counter() - began
         ids = range(first, first + len(self.clients))
         deltas = [Delta(id, "hello", [1, 2, 3, 4, 5], "length", 5, 5) for id in ids]
-        answers = [frame(Tokens(deltas[at : at + 8])) for at in range(0, len(deltas), 8)]
+        answers = [frame(DeltaBatch(deltas[at : at + 8])) for at in range(0, len(deltas), 8)]
         began = time.perf_counter()
         for answer in answers:
             self.worker.connection.data_received(answer)
@@ -198,7 +198,7 @@ class OurStreams:
         for client, _ in self.ours.clients:
             client.data_received(ask)
         ids = list(range(1, streams + 1))
-        self.step = frame(OneEach(ids, ["~"] * streams, [126] * streams))
+        self.step = frame(TokenBatch(ids, ["~"] * streams, [126] * streams))
         self.asked = False
 
     async def batch(self) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from servekit.protocol.residency import Reside, Want
+from servekit.protocol.residency import SetResidency, Want
 from servekit.supervisor.admin.control_socket import ask as control_ask
 from tests.bench.table import Figure, markdown
 from tests.integration.instance import Instance
@@ -109,7 +109,7 @@ def _nobody_awake(instance: Instance) -> str:
         if residence is not None and residence.tier == "resident":
             want: Want = "sleep" if residence.stays_s else "unload"
             control = instance.run_dir / "control.sock"
-            asyncio.run(control_ask(control, Reside(model.name, want), LIMIT_S))
+            asyncio.run(control_ask(control, SetResidency(model.name, want), LIMIT_S))
     return instance.url
 
 

@@ -34,7 +34,7 @@ from servekit.engines.vllm.generation_defaults import Stated
 from servekit.protocol.messages import PROTOCOL, Generate, Hello, ModelInfo, SamplingParams
 from servekit.protocol.transport.connection import adopt
 from servekit.worker.runner import Runner
-from servekit.worker.transport import Inherited
+from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import Worker
 from tests.unit.engines.harness import byte_level_tokenizer, make_spec
 
@@ -105,7 +105,7 @@ class Bench:
 
     def __init__(self, streams: int) -> None:
         self.engine = Idle()
-        self.worker = Worker("path", Inherited(socket.socketpair()[0]), time.monotonic())
+        self.worker = Worker("path", InheritedChannel(socket.socketpair()[0]), time.monotonic())
         self.runner = Runner(self.engine, INFO, lambda: None)
         self.worker._runner = self.runner
         self.runner.on_step = self.worker._on_step

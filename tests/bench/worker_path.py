@@ -25,7 +25,7 @@ from servekit.engines.api.base import StepOutput
 from servekit.engines.echo.engine import EchoEngine
 from servekit.protocol.messages import PROTOCOL, Generate, Hello, SamplingParams
 from servekit.worker.runner import Runner
-from servekit.worker.transport import Inherited
+from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import Worker
 from tests.bench.path import Kept, frame
 from tests.unit.worker.serving import spec
@@ -50,7 +50,7 @@ class Serving:
         options = spec(nowhere, step_s=step_s, slots=2**20, max_context=2 * ENDLESS)
         self.engine = Stepped(options)
         self.runner = Runner(self.engine, self.engine.load(lambda progress: None), lambda: None)
-        self.worker = Worker("path", Inherited(socket.socketpair()[0]), time.monotonic())
+        self.worker = Worker("path", InheritedChannel(socket.socketpair()[0]), time.monotonic())
         self.worker._engine, self.worker._runner = self.engine, self.runner
         self.runner.on_step = self.worker._on_step
         self.engine.start(self.take)

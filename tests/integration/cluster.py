@@ -47,7 +47,7 @@ from servekit.protocol.transport.connection import LOST_S, Connection, adopt
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.tls import Authority, Credentials
 from servekit.ray.certificates import Certificates
-from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from tests.integration.network import Cable
 
@@ -115,8 +115,8 @@ class Node:
         return Exit(code if code >= 0 else None, -code if code < 0 else None, ())
 
     @property
-    def hands(self) -> Hands:
-        return Hands(self._killed, self._ended)
+    def hands(self) -> RemoteControl:
+        return RemoteControl(self._killed, self._ended)
 
 
 async def until(what: str, probe: Callable[[], object], within_s: float = DEADLINE_S) -> None:

@@ -24,7 +24,7 @@ from servekit import __version__
 from servekit.errors import ConfigError, ServekitError
 from servekit.protocol.adapters import AdapterSpec, AddAdapter
 from servekit.protocol.messages import GetWhy, Reload, ReplicaStatus, Why
-from servekit.protocol.residency import Reside
+from servekit.protocol.residency import SetResidency
 from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from tests.integration import ray_growing
@@ -248,7 +248,7 @@ def test_a_worker_that_is_told_to_end_while_it_is_placed_leaves_nothing(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     def reside(want: str) -> None:
-        wish = Reside("a", want, wait=want == "unload")  # type: ignore[arg-type]
+        wish = SetResidency("a", want, wait=want == "unload")  # type: ignore[arg-type]
         asyncio.run(ask(up.run_dir / "control.sock", wish, PATIENCE_S))
 
     model = {**echo("a", replicas=8), "load": "on_demand"}

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.protocol.residency import Residence
+from servekit.protocol.residency import ResidencyStatus
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 
 #: Two of these do not fit together.
@@ -50,14 +50,16 @@ def asker(url: str, model: str, **more: Any) -> Callable[[], httpx.Response]:
     return lambda: complete(url, model, **more)
 
 
-def residence(instance: Instance, model: str) -> Residence:
+def residence(instance: Instance, model: str) -> ResidencyStatus:
     found = instance.model(model).residence
     assert found is not None
     return found
 
 
-def until_tier(instance: Instance, model: str, tier: str, within_s: float = 60.0) -> Residence:
-    def probe() -> Residence | None:
+def until_tier(
+    instance: Instance, model: str, tier: str, within_s: float = 60.0
+) -> ResidencyStatus:
+    def probe() -> ResidencyStatus | None:
         found = residence(instance, model)
         return found if found.tier == tier else None
 

@@ -13,7 +13,7 @@ import typer
 from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
-    from servekit.cli.init.config_template import Wish
+    from servekit.cli.init.config_template import TemplateOptions
     from servekit.system.gpus import Gpu
 
 T = TypeVar("T")
@@ -172,9 +172,9 @@ def _wish(
     keys: bool | None,
     *,
     asks: bool,
-) -> "tuple[Wish, str]":
+) -> "tuple[TemplateOptions, str]":
     """What the file is to say, and the API key in clear, if one was made."""
-    from servekit.cli.init.config_template import DEMO, Wish
+    from servekit.cli.init.config_template import DEMO, TemplateOptions
     from servekit.config import keys as making
 
     if port is None:
@@ -185,7 +185,9 @@ def _wish(
     key, stored = making.new("default") if keys else ("", "")
     engine = "" if path == DEMO else "auto"
     host = _EVERYONE if keys else _LOCAL
-    return Wish(path, name, engine, gpus, host, port, ("default", stored) if keys else None), key
+    return TemplateOptions(
+        path, name, engine, gpus, host, port, ("default", stored) if keys else None
+    ), key
 
 
 # ---- what is found, and written
@@ -209,7 +211,7 @@ def _machine(gpus: "tuple[Gpu, ...]") -> str:
     return f"{cores} cores, {size(memory)} of memory, {cards}; engines: {own}"
 
 
-def _write(output: Path, wish: "Wish", gpus: "tuple[Gpu, ...]", *, force: bool) -> None:
+def _write(output: Path, wish: "TemplateOptions", gpus: "tuple[Gpu, ...]", *, force: bool) -> None:
     """Raises ConfigError where what was written could not be served here."""
     from dataclasses import replace
 

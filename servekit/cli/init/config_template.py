@@ -21,7 +21,7 @@ _COLUMN = 39
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TemplateOptions:
     """What the file is to say."""
 
     path: str = DEMO
@@ -34,12 +34,12 @@ class Wish:
     machine: str = ""  # what was found here, a line for people
 
 
-def compose(wish: Wish) -> str:
+def compose(wish: TemplateOptions) -> str:
     """The file, as text."""
     return "\n".join(_lines(wish)) + "\n"
 
 
-def _lines(wish: Wish) -> list[str]:
+def _lines(wish: TemplateOptions) -> list[str]:
     found = [f"# Made for this machine: {wish.machine}"] if wish.machine else []
     return [
         "# A configuration of servekit. Check it, then serve it:",
@@ -60,7 +60,7 @@ def _lines(wish: Wish) -> list[str]:
     ]
 
 
-def _model(wish: Wish) -> list[str]:
+def _model(wish: TemplateOptions) -> list[str]:
     lines = [_noted(f"  - name: {_scalar(wish.name)}", "what requests ask for")]
     if wish.path == DEMO:
         lines += [
@@ -89,7 +89,7 @@ def _place(gpus: tuple[int, ...] | None) -> list[str]:
     ]
 
 
-def _server(wish: Wish) -> list[str]:
+def _server(wish: TemplateOptions) -> list[str]:
     everyone = wish.host not in ("127.0.0.1", "localhost", "::1")
     local = "this machine only; 0.0.0.0 is everyone, and needs keys"
     note = "whoever reaches this machine, and has a key" if everyone else local
@@ -100,7 +100,7 @@ def _server(wish: Wish) -> list[str]:
     ]
 
 
-def _keys(wish: Wish) -> list[str]:
+def _keys(wish: TemplateOptions) -> list[str]:
     if wish.key is None:
         return [
             "# keys:                                # whoever has one may use the API; "
@@ -138,7 +138,7 @@ def name_of(path: str) -> str:
     return clean[:128] or "model"
 
 
-FIRST = compose(Wish())
+FIRST = compose(TemplateOptions())
 
 
 def write(path: Path, text: str, *, force: bool = False) -> None:

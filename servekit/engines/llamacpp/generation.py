@@ -19,7 +19,7 @@ from itertools import count
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS
-from servekit.engines.llamacpp.model import Context, NoRoom
+from servekit.engines.llamacpp.model import Context, InsufficientMemory
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.sampling_params import choose, score_prompt
 
@@ -97,7 +97,7 @@ class GenerationRunner:
             try:
                 wanted, read = self._run(plan)
                 break
-            except NoRoom:
+            except InsufficientMemory:
                 self._make_room()
         for place, tokens, at in read:
             score_prompt(_row(place), len(place.cached), len(tokens), at, self._context.logits)

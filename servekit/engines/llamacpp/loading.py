@@ -101,7 +101,7 @@ def _plan(
     binding: Binding, headers: list[Header], spec: WorkerSpec, pooling: int | None
 ) -> memory_fit.Plan:
     cache_type = _cache_type(spec)
-    wish = memory_fit.Wish(
+    wish = memory_fit.FitOptions(
         slots=_slots(spec, pooling),
         batch=_batch(spec, pooling),
         max_context=spec.max_context,

@@ -54,7 +54,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class FitOptions:
     """What the configuration and the machine say."""
 
     slots: int
@@ -126,7 +126,7 @@ def _numbers(file: Gguf) -> int:
         return 0
 
 
-def fit(shape: Shape, wish: Wish) -> Plan:
+def fit(shape: Shape, wish: FitOptions) -> Plan:
     """Layers and context that fit. Raises LoadError, with the arithmetic, where nothing does."""
     own = shape.own_context or 8192
     context = min(own, wish.max_context or own)
@@ -137,7 +137,7 @@ def fit(shape: Shape, wish: Wish) -> Plan:
     return _plan(shape, wish, 0, context, min(useful, room))
 
 
-def _on_gpus(shape: Shape, wish: Wish, context: int) -> Plan:
+def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
     """All layers if they fit beside the cache of one full context; else as many as do."""
     count = len(shape.layers)
     room = sum(max(0, budget - _workspace(shape, wish)) for budget in wish.budgets)
@@ -171,7 +171,7 @@ def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
     return fitting
 
 
-def _plan(shape: Shape, wish: Wish, gpu_layers: int, context: int, tokens: int) -> Plan:
+def _plan(shape: Shape, wish: FitOptions, gpu_layers: int, context: int, tokens: int) -> Plan:
     if tokens < context and wish.max_context is not None:
         raise LoadError(
             f"A context of {context} tokens takes {_gib(context * _token(shape))} of cache, and "
@@ -190,13 +190,13 @@ def _token(shape: Shape) -> int:
     return shape.cached * len(shape.layers)
 
 
-def _workspace(shape: Shape, wish: Wish) -> int:
+def _workspace(shape: Shape, wish: FitOptions) -> int:
     """Bytes on each GPU that are neither weights nor cache, nor grow with it."""
     logits = (wish.slots + PROMPT_OUTPUTS) * shape.vocabulary
     return HEADROOM_BYTES + wish.batch * shape.activations + logits
 
 
-def _masks(wish: Wish) -> int:
+def _masks(wish: FitOptions) -> int:
     """Bytes of masks for each cached token, on all GPUs."""
     copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
     return _MASK_BYTES * wish.batch * copies * len(wish.budgets)

@@ -13,7 +13,7 @@ from servekit.engines.llamacpp.capi import Library
 from servekit.engines.llamacpp.vocabulary import Vocabulary
 
 
-class NoRoom(Exception):
+class InsufficientMemory(Exception):
     """llama.cpp found no place in its KV cache for a batch; the cache is as it was before."""
 
 
@@ -98,7 +98,7 @@ class Context:
         self._library.listen(None)
         code = self._library.call(self._run, self._address, self._batch)
         if code == 1:
-            raise NoRoom
+            raise InsufficientMemory
         if code:
             why = self._library.complaints or "it does not say why"
             raise RuntimeError(f"llama.cpp failed with code {code}: {why}")

@@ -20,7 +20,7 @@ import httpx
 
 from servekit import __version__
 from servekit.engines.remote.errors import Refused, lie, refused, unreachable
-from servekit.engines.remote.rate_limiter import Pace, Sent
+from servekit.engines.remote.rate_limiter import RateLimiter, Sent
 from servekit.engines.remote.request_builder import Errand
 from servekit.errors import EndpointFailed
 
@@ -101,7 +101,7 @@ class Reply:
 class Endpoint:
     """One endpoint, over a pool of connections. Within one event loop."""
 
-    def __init__(self, address: Address, pace: Pace) -> None:
+    def __init__(self, address: Address, pace: RateLimiter) -> None:
         self.pace = pace
         self._address = address
         self._client = httpx.AsyncClient(

@@ -25,10 +25,10 @@ from servekit.engines.remote.client import Address, Endpoint, Reply
 from servekit.engines.remote.embeddings import vectors
 from servekit.engines.remote.errors import Refused, refused
 from servekit.engines.remote.handshake import Greeted, greet, greeting
-from servekit.engines.remote.health import LOOK_EVERY_S, Watch
-from servekit.engines.remote.rate_limiter import Pace
+from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
+from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import drain, read
-from servekit.engines.remote.request_builder import Errand, Manner, errand
+from servekit.engines.remote.request_builder import EndpointTraits, Errand, errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import EndpointFailed, LoadError, RequestError
 from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
@@ -57,7 +57,7 @@ class OpenAIEngine(TextEngine):
         options: dict[str, Any] = spec.options
         self._options = options
         self._embeds = options.get("task", "generate") == "embed"
-        self._manner = Manner(
+        self._manner = EndpointTraits(
             spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -73,7 +73,7 @@ class OpenAIEngine(TextEngine):
         self._address = _address(self._options)
         greeted = asyncio.run(greet(self._address, self._manner, self._name, embeds=self._embeds))
         self._manner = greeted.manner
-        self._watch = Watch(lists=greeted.lists)
+        self._watch = HealthWatcher(lists=greeted.lists)
         context = self.spec.max_context or greeted.max_context or _MAX_CONTEXT
         self._most_chars = context * _CHARS_PER_TOKEN
         return self._info(context, greeted)
@@ -104,7 +104,9 @@ class OpenAIEngine(TextEngine):
         self._loop = uvloop.new_event_loop()
         self._closing = asyncio.Event()
         options = self._options
-        self._pace = Pace(options.get("requests_per_minute"), options.get("tokens_per_minute"))
+        self._pace = RateLimiter(
+            options.get("requests_per_minute"), options.get("tokens_per_minute")
+        )
         self._endpoint = Endpoint(self._address, self._pace)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

@@ -16,9 +16,9 @@ import msgspec
 from servekit.engines.remote.client import Address, Endpoint
 from servekit.engines.remote.embeddings import vectors
 from servekit.engines.remote.errors import Refused
-from servekit.engines.remote.rate_limiter import Pace
+from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import read
-from servekit.engines.remote.request_builder import Errand, Limit, Manner, errand
+from servekit.engines.remote.request_builder import EndpointTraits, Errand, Limit, errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
@@ -39,15 +39,17 @@ _MISUNDERSTOOD = (400, 422)
 class Greeted:
     """What the first words have shown."""
 
-    manner: Manner
+    manner: EndpointTraits
     lists: bool  # it has GET /models
     max_context: int  # tokens; 0: it does not say
     embedding_size: int
 
 
-async def greet(address: Address, manner: Manner, key_name: str, *, embeds: bool) -> Greeted:
+async def greet(
+    address: Address, manner: EndpointTraits, key_name: str, *, embeds: bool
+) -> Greeted:
     """Raises LoadError; permanent where the file or the key has to be changed."""
-    endpoint = Endpoint(address, Pace(None, None))
+    endpoint = Endpoint(address, RateLimiter(None, None))
     try:
         listed = await _list(endpoint)
         context = 0 if listed is None else _context(listed, manner.model)
@@ -61,7 +63,7 @@ async def greet(address: Address, manner: Manner, key_name: str, *, embeds: bool
         await endpoint.close()
 
 
-def greeting(manner: Manner, *, embeds: bool) -> Errand:
+def greeting(manner: EndpointTraits, *, embeds: bool) -> Errand:
     """A request that costs next to nothing."""
     if embeds:
         return errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), manner)
@@ -90,7 +92,9 @@ def _context(listed: list[Any], model: str) -> int:
     return 0
 
 
-async def _ask(endpoint: Endpoint, manner: Manner, *, embeds: bool) -> tuple[Manner, int]:
+async def _ask(
+    endpoint: Endpoint, manner: EndpointTraits, *, embeds: bool
+) -> tuple[EndpointTraits, int]:
     """In which manner it answers, and the size of its embeddings. Raises Refused."""
     first: Refused | None = None
     for other in _manners(manner, embeds=embeds):
@@ -104,7 +108,7 @@ async def _ask(endpoint: Endpoint, manner: Manner, *, embeds: bool) -> tuple[Man
     raise first
 
 
-def _manners(manner: Manner, *, embeds: bool) -> Iterator[Manner]:
+def _manners(manner: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTraits]:
     """As most have it; as OpenAI's newer models want it; for those that know of no counts."""
     if embeds:
         yield manner

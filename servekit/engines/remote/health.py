@@ -26,7 +26,7 @@ _GREET_S, _GREET_MOST_S = 15.0, 600.0
 Next = Literal["nothing", "list", "greet"]
 
 
-class Watch:
+class HealthWatcher:
     """What is known. All times are of a monotonic clock, in seconds."""
 
     def __init__(self, *, lists: bool, now_s: float | None = None) -> None:

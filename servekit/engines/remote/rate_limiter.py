@@ -1,7 +1,7 @@
-"""How often the endpoint is asked: at most so many requests and tokens in any minute.
+"""Limit requests and tokens a minute towards a remote endpoint.
 
-`Window` decides, a pure function of what was sent and a clock; `Pace` has requests wait for it, one
-after the other, in the order in which they came.
+`Window` decides, a pure function of the requests sent and a clock; `RateLimiter` makes requests
+wait for it in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Window:
         return sum(sent.tokens for sent in self._sent) + tokens > self._most_tokens
 
 
-class Pace:
+class RateLimiter:
     """Lets requests through one by one, as the window and the endpoint allow."""
 
     def __init__(self, requests: int | None, tokens: int | None) -> None:

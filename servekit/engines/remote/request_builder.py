@@ -30,7 +30,7 @@ _HEADERS = {"content-type": "application/json", "accept": "text/event-stream, ap
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class EndpointTraits:
     """How this endpoint wants to be asked, as the file says and its first answer has shown."""
 
     model: str
@@ -60,7 +60,7 @@ class Errand:
         return len(self.body) // BYTES_PER_TOKEN + 1
 
 
-def errand(request: Generate, manner: Manner) -> Errand:
+def errand(request: Generate, manner: EndpointTraits) -> Errand:
     """Raises Unsupported for what has no form in OpenAI's API."""
     body: dict[str, Any] = {"model": manner.model}
     if request.task == "embed":
@@ -79,7 +79,7 @@ def errand(request: Generate, manner: Manner) -> Errand:
     return Errand(path, msgspec.json.encode(body), request)
 
 
-def _conversation(request: Generate, manner: Manner) -> dict[str, Any]:
+def _conversation(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
     body: dict[str, Any] = {"messages": [_message(one) for one in request.messages or ()]}
     if request.tools:
         body["tools"] = request.tools
@@ -98,7 +98,7 @@ def _tool_choice(request: Generate) -> Any:
     return {"type": "function", "function": {"name": request.tools[0]["function"]["name"]}}
 
 
-def _template(given: Mapping[str, Any], manner: Manner) -> dict[str, Any]:
+def _template(given: Mapping[str, Any], manner: EndpointTraits) -> dict[str, Any]:
     """Thinking switches are wishes, and dropped where they cannot be told; the rest is refused."""
     effort = given.get("reasoning_effort")
     body = {"reasoning_effort": effort} if isinstance(effort, str) else {}
@@ -135,7 +135,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     return told
 
 
-def _sampling(request: Generate, manner: Manner) -> dict[str, Any]:
+def _sampling(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
     params = request.params
     body = dict(_numbers(params, manner.defaults))
     limit = (

@@ -28,8 +28,8 @@ from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
 from servekit.engines.transformers import embedding, loading, preload, prompt_scores
-from servekit.engines.transformers.engine_commands import Between
-from servekit.engines.transformers.lora.manager import Shelf
+from servekit.engines.transformers.engine_commands import EngineCommands
+from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner_factory import (
@@ -38,7 +38,7 @@ from servekit.engines.transformers.runner_factory import (
     eos_ids,
     sampling_defaults,
 )
-from servekit.engines.transformers.sleep.sleep_state import Rest
+from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
@@ -65,10 +65,10 @@ class TransformersEngine(LoopedEngine):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._runner: Runner[Any]
-        self._shelf: Shelf | None = None
+        self._shelf: AdapterManager | None = None
         self._ranks: Ranks | None = None
-        self._between: Between
-        self._rest: Rest
+        self._between: EngineCommands
+        self._rest: SleepState
 
     # ---------------------------------------------------------------- loading
 
@@ -86,9 +86,9 @@ class TransformersEngine(LoopedEngine):
         self._head_size = loaded.head_size
         context, fills = loaded.info.max_context, self.fills_context
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
-        self._between = Between(self, cast(CausalRunner, loaded.runner))
+        self._between = EngineCommands(self, cast(CausalRunner, loaded.runner))
         bed = loading.bed(loaded, self.spec, self._tensors)
-        self._rest = Rest(loaded.runner, bed, loaded.ranks)
+        self._rest = SleepState(loaded.runner, bed, loaded.ranks)
         if isinstance(loaded.runner, embedding.EmbeddingRunner):
             return loaded.info
         return self._speaking(loaded)
@@ -107,7 +107,7 @@ class TransformersEngine(LoopedEngine):
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
-        self._shelf = Shelf(model, loaded.attention, runner, self.spec, self._between)
+        self._shelf = AdapterManager(model, loaded.attention, runner, self.spec, self._between)
         with phase("adapters"):
             adapters, refused = self._shelf.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
@@ -174,7 +174,7 @@ class TransformersEngine(LoopedEngine):
             raise RequestError(f"Requests with adapter {name!r} are under way.", param="lora_name")
         shelf.unload(name)
 
-    def _adapting(self) -> Shelf:
+    def _adapting(self) -> AdapterManager:
         if self._rest.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
         if self._shelf is None:
@@ -211,7 +211,7 @@ class TransformersEngine(LoopedEngine):
     def _lose_rank(self, reason: str) -> None:
         self.fatal = EngineFailed(reason)
 
-    # ---------------------------------------------------------------- for `Between`
+    # ---------------------------------------------------------------- for `EngineCommands`
 
     @property
     def started(self) -> bool:

@@ -29,7 +29,7 @@ class Loop(Protocol):
     def take_first(self, row: Row) -> None: ...
 
 
-class Between:
+class EngineCommands:
     """See the module's docstring. Both methods raise EngineFailed if the engine ends meanwhile."""
 
     def __init__(self, loop: Loop, runner: CausalRunner) -> None:

@@ -97,7 +97,9 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
     return Loaded(folder, tokenizer, codec, model, attention, runner, info, ranks)
 
 
-def bed(loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors) -> weight_offload.Bed:
+def bed(
+    loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors
+) -> weight_offload.WeightStore:
     """Where the model sleeps, and on a GPU `more` with it."""
     embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
     again = partial(_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)

@@ -18,7 +18,7 @@ from servekit.engines.text.tool_format_detection import turn_ends
 from servekit.engines.transformers.batching import kv_cache, paged_attention, self_check
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import options as wishes
-from servekit.engines.transformers.decode.decode_loop import Wish
+from servekit.engines.transformers.decode.decode_loop import StepOptions
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sequential import StaticRunner
@@ -106,7 +106,7 @@ class _Way(NamedTuple):
     """How to run batches; `why` the library decodes, for people, where that says something."""
 
     by_request: bool
-    decode: Wish | None = None
+    decode: StepOptions | None = None
     why: str = ""
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
 from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.batched_lora import Mixing, Part
+from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling.sampler import Sampler, best
 
@@ -27,7 +27,7 @@ class StaticRunner:
 
     def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
         self._model: Any = model
-        self._mixing = Mixing(model)
+        self._mixing = BatchedLora(model)
         self._sampler = Sampler()
         self._chunk = chunk
         self._waiting: deque[Row] = deque()

@@ -15,7 +15,7 @@ from servekit.engines.api.base import EmbedJob, StepOutput
 from servekit.engines.api.job_validation import Limits, check_inputs
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
-from servekit.engines.vllm.request_table import Held
+from servekit.engines.vllm.request_table import RequestTable
 from servekit.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Texts:
     def __init__(
         self,
         core: Core,
-        held: Held,
+        held: RequestTable,
         limits: Limits,
         make: Callable[[str, list[int]], Any],
         fail: Callable[[StepOutput], None],

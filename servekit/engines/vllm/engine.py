@@ -42,8 +42,8 @@ from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.embedding_batches import Texts, why
 from servekit.engines.vllm.probes import Probes
-from servekit.engines.vllm.request_table import GONE, Embedding, Held
-from servekit.engines.vllm.sleep import Broken, Slumber
+from servekit.engines.vllm.request_table import GONE, Embedding, RequestTable
+from servekit.engines.vllm.sleep import Broken, SleepControl
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, WorkerLost
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import (
@@ -72,13 +72,13 @@ class VllmEngine(Engine):
 
     _core: Core
     _probes: Probes
-    _slumber: Slumber
+    _slumber: SleepControl
     _stated: generation_defaults.Stated
     _texts: Texts | None = None
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._held = Held(self._moved)
+        self._held = RequestTable(self._moved)
         self._emit: Emit = lambda outputs: None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -104,7 +104,7 @@ class VllmEngine(Engine):
             self._core = Core(asked, self.spec.model)
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
-        self._slumber = Slumber(self._core, level, self._restore_adapters)
+        self._slumber = SleepControl(self._core, level, self._restore_adapters)
         model = self._core.config.model_config
         self.vocab_size = int(model.get_vocab_size())
         self._limits = Limits(self.vocab_size, int(model.max_model_len))

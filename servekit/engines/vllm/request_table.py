@@ -30,7 +30,7 @@ class Embedding:
         return cls({name: at for at, name in enumerate(names)}, [b""] * len(names), len(names))
 
 
-class Held:
+class RequestTable:
     """All requests of one engine. `on_first` is called when it has been idle and gets one."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ class Broken(LoadError):
         )
 
 
-class Slumber:
+class SleepControl:
     """`level` as vLLM counts: 1 keeps the weights in the host's memory, 2 reads them again.
 
     `restore` gives the core back what it was given since, which level 2 forgets.

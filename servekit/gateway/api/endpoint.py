@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.api.responder import Form, Watch, respond
-from servekit.gateway.generation.generation import Ask, open_turn
+from servekit.gateway.api.responder import DisconnectWatcher, ResponseEncoder, respond
+from servekit.gateway.generation.generation import GenerationRequest, open_turn
 from servekit.gateway.http.asgi import (
     ClientGone,
     Receive,
@@ -25,7 +25,7 @@ from servekit.protocol.messages import Delta
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 #: From a body and the client's key to what is asked, and how it is answered; or to the answer.
-ParseTurn = Callable[[bytes, str], tuple[Ask, Form] | bytes]
+ParseTurn = Callable[[bytes, str], tuple[GenerationRequest, ResponseEncoder] | bytes]
 ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
 
@@ -38,7 +38,7 @@ class Calls(Protocol):
     async def answers(self) -> list[Delta]: ...
 
 
-class Door:
+class EndpointFactory:
     """Makes the endpoints of one API. `refuse` writes an error as its clients expect it."""
 
     def __init__(self, router: Router, max_body_bytes: int, refuse: Refuse) -> None:
@@ -84,7 +84,7 @@ class Door:
             except ServekitError as error:
                 await self._refuse(send, error)
                 return
-            watch = Watch(asked, receive)
+            watch = DisconnectWatcher(asked, receive)
             try:
                 answers = await asked.answers()
                 # thousands of vectors are not written on the loop that streams live on

@@ -22,8 +22,13 @@ from msgspec import Meta
 from servekit.errors import ClientClosed, ModelUnavailable, RequestError, ServekitError
 from servekit.gateway.api.endpoint import Endpoint, Refuse
 from servekit.gateway.api.openai.schema import decode
-from servekit.gateway.api.responder import Form, Watch, respond
-from servekit.gateway.generation.generation import Ask, Choice, Piece, Turn
+from servekit.gateway.api.responder import DisconnectWatcher, ResponseEncoder, respond
+from servekit.gateway.generation.generation import (
+    Choice,
+    Generation,
+    GenerationChunk,
+    GenerationRequest,
+)
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
     ClientGone,
@@ -76,10 +81,10 @@ async def refuse_stream(send: Send, error: ServekitError) -> None:
     await send_json(send, _encode(body), error.status, error_headers(error))
 
 
-class Whole(Form):
+class Whole(ResponseEncoder):
     """The answer to POST /inference. What the model thinks is no part of it."""
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         error = ""
         if choice.reasoning and not choice.text:
@@ -90,7 +95,7 @@ class Whole(Form):
         await refuse(send, error)
 
 
-class Stream(Form):
+class Stream(ResponseEncoder):
     """The answer to POST /stream.
 
     White space at the end of an event would be lost: the client strips what it reads. It goes with
@@ -102,14 +107,14 @@ class Stream(Form):
     def __init__(self) -> None:
         self._held = ""
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         said = [e.text for piece in pieces for e in piece.events if isinstance(e, Text)]
         text = self._held + "".join(said)
         kept = text.rstrip()
         self._held = text[len(kept) :]
         return event(kept) if kept else b""
 
-    def closing(self, turn: Turn) -> bytes:
+    def closing(self, turn: Generation) -> bytes:
         return event(self._held) if self._held else b""
 
     async def refuse(self, send: Send, error: ServekitError) -> None:
@@ -148,7 +153,7 @@ class Legacy:
             log.warning("stream cut off", path=scope["path"], error=str(cut))
 
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, form: Form, *, stream: bool
+        self, scope: Scope, receive: Receive, send: Send, form: ResponseEncoder, *, stream: bool
     ) -> None:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
@@ -165,11 +170,11 @@ class Legacy:
         else:
             await respond(turn, form, receive, send)
 
-    def _ask(self, body: bytes, key: str, *, stream: bool) -> Ask:
+    def _ask(self, body: bytes, key: str, *, stream: bool) -> GenerationRequest:
         request = decode(InferenceRequest, body)
         if not request.prompt:
             raise RequestError("the prompt is empty", param="prompt")
-        return Ask(
+        return GenerationRequest(
             model=self._model(request.backend or ""),
             params=SamplingParams(temperature=0),
             messages=_messages(request),
@@ -185,10 +190,10 @@ class Legacy:
             raise ModelUnavailable("there is no model here that may be used")
         return router.find("").status.name
 
-    async def _open(self, ask: Ask, receive: Receive) -> Turn:
+    async def _open(self, ask: GenerationRequest, receive: Receive) -> Generation:
         """Once the model can serve: its client takes a restart for the end."""
         patience = Patience(self._router, ask)
-        watch = Watch(patience, receive)
+        watch = DisconnectWatcher(patience, receive)
         try:
             return await patience.turn()
         finally:
@@ -198,7 +203,7 @@ class Legacy:
 class Patience:
     """Waits for a model that is coming, but not for one that isn't; ends when its client goes."""
 
-    def __init__(self, router: Router, ask: Ask) -> None:
+    def __init__(self, router: Router, ask: GenerationRequest) -> None:
         self._router = router
         self._ask = ask
         self._gone = asyncio.Event()
@@ -207,8 +212,8 @@ class Patience:
         """The client is gone."""
         self._gone.set()
 
-    async def turn(self) -> Turn:
-        """The turn, opened. Raises what `Turn` does, and ClientClosed."""
+    async def turn(self) -> Generation:
+        """The turn, opened. Raises what `Generation` does, and ClientClosed."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while not self._gone.is_set():
@@ -217,7 +222,7 @@ class Patience:
             hopeless = route.hopeless or self._router.draining
             try:
                 route.check_available()
-                return Turn(self._router, self._ask)
+                return Generation(self._router, self._ask)
             except ModelUnavailable:
                 if hopeless or waited_s > route.status.timeout_s:
                     raise

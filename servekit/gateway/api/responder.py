@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.generation.generation import Choice, Piece, Turn
+from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
     Receive,
@@ -16,7 +16,7 @@ from servekit.gateway.http.asgi import (
     send_error,
     send_json,
 )
-from servekit.gateway.http.fast_response import Exchange
+from servekit.gateway.http.fast_response import FastResponse
 
 #: A client that leaves within this time of its request is noticed only then: most requests on a
 #: fast engine are over before a task that watches the connection would pay.
@@ -27,24 +27,24 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-class Form:
+class ResponseEncoder:
     """How an API writes its answers. This base has OpenAI's errors and server-sent events."""
 
     headers: Sequence[tuple[bytes, bytes]] = EVENT_STREAM
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         """The body of an answer that is not streamed: JSON."""
         raise NotImplementedError
 
-    def opening(self, turn: Turn) -> bytes:
+    def opening(self, turn: Generation) -> bytes:
         """What a stream begins with, sent with the first of what comes."""
         return b""
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         """What a stream says of some pieces; their last ones included."""
         raise NotImplementedError
 
-    def closing(self, turn: Turn) -> bytes:
+    def closing(self, turn: Generation) -> bytes:
         """What a stream ends with when all has gone well."""
         return b""
 
@@ -57,9 +57,9 @@ class Form:
         return b"data: " + envelope(error) + b"\n\n"
 
 
-async def respond(turn: Turn, form: Form, receive: Receive, send: Send) -> None:
+async def respond(turn: Generation, form: ResponseEncoder, receive: Receive, send: Send) -> None:
     """Answer by `form` what `turn` brings; cancels it when the client goes away."""
-    watch = Watch(turn, receive)
+    watch = DisconnectWatcher(turn, receive)
     try:
         if turn.ask.stream:
             await _stream(turn, form, send)
@@ -70,7 +70,7 @@ async def respond(turn: Turn, form: Form, receive: Receive, send: Send) -> None:
         turn.cancel()
 
 
-async def _whole(turn: Turn, form: Form, send: Send) -> None:
+async def _whole(turn: Generation, form: ResponseEncoder, send: Send) -> None:
     try:
         choices = await turn.whole()
     except RequestError as error:
@@ -80,7 +80,7 @@ async def _whole(turn: Turn, form: Form, send: Send) -> None:
     await send_json(send, form.whole(turn, choices))
 
 
-async def _stream(turn: Turn, form: Form, send: Send) -> None:
+async def _stream(turn: Generation, form: ResponseEncoder, send: Send) -> None:
     """An error after the first byte is an event of its own.
 
     `send` waits while the client does not read, and with it this request alone.
@@ -105,13 +105,13 @@ async def _stream(turn: Turn, form: Form, send: Send) -> None:
 class Stream:
     """The body of a streamed answer; its head goes before the first of it."""
 
-    def __init__(self, form: Form, send: Send) -> None:
+    def __init__(self, form: ResponseEncoder, send: Send) -> None:
         self._form = form
         self._send = send
         self._opened = False
         self.started = False
 
-    def opening(self, turn: Turn) -> bytes:
+    def opening(self, turn: Generation) -> bytes:
         """The form's opening, once."""
         opened, self._opened = self._opened, True
         return b"" if opened else self._form.opening(turn)
@@ -125,7 +125,7 @@ class Stream:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-class Watch:
+class DisconnectWatcher:
     """Cancels a request when its client goes away."""
 
     __slots__ = ("_receive", "_request", "_task", "_timer")
@@ -152,13 +152,13 @@ class Watch:
             task.cancel()
 
 
-class OverExchange:
+class FastResponseAsgi:
     """ASGI's `receive` and `send` over an Exchange, for answers that take more than the short way.
 
     The request's body has been read.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: FastResponse) -> None:
         self._exchange = exchange
         self._gone = asyncio.Event()
         self._writable = asyncio.Event()

@@ -11,7 +11,7 @@ from servekit.gateway.auth.token_bucket import Bucket
 from servekit.protocol.messages import Delta, KeyRule, KeyUse
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
 
 #: Characters of a prompt that count as a token, where a request ends before its worker has said.
 CHARS_PER_TOKEN = 4
@@ -19,7 +19,7 @@ CHARS_PER_TOKEN = 4
 FORGET_S = 3.0
 
 
-class Caller:
+class ApiKey:
     """One key's rule and its use. A request is charged when it comes, its tokens when it ends."""
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Caller:
 
     # ---- a call
 
-    def admit(self, call: Call, model: str, adapter: str = "") -> None:
+    def admit(self, call: InflightRequest, model: str, adapter: str = "") -> None:
         """Take a call for a model, by the model's own name, or for an adapter of it.
 
         Raises Forbidden and RateLimited.
@@ -122,7 +122,7 @@ class Caller:
         """A call that was admitted is under way; `settle` ends it."""
         self.active += 1
 
-    def settle(self, call: Call, last: Delta | None) -> None:
+    def settle(self, call: InflightRequest, last: Delta | None) -> None:
         """A call has ended, with its last delta or without: charge what it has used."""
         self.active -= 1
         if self.tokens is not None:
@@ -176,7 +176,7 @@ def _duration(seconds: float) -> bytes:
     return b"%dm%ds" % (minutes, rest)
 
 
-def _tokens(call: Call, last: Delta | None) -> int:
+def _tokens(call: InflightRequest, last: Delta | None) -> int:
     """What a call has used: as its worker says, else as far as we can tell."""
     if last is not None:
         return last.prompt_tokens + last.completion_tokens
@@ -185,7 +185,7 @@ def _tokens(call: Call, last: Delta | None) -> int:
     return len(call.emitted) + _prompt_tokens(call)
 
 
-def _prompt_tokens(call: Call) -> int:
+def _prompt_tokens(call: InflightRequest) -> int:
     if isinstance(call.prompt, list):
         return len(call.prompt)
     texts = [call.prompt or "", *(message.content or "" for message in call.messages or ())]

@@ -18,19 +18,19 @@ import structlog
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway.api.unknown_parameters import UNKNOWN
 from servekit.gateway.auth import sessions
-from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.auth.key_verifier import Verifier
 from servekit.gateway.http import request_limits
 from servekit.protocol.access import RequestLimits
-from servekit.protocol.messages import AccessRules, Spent
+from servekit.protocol.messages import AccessRules, KeyUsage
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
 
 log: Any = structlog.get_logger("servekit.gateway")
 
 #: Whose request is being answered here and now; None without keys.
-ACTING: ContextVar[Caller | None] = ContextVar("acting", default=None)
+ACTING: ContextVar[ApiKey | None] = ContextVar("acting", default=None)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -43,7 +43,7 @@ class Access:
         self.closed = False  # a key is needed
         #: What `admit` has to look at at all: nothing, as a rule.
         self.watchful = False
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, ApiKey] = {}
         self._verifier = Verifier()
         self._listeners: list[Callable[[], None]] = []
 
@@ -57,7 +57,7 @@ class Access:
         for rule in rules.keys:
             caller = callers.get(rule.name)
             if caller is None:
-                caller = Caller(rule, now_s)
+                caller = ApiKey(rule, now_s)
             else:
                 caller.become(rule, now_s)
             self._callers[rule.name] = caller
@@ -74,20 +74,20 @@ class Access:
         self._listeners.append(listener)
 
     @property
-    def callers(self) -> dict[str, Caller]:
+    def callers(self) -> dict[str, ApiKey]:
         """By the names of their keys."""
         return self._callers
 
     # ---- the other gateways
 
-    def spent(self, gateway: str) -> Spent | None:
+    def spent(self, gateway: str) -> KeyUsage | None:
         """What the others are to know of this gateway's callers, if there is anything new."""
         if not self.closed:
             return None
         uses = tuple(use for caller in self._callers.values() if (use := caller.use()))
-        return Spent(gateway, uses) if uses else None
+        return KeyUsage(gateway, uses) if uses else None
 
-    def hear(self, spent: Spent) -> None:
+    def hear(self, spent: KeyUsage) -> None:
         """Count what keys have used at another gateway."""
         for use in spent.uses:
             if (caller := self._callers.get(use.name)) is not None:
@@ -95,12 +95,12 @@ class Access:
 
     # ---- whose request is it
 
-    def known(self, key: bytes) -> Caller | None:
+    def known(self, key: bytes) -> ApiKey | None:
         """The caller of a key that has been verified before."""
         name = self._verifier.known(key)
         return None if name is None else self._callers.get(name)
 
-    async def verify(self, key: bytes) -> Caller:
+    async def verify(self, key: bytes) -> ApiKey:
         """The caller of a key. Raises InvalidKey, and Busy if too many are being looked at."""
         name = await self._verifier.verify(key)
         caller = None if name is None else self._callers.get(name)
@@ -108,7 +108,7 @@ class Access:
             raise InvalidKey("this API key is not known here")
         return caller
 
-    async def holder(self, headers: Headers) -> Caller:
+    async def holder(self, headers: Headers) -> ApiKey:
         """Whose page it is: by a session, by a key, or by a key as a browser's password.
 
         Raises InvalidKey and Busy.
@@ -120,14 +120,14 @@ class Access:
         key = key_of(headers, browser=True)
         return self.known(key) or await self.verify(key)
 
-    def _signed_in(self, token: str) -> Caller:
+    def _signed_in(self, token: str) -> ApiKey:
         name = sessions.name_in(token, self.rules, time.time())
         caller = None if name is None else self._callers.get(name)
         if caller is None:
             raise InvalidKey("this session is over; sign in again")
         return caller
 
-    async def visitor(self, authorization: str) -> Caller | None:
+    async def visitor(self, authorization: str) -> ApiKey | None:
         """Whose page it is, by its header, and one request more of theirs; None without keys.
 
         Raises InvalidKey, Busy and RateLimited.
@@ -141,7 +141,7 @@ class Access:
 
     # ---- may they
 
-    def admit(self, call: Call, model: str, adapter: str = "") -> None:
+    def admit(self, call: InflightRequest, model: str, adapter: str = "") -> None:
         """Take a call for a model, by the model's own name, or for an adapter of it.
 
         Raises Forbidden and RateLimited, RequestError for what is too much, and InvalidKey where
@@ -179,7 +179,7 @@ class Access:
             needs = "/metrics needs a key with `metrics: true`"
             raise Forbidden(f"{needs}, and the key {caller.rule.name!r} has not")
 
-    def require_admin(self) -> Caller:
+    def require_admin(self) -> ApiKey:
         """The caller of this moment, who may administer. Raises Forbidden.
 
         Without keys nobody may over HTTP: `servekit`'s own commands use the control socket.

@@ -23,7 +23,7 @@ from servekit.errors import Forbidden
 _MOST_KNOWN = 256
 
 
-class Strangers:
+class CsrfCheck:
     """Knows them by a request's headers. `hosts` are names that are ours beside those above."""
 
     def __init__(self, hosts: Iterable[str], origins: Collection[str]) -> None:

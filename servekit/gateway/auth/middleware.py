@@ -17,11 +17,11 @@ import structlog
 
 from servekit.errors import InvalidKey, RequestError, ServekitError
 from servekit.gateway.api.openapi import docs_pages
-from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.auth.authorization import ACTING, Access, Headers, key_of
-from servekit.gateway.auth.csrf import Strangers
+from servekit.gateway.auth.csrf import CsrfCheck
 from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_error
-from servekit.gateway.http.fast_response import Exchange, Handler, Header
+from servekit.gateway.http.fast_response import FastResponse, Handler, Header
 from servekit.gateway.ui import login
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -51,7 +51,7 @@ PREFLIGHT_MAX_AGE_S = 600
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
 
 
-class Gate:
+class AuthMiddleware:
     """Stands before the application, on the short way and on ASGI's."""
 
     def __init__(self, access: Access, handlers: Mapping[bytes, Handler]) -> None:
@@ -60,7 +60,7 @@ class Gate:
         #: The hot routes as the protocol is to call them; changed in place with the rules.
         self.exchanges: dict[bytes, Handler] = dict(handlers)
         self.open = True
-        self._strangers: Strangers | None = None
+        self._strangers: CsrfCheck | None = None
         #: How a refusal looks where it is not OpenAI's envelope, by path.
         self.envelopes: dict[str, Refuse] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,13 +69,13 @@ class Gate:
     def _on_change(self) -> None:
         rules = self._access.rules
         self.open = not (self._access.closed or rules.cors or rules.hosts)
-        self._strangers = Strangers(rules.hosts, rules.cors) if rules.hosts else None
+        self._strangers = CsrfCheck(rules.hosts, rules.cors) if rules.hosts else None
         for path, handler in self._handlers.items():
             self.exchanges[path] = handler if self.open else partial(self._pass, handler)
 
     # ---- the short way
 
-    def _pass(self, handler: Handler, exchange: Exchange) -> None:
+    def _pass(self, handler: Handler, exchange: FastResponse) -> None:
         """Answer a request once it is known whose it is: nearly always at once."""
         exchange.extra = self._cors(exchange.headers)
         if self._strangers is not None:
@@ -92,10 +92,10 @@ class Gate:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _verify(self, handler: Handler, exchange: Exchange, key: bytes) -> None:
+    async def _verify(self, handler: Handler, exchange: FastResponse, key: bytes) -> None:
         """Find out whose key it is, off the event loop, and go on."""
 
-        def go_on(exchange: Exchange) -> None:
+        def go_on(exchange: FastResponse) -> None:
             if not exchange.disconnected:
                 self._act(handler, exchange, caller)
 
@@ -109,7 +109,7 @@ class Gate:
         else:
             exchange.begin_with(go_on)
 
-    def _act(self, handler: Handler, exchange: Exchange, caller: Caller) -> None:
+    def _act(self, handler: Handler, exchange: FastResponse, caller: ApiKey) -> None:
         refused = caller.charge()
         if caller.limited:
             exchange.extra += caller.headers()
@@ -157,7 +157,7 @@ class Gate:
             return self._access.rules.open_metrics
         return path in OPEN or path.startswith(OPEN_FOLDER)
 
-    async def _caller(self, scope: Scope) -> Caller:
+    async def _caller(self, scope: Scope) -> ApiKey:
         if _is_page(scope["path"]):
             login.refuse_strangers(scope)
             login.find_session(scope)

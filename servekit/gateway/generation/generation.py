@@ -1,8 +1,8 @@
 """One turn of a conversation in neutral terms: what every API but the plainest is made of.
 
-An `Ask` says what is wanted, whoever's dialect of HTTP it came in. A `Turn` has it answered: by
-one call for each choice, each through the same queue as any other, each with a parser that tells
-text, thoughts and tool calls apart.
+A `GenerationRequest` says what is wanted, in any API's terms. A `Generation` answers it: one
+`InflightRequest` for each choice, through the same queue as any other, with a parser that separates
+text, reasoning and tool calls.
 
     turn = Turn(router, ask)                 # raises RequestError: nothing has been sent yet
     async for pieces in turn: ...            # or: choices = await turn.whole()
@@ -22,15 +22,15 @@ from msgspec.structs import replace
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.routing.adapter_route import base_of
-from servekit.gateway.routing.request import Call, Deltas
+from servekit.gateway.routing.request import Deltas, InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import (
     CallArguments,
-    CallBegins,
     Event,
     Parser,
     Reasoning,
     Text,
+    ToolCallStart,
     after_thoughts,
     begins_thinking,
     check_tools,
@@ -60,7 +60,7 @@ Tools = list[dict[str, Any]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """What a client wants. Exactly one of `messages` and `prompts` is set."""
 
     model: str
@@ -75,7 +75,9 @@ class Ask:
     template: dict[str, Any] = field(default_factory=dict)  # more for the chat template
     continues: bool = False  # the last message is the beginning of the answer
     reasoning: bool = True  # tell thoughts from text, where the model thinks
-    calling: type[Call] = Call  # what its calls are, for those who want to know more of them
+    calling: type[InflightRequest] = (
+        InflightRequest  # what its calls are, for those who want to know more of them
+    )
     stream: bool = True
     follow: bool = False  # also wake for each new place in the queue
     session: str = ""  # that the client has named
@@ -84,7 +86,7 @@ class Ask:
     timeout_s: float | None = None
 
 
-class Piece(msgspec.Struct, gc=False):
+class GenerationChunk(msgspec.Struct, gc=False):
     """What has come for one choice. `finish` is set on its last."""
 
     choice: int
@@ -109,14 +111,14 @@ class Choice:
         self.stop_token = -1
         self.prompt: Prompt | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: GenerationChunk) -> None:
         for event in piece.events:
             match event:
                 case Text(text):
                     self.text += text
                 case Reasoning(text):
                     self.reasoning += text
-                case CallBegins(_, id, name):
+                case ToolCallStart(_, id, name):
                     self.calls.append(ToolCall(id, name, ""))
                 case CallArguments(index, text):
                     call = self.calls[index]
@@ -128,10 +130,10 @@ class Choice:
         self.prompt = self.prompt or piece.prompt
 
 
-class Turn:
+class Generation:
     """The answers to one Ask. Opened at once: raises what `Router.open` does, and Unsupported."""
 
-    def __init__(self, router: Router, ask: Ask) -> None:
+    def __init__(self, router: Router, ask: GenerationRequest) -> None:
         route = router.find(ask.model)
         info = route.status.info
         self.model = route.status.name
@@ -161,7 +163,7 @@ class Turn:
             return None
         return parser(self._dialect, tools=tools, reasoning=thinks, thinking=thinking)
 
-    def _make_calls(self, thinking: bool) -> Iterator[Call]:
+    def _make_calls(self, thinking: bool) -> Iterator[InflightRequest]:
         ask = self.ask
         more: dict[str, Any] = {}
         if self._choice.tools:
@@ -218,7 +220,7 @@ class Turn:
         """How many requests go before it, where that is followed; None once it runs."""
         return self._calls[0].place
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+    async def __aiter__(self) -> AsyncIterator[list[GenerationChunk]]:
         """What has come, up to the end of all choices; nothing at all where only its place is new.
 
         Cancels what runs if left early. Raises RequestError where one of the calls fails.
@@ -242,7 +244,7 @@ class Turn:
         return choices
 
     @property
-    def first(self) -> Call:
+    def first(self) -> InflightRequest:
         """The call of its first choice."""
         return self._calls[0]
 
@@ -251,7 +253,7 @@ class Turn:
         for call in self._calls:
             call.cancel()
 
-    def _collect(self) -> list[Piece]:
+    def _collect(self) -> list[GenerationChunk]:
         self._news.clear()
         return [
             self._piece(index, deltas)
@@ -259,7 +261,7 @@ class Turn:
             if (deltas := self._calls[index].collect())
         ]
 
-    def _piece(self, index: int, deltas: Deltas) -> Piece:
+    def _piece(self, index: int, deltas: Deltas) -> GenerationChunk:
         text = "".join([delta.text for delta in deltas])
         last = deltas[-1]
         events = self._events(index, text, last)
@@ -269,15 +271,15 @@ class Turn:
         self._count_prompt(index, last)
         prompt = deltas[0].prompt  # of a stream that goes on elsewhere it comes again
         if last.finish is None:
-            return Piece(index, events, logprobs, prompt=prompt)
+            return GenerationChunk(index, events, logprobs, prompt=prompt)
         self._left.discard(index)
         self.completion_tokens += last.completion_tokens
         finish = self._finish(index, last.finish, last.stop)
-        return Piece(index, events, logprobs, finish, last.stop, last.stop_token, prompt)
+        return GenerationChunk(index, events, logprobs, finish, last.stop, last.stop_token, prompt)
 
     def _note_calls(self, index: int, events: list[Event]) -> None:
         for event in events:
-            if type(event) is CallBegins:
+            if type(event) is ToolCallStart:
                 self._called[index], self._written[index] = True, ""
             elif type(event) is CallArguments:
                 self._written[index] += event.text
@@ -308,16 +310,16 @@ class Turn:
         return "tool_calls" if self._called[index] and not self._choice.once else "stop"
 
 
-async def open_turn(router: Router, ask: Ask) -> Turn:
+async def open_turn(router: Router, ask: GenerationRequest) -> Generation:
     """As Turn, once the model has been loaded for the first time, if it is loaded by need."""
     route = router.find(ask.model)
     if route.status.info is None:
         router.access.require_model(route.status.name, base_of(route))
         await router.demand.until_known(route, ask.timeout_s)
-    return Turn(router, ask)
+    return Generation(router, ask)
 
 
-def _choose(ask: Ask, model: ModelStatus) -> ToolChoice:
+def _choose(ask: GenerationRequest, model: ModelStatus) -> ToolChoice:
     """Which tools may be called; raises RequestError for those that cannot be."""
     tools, asked = check_tools(ask.tools), ask.tool_choice
     choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)

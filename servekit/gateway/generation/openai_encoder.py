@@ -60,7 +60,7 @@ COMPLETION = Shape(
 )
 
 
-class Answer:
+class OpenAIEncoder:
     """The encoded parts of one request's answer."""
 
     __slots__ = (

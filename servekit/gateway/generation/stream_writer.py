@@ -8,16 +8,16 @@ from typing import Any
 import structlog
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.generation.openai_encoder import Answer
-from servekit.gateway.http.end_of_tick import Cork
-from servekit.gateway.http.fast_response import Exchange
-from servekit.gateway.routing.request import Call
+from servekit.gateway.generation.openai_encoder import OpenAIEncoder
+from servekit.gateway.http.end_of_tick import EndOfTick
+from servekit.gateway.http.fast_response import FastResponse
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")
 
 
-class Pump:
+class StreamWriter:
     """Moves what comes for a call into its answer, as `openai.whole` and `openai.stream` do.
 
     While the client does not read nothing is taken out of the call; what has come meanwhile
@@ -26,7 +26,9 @@ class Pump:
 
     __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams", "cork")
 
-    def __init__(self, exchange: Exchange, call: Call, answer: Answer, cork: Cork) -> None:
+    def __init__(
+        self, exchange: FastResponse, call: InflightRequest, answer: OpenAIEncoder, cork: EndOfTick
+    ) -> None:
         self._exchange = exchange
         self._call = call
         self._answer = answer

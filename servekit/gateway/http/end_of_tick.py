@@ -12,7 +12,7 @@ class Runs(Protocol):
         """Must not raise: others wait behind it."""
 
 
-class Cork:
+class EndOfTick:
     """Runs what was added in this turn, in that order, when the turn is over.
 
     All of a turn costs the loop one callback: one each is a tenth of a streamed token's time.

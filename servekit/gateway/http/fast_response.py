@@ -16,7 +16,7 @@ from servekit.gateway.http.asgi import (
     error_headers,
     too_large,
 )
-from servekit.gateway.http.request_context import ORIGIN, WARNING, Origin
+from servekit.gateway.http.request_context import ORIGIN, WARNING, RequestContext
 
 if TYPE_CHECKING:
     from servekit.gateway.http.protocol import Http
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log: Any = structlog.get_logger("servekit.gateway")
 
 Header = tuple[bytes, bytes]
-Handler = Callable[["Exchange"], None]
+Handler = Callable[["FastResponse"], None]
 
 CLOSE = (b"connection", b"close")
 
@@ -35,7 +35,7 @@ _EVENT_STREAM = tuple(EVENT_STREAM)
 _JSON = (JSON,)
 
 
-class Joined:
+class CoalescingTransport:
     """A transport that joins what is written within one turn of the event loop into one write.
 
     uvicorn writes an answer's head and its body apart, and uvloop makes a system call of each at
@@ -97,14 +97,14 @@ class Joined:
         return getattr(self._transport, name)
 
 
-class _Nobody:
+class _NullEvent:
     """Stands where uvicorn's cycle has an event that its application waits for."""
 
     def set(self) -> None:
         pass
 
 
-class Exchange:
+class FastResponse:
     """One request on a hot route and its answer: no task, no ASGI messages.
 
     It stands where uvicorn keeps its request-response cycle, and has the attributes that
@@ -128,7 +128,7 @@ class Exchange:
         "response_complete",
         "response_started",
     )
-    message_event = _Nobody()
+    message_event = _NullEvent()
 
     def __init__(self, protocol: Http, handler: Handler) -> None:
         self.protocol = protocol
@@ -136,7 +136,7 @@ class Exchange:
         self.flow = protocol.flow
         self.handler = handler
         self.headers = protocol.headers
-        self.origin = Origin(protocol.headers, protocol.client)
+        self.origin = RequestContext(protocol.headers, protocol.client)
         self.path = protocol.url
         self.body: bytes | bytearray = b""
         self.response_started = False

@@ -38,7 +38,7 @@ from servekit.gateway.http.asgi import (
     envelope,
     error_headers,
 )
-from servekit.gateway.http.request_context import Origin
+from servekit.gateway.http.request_context import RequestContext
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -409,7 +409,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_comes:
             self._abandon(self.cycle)
         body = envelope(error)
-        origin = Origin(self.headers or ())  # those that have come, of a request that has begun
+        origin = RequestContext(
+            self.headers or ()
+        )  # those that have come, of a request that has begun
         own = (
             JSON,
             (b"content-length", b"%d" % len(body)),

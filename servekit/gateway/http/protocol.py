@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from servekit.gateway.http.asgi import too_large
-from servekit.gateway.http.fast_response import Exchange, Handler, Header, Joined
+from servekit.gateway.http.fast_response import CoalescingTransport, FastResponse, Handler, Header
 from servekit.gateway.http.header_cache import Head
 from servekit.gateway.http.limits import LimitedProtocol
 
@@ -34,7 +34,7 @@ class Http(LimitedProtocol):
         self.max_body_bytes = max_body_bytes
         self._hot = hot
         # the last one; `cycle` may be another by now, which came while this one is being answered
-        self._exchange: Exchange | None = None
+        self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the request that was parsed last
         self._within = False  # a message: it has begun to come, and not come to its end
         self._idle_since_s = 0.0  # an answer on the short way is out; 0 once something comes
@@ -42,7 +42,7 @@ class Http(LimitedProtocol):
         self._heads_of: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.joined = Joined(cast(asyncio.Transport, transport), self.loop)
+        self.joined = CoalescingTransport(cast(asyncio.Transport, transport), self.loop)
         super().connection_made(cast(asyncio.Transport, self.joined))
 
     # ---- a request whose head is known
@@ -72,7 +72,7 @@ class Http(LimitedProtocol):
             or len(body) > self.max_body_bytes
         ):
             return False
-        self._exchange = exchange = Exchange(self, handler)
+        self._exchange = exchange = FastResponse(self, handler)
         self.cycle = cast(Any, exchange)
         exchange.body = body
         exchange.begin()
@@ -98,7 +98,7 @@ class Http(LimitedProtocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.disconnected = True
-            if isinstance(cast(Any, self.cycle), Exchange):
+            if isinstance(cast(Any, self.cycle), FastResponse):
                 # they hold each other, and would wait for the collector, which comes rarely
                 self.cycle = cast(Any, None)
             gone = exchange.on_gone
@@ -139,7 +139,7 @@ class Http(LimitedProtocol):
             super().on_headers_complete()
             return
         self.header_ends()
-        self._exchange = exchange = Exchange(self, handler)
+        self._exchange = exchange = FastResponse(self, handler)
         self.cycle = cast(Any, exchange)
         declared = exchange.header(b"content-length")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
@@ -160,7 +160,7 @@ class Http(LimitedProtocol):
     def on_body(self, body: bytes) -> None:
         self.body_goes_on(len(body))
         exchange: Any = self.cycle
-        if not isinstance(exchange, Exchange):
+        if not isinstance(exchange, FastResponse):
             super().on_body(body)
         elif not exchange.response_complete:
             exchange.receive(body)
@@ -170,7 +170,7 @@ class Http(LimitedProtocol):
             return
         self.message_ends()
         exchange: Any = self.cycle
-        if not isinstance(exchange, Exchange):
+        if not isinstance(exchange, FastResponse):
             super().on_message_complete()
         elif not exchange.response_complete:
             exchange.begin()

@@ -29,7 +29,7 @@ _PREFIX = secrets.token_hex(6).encode() + b"-%06x"
 _numbers = itertools.count(1)
 
 
-class Origin:
+class RequestContext:
     """One HTTP request, whatever calls it makes."""
 
     __slots__ = ("address", "context", "id", "traceparent", "warning")
@@ -63,7 +63,7 @@ class Origin:
 
 
 #: Of the request that is being taken, in its own task or callback.
-ORIGIN: ContextVar[Origin | None] = ContextVar("origin", default=None)
+ORIGIN: ContextVar[RequestContext | None] = ContextVar("origin", default=None)
 
 
 def _of_line() -> str:

@@ -18,7 +18,7 @@ from servekit.protocol.access import RequestLimits
 from servekit.protocol.types import Grammar
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
     from servekit.protocol.messages import ModelInfo
 
 #: Highest `multipleOf` of a schema, but for a power of ten that it is multiplied with.
@@ -32,13 +32,13 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPPINGS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
 
-def check_call(call: Call, limits: RequestLimits) -> None:
+def check_call(call: InflightRequest, limits: RequestLimits) -> None:
     """Raise RequestError if a call holds more messages or stop strings than allowed."""
     _check(len(call.messages or ()), limits.messages, "messages", "messages")
     _check(len(call.params.stop), limits.stop_strings, "stop", "stop_strings")
 
 
-def held_bytes(call: Call) -> int:
+def held_bytes(call: InflightRequest) -> int:
     """What a call that waits holds of this process's memory, about."""
     size = _CALL_BYTES + _size(call.prompt) + _size(call.more)
     for message in call.messages or ():
@@ -56,7 +56,7 @@ def _size(value: Any) -> int:
     return sys.getsizeof(value)
 
 
-def check_fits(call: Call, info: ModelInfo | None) -> None:
+def check_fits(call: InflightRequest, info: ModelInfo | None) -> None:
     """Raise ContextLengthExceeded for a prompt that cannot fit, however few tokens it has.
 
     For what is to wait: its worker, which knows better, is asked only then. Templates may leave

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec.structs import replace
 
 from servekit.errors import ModelUnavailable
-from servekit.gateway.routing.model_queue import Route
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import readiness
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ModelStatus
@@ -18,13 +18,13 @@ from servekit.protocol.messages import ModelStatus
 _LOOK_EVERY_S = 0.05
 
 
-class AdapterRoute(Route):
+class AdapterRoute(ModelQueue):
     """What requests for an adapter find: the base's route, under the adapter's name.
 
     Only asked how things stand; calls queue at `base`.
     """
 
-    def __init__(self, base: Route, adapter: AdapterStatus) -> None:
+    def __init__(self, base: ModelQueue, adapter: AdapterStatus) -> None:
         named = {"name": adapter.name, "path": adapter.path, "aliases": (), "adapters": ()}
         info = base.status.info
         taken = adapter.info.virtual_tokens if adapter.info is not None else 0
@@ -68,34 +68,34 @@ class AdapterRoute(Route):
         self.check_loaded()
         self.base.check_available()
 
-    def adapt(self, call: Call) -> None:
+    def adapt(self, call: InflightRequest) -> None:
         """Have a call be this adapter's. Raises ModelUnavailable."""
         self.check_available()
         call.more = {**call.more, "adapter": self.adapter.name}
 
 
-def _since(base: Route, adapter: AdapterStatus) -> int:
+def _since(base: ModelQueue, adapter: AdapterStatus) -> int:
     return max(base.status.created, int(adapter.since))
 
 
-def base_of(route: Route) -> str:
+def base_of(route: ModelQueue) -> str:
     """The name of an adapter's base; "" for what is none."""
     return route.base.status.name if isinstance(route, AdapterRoute) else ""
 
 
-def adapters_of(route: Route) -> tuple[AdapterRoute, ...]:
+def adapters_of(route: ModelQueue) -> tuple[AdapterRoute, ...]:
     """What requests may name beside a model. What is being unloaded is not known any more."""
     known = route.status.adapters
     return tuple(AdapterRoute(route, one) for one in known if one.state != "unloading")
 
 
-class Farewells:
+class AdapterUsageTracker:
     """Tells when no call needs an adapter any more that does not serve, new ones included.
 
     `tell` is called with its name; `calls` are those that wait or run.
     """
 
-    def __init__(self, calls: Collection[Call], tell: Callable[[str], None]) -> None:
+    def __init__(self, calls: Collection[InflightRequest], tell: Callable[[str], None]) -> None:
         self._calls = calls
         self._tell = tell
         self._leaving: set[str] = set()

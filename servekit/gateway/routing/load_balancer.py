@@ -38,7 +38,7 @@ from servekit.gateway.routing.prefix_index import (
 )
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
     from servekit.protocol.messages import ModelInfo, ModelStatus, ReplicaStatus
 
 #: How much one request counts in an average.
@@ -62,7 +62,7 @@ class Target(Protocol):
     last_id: int  # of all that it was sent, in order from 1
 
     @property
-    def calls(self) -> Mapping[int, Call]: ...  # those that it has, by their ids
+    def calls(self) -> Mapping[int, InflightRequest]: ...  # those that it has, by their ids
     @property
     def credits(self) -> int: ...
     @property
@@ -132,7 +132,7 @@ class Account:
         tokens = self.prefixes.match(prompt.blocks) * BLOCK_TOKENS
         return tokens - tokens % self.block
 
-    def add(self, id: int, call: Call, prompt: float, answer: float) -> None:
+    def add(self, id: int, call: InflightRequest, prompt: float, answer: float) -> None:
         """It is being sent a call."""
         self.last_id = id
         answer *= DECODE_WEIGHT
@@ -141,7 +141,7 @@ class Account:
         if prompt:
             self.unread[id] = call.emitted, len(call.emitted), prompt
 
-    def end(self, id: int, call: Call) -> None:
+    def end(self, id: int, call: InflightRequest) -> None:
         """It has no more to do for a call, for whatever reason."""
         answer = self._answers.pop(id, None)
         if answer is None:
@@ -195,7 +195,7 @@ class Balancer(Generic[T]):
         self._told = {replica.socket: replica for replica in status.replicas}
         self._words += 1
 
-    def choose(self, replicas: Collection[T], call: Call) -> T | None:
+    def choose(self, replicas: Collection[T], call: InflightRequest) -> T | None:
         """The replica that is to be sent a call now, and is noted to be; None if all are full."""
         if self.policy == "round_robin":
             return self._in_turn(list(replicas))
@@ -211,7 +211,7 @@ class Balancer(Generic[T]):
         self._note(replica, account, call, prompt, 0)
         return replica
 
-    def note(self, replica: T, call: Call) -> None:
+    def note(self, replica: T, call: InflightRequest) -> None:
         """A replica is about to be sent a call, for whatever reason."""
         if self.policy == "round_robin":
             return
@@ -256,7 +256,7 @@ class Balancer(Generic[T]):
                 found, least = (replica, account), load
         return found
 
-    def _weigh(self, replicas: Iterable[T], call: Call) -> T | None:
+    def _weigh(self, replicas: Iterable[T], call: InflightRequest) -> T | None:
         """By affinity, too."""
         able = [replica for replica in replicas if replica.routable]
         if not able:
@@ -285,7 +285,9 @@ class Balancer(Generic[T]):
 
     # ---- the facts
 
-    def _note(self, replica: T, account: Account, call: Call, prompt: Prompt, held: int) -> None:
+    def _note(
+        self, replica: T, account: Account, call: InflightRequest, prompt: Prompt, held: int
+    ) -> None:
         self._turn = account.last = self._turn + 1
         unread = float(max(0, prompt.tokens - held))
         answer = self._expected(call)
@@ -314,10 +316,10 @@ class Balancer(Generic[T]):
             others = told.running + told.waiting - len(replica.calls)
             account.others = max(0, others) * DECODE_WEIGHT * self._lengths.average
 
-    def _read(self, call: Call, one: T, caches: bool) -> Prompt:
+    def _read(self, call: InflightRequest, one: T, caches: bool) -> Prompt:
         return read(call, blocks=caches and self.policy == "auto", head=one.share > 1)
 
-    def _expected(self, call: Call) -> float:
+    def _expected(self, call: InflightRequest) -> float:
         """Tokens of its answer, as far as anybody can know."""
         if call.more.get("task"):
             return 0.0

@@ -25,9 +25,9 @@ from itertools import islice
 from servekit.errors import ModelNotFound, ModelUnavailable, meant
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.load_balancer import Balancer
-from servekit.gateway.routing.request import Call
-from servekit.gateway.routing.throughput import Pace
-from servekit.gateway.routing.worker_connection import Replica, base_generation
+from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.routing.throughput import ThroughputEstimator
+from servekit.gateway.routing.worker_connection import WorkerConnection, base_generation
 from servekit.protocol import readiness
 from servekit.protocol.messages import Continuation, ModelStatus, ReplicaStatus
 
@@ -39,35 +39,39 @@ ANNOUNCE_EVERY_S = 1.0
 _MOST_COMPARED = 200
 
 
-class Route:
+class ModelQueue:
     """One model: its status, its queue and its replicas."""
 
     def __init__(self, status: ModelStatus) -> None:
         self.status = status
-        self.queue: FairQueue[Call] = FairQueue(status.max_queue)
-        self.suspects: FairQueue[Call] = FairQueue(status.max_queue)
-        self.choosy: deque[Call] = deque()  # these wait for certain replicas, see `Call.is_choosy`
-        self._on_trial: Call | None = None  # the suspect that was sent last
-        self.replicas: dict[str, Replica] = {}  # by socket: a new incarnation is a new replica
-        self._balancer: Balancer[Replica] = Balancer()
+        self.queue: FairQueue[InflightRequest] = FairQueue(status.max_queue)
+        self.suspects: FairQueue[InflightRequest] = FairQueue(status.max_queue)
+        self.choosy: deque[InflightRequest] = (
+            deque()
+        )  # these wait for certain replicas, see `InflightRequest.is_choosy`
+        self._on_trial: InflightRequest | None = None  # the suspect that was sent last
+        self.replicas: dict[
+            str, WorkerConnection
+        ] = {}  # by socket: a new incarnation is a new replica
+        self._balancer: Balancer[WorkerConnection] = Balancer()
         self._balancer.set_status(status)
-        self.adapters: Sequence[Route] = ()  # by which requests may name it, too
-        self.followers: set[Call] = set()  # whose clients want to know their places
-        self.pace = Pace()
+        self.adapters: Sequence[ModelQueue] = ()  # by which requests may name it, too
+        self.followers: set[InflightRequest] = set()  # whose clients want to know their places
+        self.pace = ThroughputEstimator()
         self.in_flight = 0
         self._tokens_done = self._tokens_told = 0  # given out: by calls that are over; in all
         self.was_ready = False
         self.removed = False  # from the configuration
-        self.base: Route = self  # whose queue and workers these are
+        self.base: ModelQueue = self  # whose queue and workers these are
         self.expected = 0  # requests that come once the model is known
-        self.on_wait: Callable[[Route], None] | None = None  # of a model that comes and goes
+        self.on_wait: Callable[[ModelQueue], None] | None = None  # of a model that comes and goes
 
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
         self.queue.limit = self.suspects.limit = status.max_queue
         self._balancer.set_status(status)
 
-    def left(self, call: Call) -> None:
+    def left(self, call: InflightRequest) -> None:
         """A call for it is over."""
         self.in_flight -= 1
         self._tokens_done += len(call.emitted)
@@ -165,7 +169,7 @@ class Route:
 
     # ---- who runs next
 
-    def best(self, call: Call) -> Replica | None:
+    def best(self, call: InflightRequest) -> WorkerConnection | None:
         """The replica that is to be sent this call now, or None if all are full: see `balance`."""
         if len(self.replicas) > 1:
             return self._balancer.choose(self.replicas.values(), call)
@@ -178,7 +182,7 @@ class Route:
     def has_room(self) -> bool:
         return any(replica.credits > 0 for replica in self.replicas.values())
 
-    def dispatch(self, replica: Replica) -> None:
+    def dispatch(self, replica: WorkerConnection) -> None:
         """A replica has room: give it what waits, the suspects first."""
         if self.suspects:
             self._try_suspect()
@@ -197,7 +201,7 @@ class Route:
             if (replica := self.best(call)) is not None:
                 replica.run(call)
 
-    def _fill(self, replica: Replica) -> None:
+    def _fill(self, replica: WorkerConnection) -> None:
         while len(self.queue) and replica.credits > 0:
             self._send(replica, self.queue.pop())
         if len(self.queue):
@@ -210,7 +214,7 @@ class Route:
         for replica in self.replicas.values():
             replica.borrow()
 
-    def _send(self, replica: Replica, call: Call) -> None:
+    def _send(self, replica: WorkerConnection, call: InflightRequest) -> None:
         if len(self.replicas) > 1:
             self._balancer.note(replica, call)
         replica.run(call)
@@ -223,7 +227,7 @@ class Route:
                 self.choosy.remove(call)
                 self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
 
-    def _apt(self, call: Call) -> list[Replica]:
+    def _apt(self, call: InflightRequest) -> list[WorkerConnection]:
         """The replicas that can run it: of its generation, and large enough.
 
         Where none is, and none is coming, it ends sooner on a smaller one, by its length; a call
@@ -234,13 +238,13 @@ class Route:
         waits = call.continuation is not None and self._is_coming(call)
         return large if large or waits else alike
 
-    def _is_coming(self, call: Call) -> bool:
+    def _is_coming(self, call: InflightRequest) -> bool:
         """Whether a worker that goes on as the call began is being started, for all we know."""
         return any(
             one.state in COMING and _may_be(one, call.continuation) for one in self.status.replicas
         )
 
-    def goes_on(self, call: Call) -> bool:
+    def goes_on(self, call: InflightRequest) -> bool:
         """Whether what has begun can be gone on with, now or soon.
 
         A model that comes and goes is loaded again for it; what it is then is seen then. Where no
@@ -259,10 +263,10 @@ class Route:
         )
 
     @property
-    def _connected(self) -> list[Replica]:
+    def _connected(self) -> list[WorkerConnection]:
         return [one for one in self.replicas.values() if one.info is not None]
 
-    def take_stranded(self) -> list[Call]:
+    def take_stranded(self) -> list[InflightRequest]:
         """The calls that wait to be gone on with and cannot be any more; they wait no longer."""
         waiting = (*self.suspects.order(), *self.choosy)
         begun = [call for call in waiting if call.continuation is not None]
@@ -284,11 +288,11 @@ class Route:
                 self._send(replica, call)
                 return
 
-    def _ward(self, call: Call) -> Replica | None:
+    def _ward(self, call: InflightRequest) -> WorkerConnection | None:
         """The replica that a suspect does the least harm to; None: wait for a better one."""
         reported = {replica.socket: replica.running for replica in self.status.replicas}
 
-        def load(replica: Replica) -> int:
+        def load(replica: WorkerConnection) -> int:
             """What it has to do; other gateways' calls are known from the supervisor, and late."""
             return max(len(replica.calls), reported.get(replica.socket, 0))
 
@@ -305,7 +309,7 @@ class Route:
 
     # ---- what waits
 
-    def take_back(self, call: Call, *, first: bool = True) -> None:
+    def take_back(self, call: InflightRequest, *, first: bool = True) -> None:
         """A call has lost its worker: it waits again, before all that has not run yet.
 
         Of the suspects that came back it is the first or the last; last is what has had a turn.
@@ -319,22 +323,22 @@ class Route:
         else:
             self.suspects.give_back(call, first=first)
 
-    def order(self) -> list[Call]:
+    def order(self) -> list[InflightRequest]:
         """All calls that wait, in the order they will run."""
         return [*self.suspects.order(), *self.choosy, *self.queue.order()]
 
-    def withdraw(self, call: Call) -> None:
+    def withdraw(self, call: InflightRequest) -> None:
         """Take a call out of what waits."""
         if call in self.choosy:
             self.choosy.remove(call)
         elif not self.suspects.remove(call):
             self.queue.remove(call)
 
-    def position(self, call: Call) -> int | None:
+    def position(self, call: InflightRequest) -> int | None:
         """How many calls are before this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
-    def follow(self, call: Call) -> None:
+    def follow(self, call: InflightRequest) -> None:
         """Have a call told its place now and, on change, once a second; see `place_after`."""
         if (place := self.position(call)) is None:
             return

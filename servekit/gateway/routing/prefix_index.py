@@ -23,7 +23,7 @@ from servekit.gateway.auth.api_key import CHARS_PER_TOKEN
 from servekit.protocol.messages import ChatMessage
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
 
 BLOCK_TOKENS = 64
 BLOCK_CHARS = BLOCK_TOKENS * CHARS_PER_TOKEN
@@ -86,7 +86,7 @@ class Prefixes:
             held.popitem(last=False)
 
 
-def read(call: Call, *, blocks: bool = True, head: bool = False) -> Prompt:
+def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> Prompt:
     """What a call's prompt is known by: with `blocks`, and with its `head`, if it is long enough.
 
     It takes 0.3 µs for each block.

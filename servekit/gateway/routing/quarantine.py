@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from servekit.errors import RequestError, RequestQuarantined, SourceQuarantined
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.suspect_sources import in_words, source_of
 from servekit.protocol.messages import ModelStatus, Quarantined
 
@@ -35,13 +35,13 @@ ALIKE = 3
 SHOWN = 16
 
 
-def fingerprint(model: str, call: Call) -> str:
+def fingerprint(model: str, call: InflightRequest) -> str:
     """sha256 over the model and all that the request asks of it, in hex."""
     asked = (model, call.params, call.prompt, call.messages, call.more)
     return hashlib.sha256(_encode(asked)).hexdigest()
 
 
-def likeness(model: str, call: Call) -> str:
+def likeness(model: str, call: InflightRequest) -> str:
     """As `fingerprint`, without the numbers; "" of a call that has no text of its own."""
     if not isinstance(call.prompt, str) and call.messages is None:
         return ""
@@ -108,7 +108,7 @@ class Quarantine:
         if not self._held:
             self._harmless.clear()
 
-    def commit(self, status: ModelStatus, call: Call, now_s: float) -> Quarantined:
+    def commit(self, status: ModelStatus, call: InflightRequest, now_s: float) -> Quarantined:
         """Quarantine a call of this model, for as long as the model's configuration says."""
         mark = fingerprint(status.name, call)
         log.error(
@@ -122,7 +122,7 @@ class Quarantine:
             self._held[at] = held._replace(like="" if like in self._harmless else like)
         return entry
 
-    def clear(self, model: str, call: Call) -> None:
+    def clear(self, model: str, call: InflightRequest) -> None:
         """A call has come through: what it is like but for its numbers is not refused."""
         if any(held.like for held in self._held.values()):
             like = likeness(model, call)
@@ -143,7 +143,9 @@ class Quarantine:
         self.add([entry], now_s)
         return entry
 
-    def error(self, status: ModelStatus, call: Call, now_s: float) -> RequestError | None:
+    def error(
+        self, status: ModelStatus, call: InflightRequest, now_s: float
+    ) -> RequestError | None:
         """Why this call is refused; None where it is not."""
         if not self._held:
             return None

@@ -23,21 +23,21 @@ from servekit.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from servekit.gateway.auth.api_key import Caller
-    from servekit.gateway.generation.stream_writer import Pump
-    from servekit.gateway.routing.model_queue import Route
+    from servekit.gateway.auth.api_key import ApiKey
+    from servekit.gateway.generation.stream_writer import StreamWriter
+    from servekit.gateway.routing.model_queue import ModelQueue
     from servekit.gateway.routing.suspect_sources import Suspect
-    from servekit.gateway.routing.worker_connection import Replica
-    from servekit.gateway.telemetry.metrics import Meter
+    from servekit.gateway.routing.worker_connection import WorkerConnection
+    from servekit.gateway.telemetry.metrics import RequestMeter
 
 Deltas = list[Delta]
-_UNTIL: dict[retry_policy.Fate, Literal["proven", "done"]] = {
-    retry_policy.Fate.ALONE: "proven",
-    retry_policy.Fate.LAST: "done",
+_UNTIL: dict[retry_policy.RetryDecision, Literal["proven", "done"]] = {
+    retry_policy.RetryDecision.ALONE: "proven",
+    retry_policy.RetryDecision.LAST: "done",
 }
 
 
-class Call:
+class InflightRequest:
     """A request on its way. Its consumer awaits `deltas()` until one has `finish` set.
 
     The Call keeps the token ids reported so far: a worker that dies leaves enough behind to go on
@@ -112,11 +112,11 @@ class Call:
         self.priority = priority
         self.session = session  # calls of one go to one replica, as far as that is good
         self.origin = ORIGIN.get()  # the HTTP request that it is of
-        self.caller: Caller | None = None  # whose key it came with, where keys are needed
+        self.caller: ApiKey | None = None  # whose key it came with, where keys are needed
         self.cache_salt = ""  # it shares prefix caches with calls of the same one
         self.created_s = time.monotonic()
         self.first_s = self.last_s = 0.0  # when its first token came, and of a stream the last
-        self.meter: Meter = metrics.UNMEASURED
+        self.meter: RequestMeter = metrics.UNMEASURED
         self.deaths = 0  # in a row, see `gateway.fate`
         self.deaths_in_all = 0
         self.alone_until: Literal["", "proven", "done"] = ""  # it is a suspect; what clears it
@@ -128,13 +128,13 @@ class Call:
         self.least_context = 0  # tokens of context that it takes, as far as that is known
         self.done = False
         self.place: int | None = None  # in the queue, where its consumer follows that
-        self.route: Route | None = None
-        self.replica: Replica | None = None
+        self.route: ModelQueue | None = None
+        self.replica: WorkerConnection | None = None
         self.wire_id = 0
         self.limit_s = math.inf  # from `created_s` on, waiting included; the router sets it
-        self.on_cancel: Callable[[Call], None] | None = None
+        self.on_cancel: Callable[[InflightRequest], None] | None = None
         self.sink: Callable[[], None] | None = None  # called where a waiter would be woken
-        self.pump: Pump | None = None  # whom the sink tells, where that is all it does
+        self.pump: StreamWriter | None = None  # whom the sink tells, where that is all it does
         self._resumed_at = 0  # tokens there were when this attempt began
         self._handed_over = False  # the consumer has seen something of it
         self._waiting: Deltas = []
@@ -300,7 +300,7 @@ class Call:
         if self.stream or self.done:
             self.wake()
 
-    def died(self, ran: bool = True) -> retry_policy.Fate:
+    def died(self, ran: bool = True) -> retry_policy.RetryDecision:
         """Its worker died; what is to become of it. `ran`: it wasn't merely held there."""
         if ran or self._new:
             self.deaths = retry_policy.deaths_in_a_row(self.deaths, self._new)
@@ -323,7 +323,7 @@ class Call:
         if self.texts is not None:
             self.texts = []
 
-    def same_as(self, other: Call) -> bool:
+    def same_as(self, other: InflightRequest) -> bool:
         """The same request, by whomever."""
         mine = (self.params, self.prompt, self.messages, self.more)
         return mine == (other.params, other.prompt, other.messages, other.more)

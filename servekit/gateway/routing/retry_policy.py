@@ -36,7 +36,7 @@ from enum import Enum
 
 from servekit.protocol.messages import PROOF_TOKENS
 
-__all__ = ["CHANGED", "NOT_RESUMED", "PROOF_TOKENS", "Fate", "deaths_in_a_row", "fate"]
+__all__ = ["CHANGED", "NOT_RESUMED", "PROOF_TOKENS", "RetryDecision", "deaths_in_a_row", "fate"]
 
 #: Deaths in a row after which a call is replayed alone, and after which it is quarantined.
 ALONE_AT = 2
@@ -55,7 +55,7 @@ CHANGED = (
 )
 
 
-class Fate(Enum):
+class RetryDecision(Enum):
     AGAIN = "again"
     ALONE = "alone"
     LAST = "last"
@@ -67,10 +67,10 @@ def deaths_in_a_row(before: int, new_tokens: int) -> int:
     return 1 if new_tokens >= PROOF_TOKENS else before + 1
 
 
-def fate(in_a_row: int, in_all: int) -> Fate:
+def fate(in_a_row: int, in_all: int) -> RetryDecision:
     """What to do with a call that has been running in that many deaths."""
     if in_a_row >= QUARANTINE_AT or in_all >= MOST_DEATHS:
-        return Fate.QUARANTINE
+        return RetryDecision.QUARANTINE
     if in_all == MOST_DEATHS - 1:
-        return Fate.LAST
-    return Fate.ALONE if in_a_row >= ALONE_AT else Fate.AGAIN
+        return RetryDecision.LAST
+    return RetryDecision.ALONE if in_a_row >= ALONE_AT else RetryDecision.AGAIN

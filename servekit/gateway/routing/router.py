@@ -24,19 +24,19 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.auth.authorization import Access
-from servekit.gateway.demand_reporter import Demand
+from servekit.gateway.demand_reporter import DemandReporter
 from servekit.gateway.http.request_limits import check_fits, check_grammar, held_bytes
 from servekit.gateway.routing.adapter_route import (
     AdapterRoute,
-    Farewells,
+    AdapterUsageTracker,
     adapters_of,
     base_of,
 )
 from servekit.gateway.routing.fair_queue import FairQueue
-from servekit.gateway.routing.model_queue import Route, describe, unknown
+from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
 from servekit.gateway.routing.quarantine import Quarantine, fingerprint, refusal
-from servekit.gateway.routing.request import Call
-from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, Fate
+from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, RetryDecision
 from servekit.gateway.routing.suspect_sources import (
     Sources,
     Suspect,
@@ -45,12 +45,12 @@ from servekit.gateway.routing.suspect_sources import (
     source_of,
 )
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
-from servekit.gateway.routing.worker_connection import NEARBY, Replica
-from servekit.gateway.telemetry.metrics import Measures
+from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
+from servekit.gateway.telemetry.metrics import RequestMetrics
 from servekit.protocol.messages import ModelStatus, Quarantined, Topology
-from servekit.protocol.residency import KeepAlive, Wanted
+from servekit.protocol.residency import KeepAlive, ModelDemand
 
-__all__ = ["Route", "Router", "describe"]
+__all__ = ["ModelQueue", "Router", "describe"]
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -68,10 +68,10 @@ class Router:
         name: str,
         report: Callable[[Quarantined], None] = lambda _: None,
         unused: Callable[[str], None] = lambda _: None,
-        use: Callable[[Wanted | KeepAlive], None] = lambda _: None,
+        use: Callable[[ModelDemand | KeepAlive], None] = lambda _: None,
     ) -> None:
         self.name, self.reach = name, NEARBY
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, ModelQueue] = {}
         self.draining = False
         self.idle = asyncio.Event()  # set once draining and nothing is in flight
         self.requests = 0
@@ -79,14 +79,14 @@ class Router:
         self.quarantine = Quarantine()
         self.sources = Sources()
         self.access = Access()
-        self.measures = Measures()
+        self.measures = RequestMetrics()
         self._report = report
-        self._names: dict[str, Route] = {}  # aliases included
+        self._names: dict[str, ModelQueue] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
-        self._open: set[Call] = set()
+        self._open: set[InflightRequest] = set()
         self._deadlines = Deadlines(self._open, self._expire)
-        self._farewells = Farewells(self._open, unused)
-        self.demand = Demand(use)
+        self._farewells = AdapterUsageTracker(self._open, unused)
+        self.demand = DemandReporter(use)
 
     # ---- for the doors: HTTP and Gradio
 
@@ -95,7 +95,7 @@ class Router:
         """Calls that wait or run."""
         return len(self._open)
 
-    def find(self, model: str) -> Route:
+    def find(self, model: str) -> ModelQueue:
         """The route of a model's name, its alias, or an adapter; of none, the default model's.
 
         Raises ModelNotFound.
@@ -107,7 +107,7 @@ class Router:
             raise unknown(model, [one.status for one in self.models()])
         return route
 
-    def _default(self) -> Route:
+    def _default(self) -> ModelQueue:
         """What answers requests that name no model: the file's choice, else the first.
 
         With keys, the first of them that the caller may use; where that is none, the refusal names
@@ -122,7 +122,7 @@ class Router:
         """Whether this is the name or alias of a model, or the name of an adapter."""
         return model in self._names
 
-    def models(self) -> Iterator[Route]:
+    def models(self) -> Iterator[ModelQueue]:
         """What the caller of this moment may use: the models, and the adapters that can serve."""
         for route in self.routes.values():
             name = route.status.name
@@ -132,7 +132,7 @@ class Router:
                 if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
 
-    def open(self, call: Call, timeout_s: float | None = None) -> Call:
+    def open(self, call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         """Queue a call and run it as soon as there is room.
 
         Raises ModelNotFound, Forbidden, RateLimited, ModelUnavailable, QueueFull or
@@ -166,7 +166,7 @@ class Router:
                 route.on_wait(route)
         return call
 
-    def _take(self, call: Call) -> Route:
+    def _take(self, call: InflightRequest) -> ModelQueue:
         """The model's own route, which takes the call."""
         route = (asked := self.find(call.model)).base
         if call.params.grammar is not None:
@@ -179,7 +179,7 @@ class Router:
         self._admit(route, call)
         return route
 
-    def _admit(self, route: Route, call: Call) -> None:
+    def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
@@ -191,13 +191,17 @@ class Router:
         if queue.full:
             self._make_room(route, queue, call)
 
-    def _make_room(self, route: Route, queue: FairQueue[Call], call: Call) -> None:
+    def _make_room(
+        self, route: ModelQueue, queue: FairQueue[InflightRequest], call: InflightRequest
+    ) -> None:
         """Raise QueueFull; to the key that waits most where that is not the caller's."""
         crowded = queue.crowd_out(call.key)
         said = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
         self._refuse_full(route, said, crowded)
 
-    def _make_room_in_memory(self, route: Route, call: Call, size_bytes: int) -> None:
+    def _make_room_in_memory(
+        self, route: ModelQueue, call: InflightRequest, size_bytes: int
+    ) -> None:
         """As `_make_room`, where what waits for all models holds too many bytes with this call."""
         queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
         limit_bytes = self.access.rules.max_queue_bytes
@@ -211,7 +215,7 @@ class Router:
             spared = key == call.key or most <= mine + size_bytes
             self._refuse_full(route, said, None if spared else queue.take_newest(key))
 
-    def _refuse_full(self, route: Route, said: str, instead: Call | None) -> None:
+    def _refuse_full(self, route: ModelQueue, said: str, instead: InflightRequest | None) -> None:
         """Raise QueueFull, or have it told to the call that leaves `instead`."""
         waiting = len(route.queue) + len(route.suspects)
         wait_s = route.pace.wait_s(waiting + (instead is not None), self._loop.time())
@@ -232,11 +236,11 @@ class Router:
             self._withdraw(call)
             call.fail(ModelUnavailable(said, retry_after_s=5.0))
 
-    def position(self, call: Call) -> int | None:
+    def position(self, call: InflightRequest) -> int | None:
         """How many calls are before this one in its queue; None once it runs."""
         return None if call.route is None else call.route.position(call)
 
-    def follow(self, call: Call) -> None:
+    def follow(self, call: InflightRequest) -> None:
         """Have the call told its place now and, on change, once a second; see `place_after`."""
         if call.route is not None:
             call.route.follow(call)
@@ -250,7 +254,7 @@ class Router:
         self.quarantine.add(topology.quarantined, time.monotonic())
         self.access.apply(topology.access)
         for status in topology.models:
-            route = self.routes.pop(status.name, None) or Route(status)
+            route = self.routes.pop(status.name, None) or ModelQueue(status)
             self.routes[status.name] = route  # in the file's order, whatever it was
             route.set_status(status)
             route.adapters = adapters_of(route)
@@ -267,7 +271,7 @@ class Router:
         self._farewells.apply(topology.models)
         self.demand.apply(self.routes.values())
 
-    def _apply_replicas(self, route: Route, status: ModelStatus, gateways: int) -> None:
+    def _apply_replicas(self, route: ModelQueue, status: ModelStatus, gateways: int) -> None:
         ready = {replica.socket: replica for replica in status.replicas if replica.state == "ready"}
         for socket in route.replicas.keys() - ready.keys():
             replica = route.replicas[socket]
@@ -277,20 +281,22 @@ class Router:
         for socket, replica_status in ready.items():
             known = route.replicas.get(socket)
             if known is None or not (known.wanted or known.reinstate()):
-                route.replicas[socket] = Replica(self, status.name, replica_status, gateways)
+                route.replicas[socket] = WorkerConnection(
+                    self, status.name, replica_status, gateways
+                )
             route.replicas[socket].set_share(gateways)
         if route.hopeless:
             self._fail_waiting(route)
         self._release_stranded(route)
         route.dispatch_all()
 
-    def _remove(self, route: Route) -> None:
+    def _remove(self, route: ModelQueue) -> None:
         route.removed = True
         for replica in route.replicas.values():
             replica.retire()
         self._fail_waiting(route)
 
-    def _fail_waiting(self, route: Route) -> None:
+    def _fail_waiting(self, route: ModelQueue) -> None:
         """Nothing will come to serve these: say so now rather than at their deadlines."""
         for call in route.order():
             route.withdraw(call)
@@ -298,13 +304,13 @@ class Router:
 
     # ---- from the replicas
 
-    def on_free(self, replica: Replica) -> None:
+    def on_free(self, replica: WorkerConnection) -> None:
         """A replica has room: give it what waits."""
         if (route := self.routes.get(replica.model)) is not None:
             route.was_ready = True
             route.dispatch(replica)
 
-    def on_lost(self, replica: Replica, calls: list[Call]) -> None:
+    def on_lost(self, replica: WorkerConnection, calls: list[InflightRequest]) -> None:
         """A worker died: what it was doing is done elsewhere, before all that waits."""
         running = {call: replica.ran(call) for call in calls}
         sources = self._suspect(replica, calls)
@@ -313,7 +319,7 @@ class Router:
             if not self._resumable(replica, call):
                 continue
             assert call.route is not None
-            if decided is Fate.QUARANTINE:
+            if decided is RetryDecision.QUARANTINE:
                 self._quarantine(call.route, call)
             else:
                 call.route.take_back(call, first=not ran)
@@ -322,14 +328,14 @@ class Router:
                 self._judge_source(route, source)
         self._reroute(replica)
 
-    def on_returned(self, replica: Replica, call: Call) -> None:
+    def on_returned(self, replica: WorkerConnection, call: InflightRequest) -> None:
         """A worker is draining and did not take a call: nothing is wrong with the call."""
         if self._resumable(replica, call):
             assert call.route is not None
             call.route.take_back(call)
         self._reroute(replica)
 
-    def _resumable(self, replica: Replica, call: Call) -> bool:
+    def _resumable(self, replica: WorkerConnection, call: InflightRequest) -> bool:
         """Whether a call can run again; if not it has been told why."""
         assert call.route is not None
         if call.route.removed:
@@ -342,7 +348,7 @@ class Router:
             self._fail(call, error)
         return not call.done
 
-    def _not_resumed(self, replica: Replica, call: Call) -> RequestError | None:
+    def _not_resumed(self, replica: WorkerConnection, call: InflightRequest) -> RequestError | None:
         """Why nobody can go on after what a call has brought so far; None if somebody can."""
         if not replica.resumes:
             return WorkerLost(NOT_RESUMED)
@@ -351,7 +357,7 @@ class Router:
             return None
         return ModelChanged(CHANGED)
 
-    def on_changed(self, replica: Replica, call: Call) -> None:
+    def on_changed(self, replica: WorkerConnection, call: InflightRequest) -> None:
         """A worker has loaded something else than what a call began with."""
         assert call.route is not None
         if call.rewind():
@@ -360,7 +366,7 @@ class Router:
         else:
             self._fail(call, ModelChanged(CHANGED))
 
-    def has_larger(self, replica: Replica, call: Call) -> bool:
+    def has_larger(self, replica: WorkerConnection, call: InflightRequest) -> bool:
         """Whether a call that is too long for one replica may fit another; it goes there then."""
         if replica.info is None or call.route is None or call.continuation is not None:
             return False
@@ -371,7 +377,7 @@ class Router:
         call.least_context = least
         return True
 
-    def _reroute(self, lost: Replica) -> None:
+    def _reroute(self, lost: WorkerConnection) -> None:
         route = self.routes.get(lost.model)
         if route is None:
             return
@@ -382,7 +388,7 @@ class Router:
         if route.hopeless:
             self._fail_waiting(route)
 
-    def _release_stranded(self, route: Route) -> None:
+    def _release_stranded(self, route: ModelQueue) -> None:
         """Nothing will go on with these as they began: anew, if nobody has seen any of it."""
         for call in route.take_stranded():
             if call.rewind():
@@ -390,13 +396,13 @@ class Router:
             else:
                 self._fail(call, ModelChanged(CHANGED))
 
-    def on_ended(self, call: Call) -> None:
+    def on_ended(self, call: InflightRequest) -> None:
         """The call's worker has answered it, well or not."""
         self._end(call, harmless=True)
         if call.route is not None:
             call.route.pace.completed(self._loop.time())
 
-    def _quarantine(self, route: Route, call: Call) -> None:
+    def _quarantine(self, route: ModelQueue, call: InflightRequest) -> None:
         """Give a call up for what it does to workers, and all that waits and is the same."""
         entry = self.quarantine.commit(route.status, call, time.monotonic())
         self._fail(call, refusal(entry, entry.for_s))
@@ -413,7 +419,7 @@ class Router:
 
     # ---- whose requests take workers down: see `gateway.sources`
 
-    def _suspect(self, replica: Replica, calls: list[Call]) -> set[str]:
+    def _suspect(self, replica: WorkerConnection, calls: list[InflightRequest]) -> set[str]:
         """A worker died: hold it against what was running there and had not proven itself.
 
         Returns the sources of that.
@@ -436,7 +442,7 @@ class Router:
             self._charge(call)
         return sources - {""}
 
-    def _clear(self, call: Call) -> None:
+    def _clear(self, call: InflightRequest) -> None:
         if self.quarantine and call.route is not None:
             self.quarantine.clear(call.route.status.name, call)
         if call.suspect is not None:
@@ -445,12 +451,12 @@ class Router:
         if self.sources:
             self.sources.pass_through(source_of(call), alone=bool(call.alone_until))
 
-    def _charge(self, call: Call) -> None:
+    def _charge(self, call: InflightRequest) -> None:
         if call.suspect is not None:
             self.sources.charge(call.suspect)
             call.suspect = None
 
-    def _judge(self, route: Route, call: Call) -> None:
+    def _judge(self, route: ModelQueue, call: InflightRequest) -> None:
         """What becomes of a new call, by what is held against its source, or its like.
 
         Raises SourceQuarantined.
@@ -464,7 +470,7 @@ class Router:
             self._isolate(call, judged, now_s, same)
 
     def _isolate(
-        self, call: Call, judged: Verdict, now_s: float, same: Verdict = Verdict.FREE
+        self, call: InflightRequest, judged: Verdict, now_s: float, same: Verdict = Verdict.FREE
     ) -> None:
         """Have a call run alone. `same`: what its exact like is judged to be.
 
@@ -478,7 +484,7 @@ class Router:
         if judged is Verdict.WAITS:
             call.not_before_s = now_s + self.sources.pause_s(source, now_s)
 
-    def _line_up(self, route: Route, call: Call, size_bytes: int) -> None:
+    def _line_up(self, route: ModelQueue, call: InflightRequest, size_bytes: int) -> None:
         route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
         wait_s = call.not_before_s - time.monotonic()
         if wait_s > 0:
@@ -488,7 +494,7 @@ class Router:
         if call.replica is None and route.on_wait is not None:
             route.on_wait(route)
 
-    def _judge_source(self, route: Route, source: str) -> None:
+    def _judge_source(self, route: ModelQueue, source: str) -> None:
         """A death may be a source's: what waits of it is treated as if it came now."""
         now_s = time.monotonic()
         judged = self.sources.judge(source, now_s)
@@ -507,7 +513,7 @@ class Router:
                 self._isolate(call, judged, now_s)
                 self._line_up(route, call, held_bytes(call))
 
-    def _refuse_source(self, route: Route, source: str) -> Quarantined:
+    def _refuse_source(self, route: ModelQueue, source: str) -> Quarantined:
         for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)
         now_s = time.monotonic()
         entry = self.quarantine.commit_source(route.status, source, for_s, now_s)
@@ -517,16 +523,16 @@ class Router:
 
     # ---- ends
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: InflightRequest) -> None:
         self._withdraw(call)
         call.fail(ClientClosed("the request was cancelled"))
 
-    def _expire(self, call: Call) -> None:
+    def _expire(self, call: InflightRequest) -> None:
         where = "waiting for a worker" if call.replica is None else "running"
         self._withdraw(call)
         call.fail(DeadlineExceeded(f"not done within {call.limit_s:g} s; it was {where}"))
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: InflightRequest) -> None:
         """Take a call out of the queue, or off its worker."""
         self._end(call)
         replica = call.replica
@@ -536,11 +542,11 @@ class Router:
         elif call.route is not None:
             call.route.withdraw(call)
 
-    def _fail(self, call: Call, error: RequestError) -> None:
+    def _fail(self, call: InflightRequest, error: RequestError) -> None:
         self._end(call, charged=isinstance(error, RequestQuarantined))
         call.fail(error)
 
-    def _begin(self, route: Route, call: Call) -> None:
+    def _begin(self, route: ModelQueue, call: InflightRequest) -> None:
         self.requests += 1
         self._open.add(call)
         call.route = route
@@ -552,7 +558,7 @@ class Router:
             route.pace.resume(self._loop.time())
         route.in_flight += 1
 
-    def _end(self, call: Call, *, harmless: bool = False, charged: bool = True) -> None:
+    def _end(self, call: InflightRequest, *, harmless: bool = False, charged: bool = True) -> None:
         """A call is over. `charged`: it may be so for the deaths that it was running in."""
         self._open.remove(call)
         if harmless or call.proven:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 from servekit.gateway.telemetry.metrics import UNMEASURED
 
 if TYPE_CHECKING:
-    from servekit.gateway.generation.stream_writer import Pump
-    from servekit.gateway.routing.request import Call
-    from servekit.protocol.messages import OneEach
+    from servekit.gateway.generation.stream_writer import StreamWriter
+    from servekit.gateway.routing.request import InflightRequest
+    from servekit.protocol.messages import TokenBatch
 
 
-def take_one_each(calls: Mapping[int, Call], told: OneEach) -> None:
+def take_one_each(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:
     """Pass an engine step on to the calls it is of, by their ids: one more token for each.
 
-    As `Call.take`, all in one loop. The clock is looked at once, and what was counted once for all
-    whose last token came together. Who has text that waits has been woken already.
+    Does the work of `InflightRequest.take` in one loop, reading the clock once for all requests.
+    Requests that already hold unwritten text have been scheduled for writing.
     """
     now_s, find = monotonic(), calls.get
-    pumps: list[Pump] = []
+    pumps: list[StreamWriter] = []
     meter, last_s, alike = UNMEASURED, now_s, 0
     for id, text, token_id in zip(told.ids, told.texts, told.token_ids, strict=True):
         call = find(id)

@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
 
 #: After so long a death counts half.
 HALF_LIFE_S = 60.0
@@ -92,7 +92,7 @@ def is_shared(source: str) -> bool:
     return not source.startswith("key:")
 
 
-def source_of(call: Call) -> str:
+def source_of(call: InflightRequest) -> str:
     """The key of a call, or the address that it came from; "" where neither is known."""
     if call.caller is not None:
         return f"key:{call.caller.rule.name}"

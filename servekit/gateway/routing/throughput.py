@@ -11,7 +11,7 @@ UNKNOWN_S = 5.0
 LEAST_S, MOST_S = 1.0, 120.0
 
 
-class Pace:
+class ThroughputEstimator:
     """An exponentially weighted rate of completions, over the time in which there was work.
 
     Time without work does not count: a model that nobody asked for an hour is not a slow one.

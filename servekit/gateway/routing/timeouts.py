@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 
 #: A deadline is met at most this much late. It bounds how often all calls are looked through.
 GRAIN_S = 0.01
@@ -20,14 +20,16 @@ class Deadlines:
     that ends in time, and nearly all do.
     """
 
-    def __init__(self, calls: Collection[Call], expire: Callable[[Call], None]) -> None:
+    def __init__(
+        self, calls: Collection[InflightRequest], expire: Callable[[InflightRequest], None]
+    ) -> None:
         self._calls = calls
         self._expire = expire
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when the timer fires
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: InflightRequest) -> None:
         """Hold a call to its limit from now on; it is among `calls`."""
         due_s = call.created_s + call.limit_s
         if due_s < self._due_s:

@@ -20,23 +20,23 @@ from servekit.errors import (
     WireError,
     WorkerLost,
 )
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.step_delivery import take_one_each
 from servekit.protocol.messages import (
     PROTOCOL,
-    Alone,
     Borrow,
     Cancel,
     Cancelled,
     Continuation,
+    DeltaBatch,
     Failed,
     Hello,
+    IsolationEnded,
+    IsolationStarted,
     Lent,
     ModelInfo,
-    OneEach,
     ReplicaStatus,
-    Together,
-    Tokens,
+    TokenBatch,
     WorkerToGateway,
 )
 from servekit.protocol.transport.address import is_tcp
@@ -45,7 +45,7 @@ from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.load_balancer import Account
-    from servekit.protocol.transport.certificate_holder import Identity
+    from servekit.protocol.transport.certificate_holder import CertificateHolder
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -62,7 +62,7 @@ _NAMED = 16
 class Reach(NamedTuple):
     """What a gateway needs to reach workers on other machines."""
 
-    identity: Identity | None = None
+    identity: CertificateHolder | None = None
     lost_s: float = LOST_S  # a worker that has not answered for so long is lost
 
 
@@ -81,15 +81,15 @@ class Owner(Protocol):
     name: str
     reach: Reach
 
-    def on_free(self, replica: Replica) -> None: ...
-    def on_lost(self, replica: Replica, calls: list[Call]) -> None: ...
-    def on_returned(self, replica: Replica, call: Call) -> None: ...
-    def on_changed(self, replica: Replica, call: Call) -> None: ...
-    def has_larger(self, replica: Replica, call: Call) -> bool: ...
-    def on_ended(self, call: Call) -> None: ...
+    def on_free(self, replica: WorkerConnection) -> None: ...
+    def on_lost(self, replica: WorkerConnection, calls: list[InflightRequest]) -> None: ...
+    def on_returned(self, replica: WorkerConnection, call: InflightRequest) -> None: ...
+    def on_changed(self, replica: WorkerConnection, call: InflightRequest) -> None: ...
+    def has_larger(self, replica: WorkerConnection, call: InflightRequest) -> bool: ...
+    def on_ended(self, call: InflightRequest) -> None: ...
 
 
-class Replica:
+class WorkerConnection:
     """One worker, as this gateway reaches it. `credits` is how many calls it may hold for us.
 
     These are our share of its slots, and what it lends us of the other gateways' while calls wait.
@@ -101,8 +101,10 @@ class Replica:
         self.name = status.name
         self.socket = status.socket
         self.info: ModelInfo | None = None
-        self.calls: dict[int, Call] = {}
-        self._cancelled: dict[int, Call] = {}  # they may be in the engine yet, and kill it
+        self.calls: dict[int, InflightRequest] = {}
+        self._cancelled: dict[
+            int, InflightRequest
+        ] = {}  # they may be in the engine yet, and kill it
         self.wanted = True  # False: no new calls, those in flight may finish
         self.alone: int | None = None  # who is, by the worker's word: our wire id, or 0
         self._asked = 0  # wire id of a suspect that is there, and waits to be alone
@@ -140,14 +142,14 @@ class Replica:
         """It starts nothing: a suspect is alone there, or about to be. Until then credits are 0."""
         return self.alone is not None or self._asked > 0
 
-    def suits(self, call: Call) -> bool:
+    def suits(self, call: InflightRequest) -> bool:
         """It is connected, and says what the call's first worker would go on to say."""
         if self.info is None or self.refuses:
             return False
         began = call.continuation
         return began is None or self.info.generation == base_generation(began)
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: InflightRequest) -> bool:
         """Whether a call that it `suits` may be sent now. One that drains finishes what its like
         have begun, which may have no other place left.
         """
@@ -156,7 +158,7 @@ class Replica:
         begun = call.continuation is not None and not call.alone_until
         return begun and self.info is not None and len(self.calls) < self.info.slots
 
-    def ran(self, call: Call) -> bool:
+    def ran(self, call: InflightRequest) -> bool:
         """Whether a call without proof was running, rather than held; see `gateway.fate`."""
         return self.alone == call.wire_id if call.alone_until else self.alone is None
 
@@ -215,7 +217,7 @@ class Replica:
         self._renew()
         self.owner.on_free(self)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: InflightRequest) -> None:
         """Send a call to this worker; the caller has looked at `credits`."""
         assert self._connection is not None
         self.last_id += 1
@@ -233,7 +235,7 @@ class Replica:
         if self._connection.crowded:
             self._renew()
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: InflightRequest) -> None:
         """Cancel a call that runs here; its slot is free for another one at once."""
         if self._forget(call.wire_id) is not None and self._connection is not None:
             harmless = call.proven
@@ -245,13 +247,13 @@ class Replica:
         self._waits_no_more(call.wire_id)
         call.replica = None
 
-    def take_cancelled(self) -> list[Call]:
+    def take_cancelled(self) -> list[InflightRequest]:
         """The calls that nobody waits for, and that may yet have been running when it died."""
         calls = list(self._cancelled.values())
         self._cancelled.clear()
         return calls
 
-    def _forget(self, wire_id: int) -> Call | None:
+    def _forget(self, wire_id: int) -> InflightRequest | None:
         """A call is here no more, for whatever reason."""
         call = self.calls.pop(wire_id, None)
         if call is not None and self.account is not None:
@@ -313,15 +315,15 @@ class Replica:
         return Connection(WorkerToGateway, self._on_message, self._on_close)
 
     def _on_message(self, message: WorkerToGateway) -> None:
-        if isinstance(message, OneEach):
+        if isinstance(message, TokenBatch):
             take_one_each(self.calls, message)
-        elif isinstance(message, Tokens):
+        elif isinstance(message, DeltaBatch):
             self._on_tokens(message)
         elif isinstance(message, Failed):
             self._on_failed(message)
-        elif isinstance(message, Alone):
+        elif isinstance(message, IsolationStarted):
             self._on_alone(message.id)
-        elif isinstance(message, Together):
+        elif isinstance(message, IsolationEnded):
             self._on_alone(None)
         elif isinstance(message, Lent):
             self._on_lent(message.slots)
@@ -345,7 +347,7 @@ class Replica:
         self._renew()
         self.owner.on_free(self)  # for the next suspect, or for all
 
-    def _on_tokens(self, message: Tokens) -> None:
+    def _on_tokens(self, message: DeltaBatch) -> None:
         freed = False
         for delta in message.deltas:
             call = self.calls.get(delta.id)

@@ -1,4 +1,4 @@
-"""What a gateway counts of its requests for /metrics: a `Meter` for each kind of them.
+"""What a gateway counts of its requests for /metrics: a `RequestMeter` for each kind of them.
 
 This is the hot path: a request looks its meter up once and adds to figures in lists; a token of a
 stream costs a look at the clock and two additions. Once a second what was counted goes to the
@@ -19,8 +19,8 @@ from servekit.errors import REQUEST_ERRORS, ModelNotFound, RequestError
 from servekit.protocol.metrics_messages import Counted, Series
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.model_queue import Route
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.model_queue import ModelQueue
+    from servekit.gateway.routing.request import InflightRequest
     from servekit.gateway.routing.router import Router
     from servekit.gateway.telemetry.tracing import Tracer
 
@@ -44,7 +44,7 @@ _tokens = metrics.TOKENS
 Figures = list[float]
 
 
-class Meter:
+class RequestMeter:
     """What is counted of requests to one model, for one adapter or none, by one operation.
 
     Times are of `time.monotonic`, in seconds.
@@ -86,23 +86,23 @@ class Meter:
 
     # ---- what a call tells
 
-    def sent(self, call: Call) -> None:
+    def sent(self, call: InflightRequest) -> None:
         """It goes to a worker for the first time."""
         waited = monotonic() - call.created_s
         self._wait[bisect_left(_wait, waited)] += 1
         self._wait[-1] += waited
 
-    def sent_again(self, call: Call) -> None:
+    def sent_again(self, call: InflightRequest) -> None:
         """It goes to another worker, or to one's successor."""
         self._again[bool(call.emitted)] += 1
 
-    def lost(self, call: Call) -> None:
+    def lost(self, call: InflightRequest) -> None:
         """Its worker has died, or given it back: it waits again."""
 
     def worked(self, times_ns: tuple[int, ...]) -> None:
         """What the worker tells of a call that is traced; see `Delta.times_ns`."""
 
-    def first(self, call: Call) -> float:
+    def first(self, call: InflightRequest) -> float:
         """Its first token is here; returns when."""
         now = monotonic()
         took = now - call.created_s
@@ -116,7 +116,9 @@ class Meter:
         gaps[bisect_left(_token, took_s)] += streams
         gaps[-1] += took_s * streams
 
-    def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
+    def ended(
+        self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
+    ) -> None:
         """It is over: how, and the tokens of its prompt, from a cache, and of its answer."""
         now = monotonic()
         caller = call.caller
@@ -210,31 +212,31 @@ def status_of(outcome: str) -> str:
 
 
 #: Of calls that no router has taken, which nobody asks for.
-UNMEASURED = Meter("", "", "")
+UNMEASURED = RequestMeter("", "", "")
 
 
-class Measures:
+class RequestMetrics:
     """All that one gateway has counted and not told yet."""
 
     def __init__(self) -> None:
-        self._meters: dict[tuple[str, str, str], Meter] = {}
+        self._meters: dict[tuple[str, str, str], RequestMeter] = {}
         self._adapters: set[str] = set()
         self.tracer: Tracer | None = None
         #: Answers by path and status: the protocol and the outermost layer count them here.
         self.answers: defaultdict[tuple[str | bytes, int], int] = defaultdict(int)
 
-    def meter(self, route: Route, call: Call) -> Meter:
+    def meter(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
         """The meter of a call that `route`, a model's own, has taken."""
         meter = self._of(route, call)
         return meter if self.tracer is None else self.tracer.watch(meter, call, meter.operation)
 
-    def _of(self, route: Route, call: Call) -> Meter:
+    def _of(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
         if not call.more and call.messages is not None:  # nearly all
             of = route.status.name, "", "chat"
             return self._meters.get(of) or self._make(*of)
         return self._find(route.status.name, call.more.get("adapter", ""), call)
 
-    def refused(self, router: Router, call: Call, error: RequestError) -> None:
+    def refused(self, router: Router, call: InflightRequest, error: RequestError) -> None:
         """A call was not taken."""
         try:
             route = router.find(call.model)
@@ -246,7 +248,7 @@ class Measures:
         key = "" if call.caller is None else call.caller.rule.name
         self._find(model, adapter, call).refused(key, error.code)
 
-    def _find(self, model: str, adapter: str, call: Call) -> Meter:
+    def _find(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
         if call.messages is not None:
             operation = "chat"
         else:
@@ -255,13 +257,13 @@ class Measures:
         of = model, adapter, operation
         return self._meters.get(of) or self._make(*of)
 
-    def _make(self, model: str, adapter: str, operation: str) -> Meter:
+    def _make(self, model: str, adapter: str, operation: str) -> RequestMeter:
         if adapter and adapter not in self._adapters:
             if len(self._adapters) >= MOST_ADAPTERS:
                 adapter = OTHER
             self._adapters.add(adapter)
         of = model, adapter, operation
-        return self._meters.get(of) or self._meters.setdefault(of, Meter(*of))
+        return self._meters.get(of) or self._meters.setdefault(of, RequestMeter(*of))
 
     def take(self) -> Counted | None:
         """What was counted since the last time; None for nothing."""

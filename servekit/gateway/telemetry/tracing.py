@@ -10,7 +10,7 @@ is sampled, and to the worker with the request, which gives it to a remote endpo
 attributes are those of OpenTelemetry's semantic conventions for generative AI; no prompt and no
 answer is in a span. Calls of one HTTP request are of one trace.
 
-What is counted of a call goes through its `Meter`, and that of a sampled one is wrapped here: a
+A request is counted through its `RequestMeter`; that of a sampled request is wrapped here: a
 call that is not pays nothing.
 """
 
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from servekit import __version__
-from servekit.gateway.telemetry.metrics import PROVIDER, Measures, Meter
+from servekit.gateway.telemetry.metrics import PROVIDER, RequestMeter, RequestMetrics
 from servekit.protocol.access import Tracing
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.request import Call
+    from servekit.gateway.routing.request import InflightRequest
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -67,7 +67,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("servekit", __version__)
         self._w3c = TraceContextTextMapPropagator()
 
-    def watch(self, meter: Meter, call: Call, operation: str) -> Meter:
+    def watch(self, meter: RequestMeter, call: InflightRequest, operation: str) -> RequestMeter:
         """The meter of a call that has just been taken, with its spans if it is sampled."""
         from opentelemetry import trace
 
@@ -106,7 +106,7 @@ class Tracer:
         self._provider.force_flush(int(1000 * FLUSH_S))
 
 
-def follow(measures: Measures, rules: Tracing, gateway: str) -> None:
+def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
     """Trace by these rules from now on."""
     now = measures.tracer
     if rules == (Tracing() if now is None else now.rules):
@@ -118,12 +118,12 @@ def follow(measures: Measures, rules: Tracing, gateway: str) -> None:
         log.error("requests are not traced: pip install 'servekit[otel]'", error=str(error))
 
 
-class Traced(Meter):
+class Traced(RequestMeter):
     """The meter of one sampled call: counts as the one it is made of, and makes its spans."""
 
     __slots__ = ("_attempt", "_meter", "_queue", "_root", "_tracer", "trace")
 
-    def __init__(self, meter: Meter, tracer: Tracer, root: Any, began_ns: int) -> None:
+    def __init__(self, meter: RequestMeter, tracer: Tracer, root: Any, began_ns: int) -> None:
         self._meter = meter
         self._tracer = tracer
         self._root = root
@@ -131,15 +131,15 @@ class Traced(Meter):
         self._queue: Any = tracer.span("queue", root, start_time=began_ns)
         self.trace = ""
 
-    def sent(self, call: Call) -> None:
+    def sent(self, call: InflightRequest) -> None:
         self._meter.sent(call)
         self._begin(call)
 
-    def sent_again(self, call: Call) -> None:
+    def sent_again(self, call: InflightRequest) -> None:
         self._meter.sent_again(call)
         self._begin(call)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: InflightRequest) -> None:
         from opentelemetry.trace import SpanKind
 
         if self._queue is not None:
@@ -153,13 +153,13 @@ class Traced(Meter):
         of = self._attempt.get_span_context()
         self.trace = f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
 
-    def lost(self, call: Call) -> None:
+    def lost(self, call: InflightRequest) -> None:
         """The worker died, or gave it back: it waits again."""
         self._fail(self._attempt, "worker_lost")
         self._attempt = None
         self._queue = self._tracer.span("queue", self._root)
 
-    def first(self, call: Call) -> float:
+    def first(self, call: InflightRequest) -> float:
         self._root.add_event("first token")
         return self._meter.first(call)
 
@@ -175,7 +175,9 @@ class Traced(Meter):
         span.add_event("first token", timestamp=first)
         span.end(end_time=ended)
 
-    def ended(self, call: Call, outcome: str, prompt: int, cached: int, completion: int) -> None:
+    def ended(
+        self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
+    ) -> None:
         self._meter.ended(call, outcome, prompt, cached, completion)
         well = outcome in _WELL
         for span in (self._queue, self._attempt):
@@ -205,7 +207,7 @@ class Traced(Meter):
             span.end()
 
 
-def _asked(call: Call) -> dict[str, Any]:
+def _asked(call: InflightRequest) -> dict[str, Any]:
     params = call.params
     asked = {
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -10,11 +10,11 @@ No character is lost: what is neither a call nor a thought, nor the markers arou
 
 from servekit.gateway.tool_parsing.events import (
     CallArguments,
-    CallBegins,
     Event,
     Parser,
     Reasoning,
     Text,
+    ToolCallStart,
 )
 from servekit.gateway.tool_parsing.json_text import is_json
 from servekit.gateway.tool_parsing.lark import after_thoughts
@@ -32,13 +32,13 @@ from servekit.gateway.tool_parsing.tool_grammar import tool_grammar
 __all__ = [
     "FAMILIES",
     "CallArguments",
-    "CallBegins",
     "Choice",
     "Event",
     "Parser",
     "Reasoning",
     "Text",
     "Tool",
+    "ToolCallStart",
     "after_thoughts",
     "begins_thinking",
     "check_tools",

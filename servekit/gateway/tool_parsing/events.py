@@ -19,7 +19,7 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-class CallBegins(msgspec.Struct, frozen=True, gc=False):
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """The model calls a tool. `index` counts the calls of one answer from 0."""
 
     index: int
@@ -34,7 +34,7 @@ class CallArguments(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-Event = Text | Reasoning | CallBegins | CallArguments
+Event = Text | Reasoning | ToolCallStart | CallArguments
 
 
 class Parser(Protocol):

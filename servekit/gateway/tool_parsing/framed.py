@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 
 from servekit.gateway.tool_parsing.events import Reasoning
-from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
 from servekit.gateway.tool_parsing.tool_call_parser import Calls
 from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, THOUGHT
 
 
-def framed(tape: Tape, dialect: Dialect, *, reasoning: bool) -> Script[None]:
+def framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
     """Parts up to the end. Thoughts that nobody looks for are text, between the dialect's tags."""
     calls = Calls(tape)
     tell: Callable[[str], None] = tape.say
@@ -35,10 +35,10 @@ def framed(tape: Tape, dialect: Dialect, *, reasoning: bool) -> Script[None]:
     tape.say(closing)
 
 
-def _begin(tape: Tape, calls: Calls) -> Script[None]:
+def _begin(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     try:
         id, _ = yield from tape.until(NAME)
         name, _ = yield from tape.until(ARGUMENTS)
         calls.begin(name, id)
-    except Malformed:  # the answer was cut off within its head: nothing of it is known
+    except ParseError:  # the answer was cut off within its head: nothing of it is known
         tape.at = len(tape.text)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 from servekit.gateway.tool_parsing.events import Reasoning
-from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, rest
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -24,14 +24,14 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _HEADERS = ("<|channel|>", " to=", "<|start|>", "<|message|>")
 
 
-def harmony(tape: Tape, *, tools: bool) -> Script[None]:
+def harmony(tape: IncrementalScanner, *, tools: bool) -> Script[None]:
     """Messages up to the end. What is none, and all after it, is text."""
     calls = Calls(tape)
     while True:
         tape.mark()
         try:
             header = yield from _header(tape)
-        except Malformed:
+        except ParseError:
             if tape.cut:  # within a header
                 return
             tape.rewind()
@@ -43,7 +43,7 @@ def harmony(tape: Tape, *, tools: bool) -> Script[None]:
             return
 
 
-def _header(tape: Tape) -> Script[str]:
+def _header(tape: IncrementalScanner) -> Script[str]:
     yield from tape.expect(*_HEADERS)
     tape.rewind()
     tape.mark()
@@ -51,7 +51,7 @@ def _header(tape: Tape) -> Script[str]:
     return header
 
 
-def _message(tape: Tape, calls: Calls, header: str, tools: bool) -> Script[None]:
+def _message(tape: IncrementalScanner, calls: Calls, header: str, tools: bool) -> Script[None]:
     channel = _CHANNEL.search(header)
     recipient = _RECIPIENT.search(header)
     tell: Callable[[str], None] = tape.say
@@ -65,12 +65,12 @@ def _message(tape: Tape, calls: Calls, header: str, tools: bool) -> Script[None]
         yield from tape.expect(found)
 
 
-def _call(tape: Tape, calls: Calls, name: str) -> Script[None]:
+def _call(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Arguments as far as they are JSON; what follows them in their message is text."""
     calls.begin(name)
     following = yield from tape.skip_space()
     if following == "{":
-        with suppress(Malformed):
+        with suppress(ParseError):
             yield from tape.json(calls.argue)
     elif following:
         calls.argue("{}")

@@ -29,11 +29,11 @@ LEAST_OF_MARKER = 2
 _IN_NAME = frozenset(f"{string.ascii_letters}{string.digits}_.:/-")
 
 
-class Malformed(Exception):
+class ParseError(Exception):
     """What the tape says is not what the script is for."""
 
 
-class Tape:
+class IncrementalScanner:
     """Text that has come and is not yet consumed, and the events made of it."""
 
     __slots__ = ("_mark", "at", "cut", "ended", "events", "text")
@@ -80,7 +80,7 @@ class Tape:
     def hold(self, more: int = 0) -> None:
         """Raise Malformed where too much is held back since the mark."""
         if self._mark is not None and self.at + more - self._mark > MAX_HELD:
-            raise Malformed
+            raise ParseError
 
     # ---- output
 
@@ -122,7 +122,7 @@ class Tape:
         """As `take`; raises Malformed if none comes next."""
         found = yield from self.take(*markers)
         if not found:
-            raise Malformed
+            raise ParseError
         return found
 
     def skip_space(self, limit: int = MAX_HELD) -> Script[str]:
@@ -145,9 +145,9 @@ class Tape:
             self.at += 1
             name += following
             if len(name) > MAX_NAME:
-                raise Malformed
+                raise ParseError
         if not name:
-            raise Malformed
+            raise ParseError
         yield from self.skip_space()
         return name
 
@@ -206,7 +206,7 @@ class Tape:
 
         found = yield from self.find(markers, tell, strip=False)
         if not found:
-            raise Malformed
+            raise ParseError
         self.at += len(found)
         return "".join(pieces), found
 
@@ -225,7 +225,7 @@ class Tape:
             if reader.done:
                 return
             if reader.broken or self.ended:
-                raise Malformed
+                raise ParseError
             yield
 
 
@@ -251,11 +251,11 @@ def _space_before(text: str, start: int, stop: int) -> int:
     return len(tail) - len(tail.rstrip())
 
 
-class ScriptParser:
+class GeneratorParser:
     """A parser that runs a script over its tape."""
 
-    def __init__(self, script: Callable[[Tape], Script[None]]) -> None:
-        self._tape = Tape()
+    def __init__(self, script: Callable[[IncrementalScanner], Script[None]]) -> None:
+        self._tape = IncrementalScanner()
         self._script = script(self._tape)
         next(self._script, None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
 from servekit.gateway.tool_parsing.json_text import is_encodable, is_json
 from servekit.gateway.tool_parsing.tool_call_parser import Body, Calls
 
@@ -26,7 +26,7 @@ def json_calls(begin: str = "", end: str = "") -> Body:
     return partial(_read, begin=begin, end=end)
 
 
-def _read(tape: Tape, calls: Calls, *, begin: str, end: str) -> Script[None]:
+def _read(tape: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Script[None]:
     marked = bool(begin and (yield from tape.take(begin)))
     yield from tape.skip_space()
     listed = yield from tape.take("[")
@@ -43,23 +43,23 @@ def _read(tape: Tape, calls: Calls, *, begin: str, end: str) -> Script[None]:
         yield from close(tape, end)
 
 
-def _another(tape: Tape) -> Script[bool]:
+def _another(tape: IncrementalScanner) -> Script[bool]:
     """Whether a further object comes, after a comma, a semicolon or nothing at all."""
     yield from tape.skip_space()
     yield from tape.take(",", ";")
     return (yield from tape.skip_space()) == "{"
 
 
-def close(tape: Tape, marker: str) -> Script[None]:
+def close(tape: IncrementalScanner, marker: str) -> Script[None]:
     """Consume a closing marker; where something else stands, that is left, and Malformed raised."""
     tape.mark()
     yield from tape.skip_space()
     if not (yield from tape.take_end(marker)):
-        raise Malformed
+        raise ParseError
     tape.release()
 
 
-def _call(tape: Tape, calls: Calls, *, strict: bool) -> Script[None]:
+def _call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
     """One object. Its members may come in any order; arguments before the name wait for it."""
     name, waiting, known = "", "", calls.count
     yield from tape.expect("{")
@@ -77,13 +77,13 @@ def _call(tape: Tape, calls: Calls, *, strict: bool) -> Script[None]:
         tape.hold()
     if calls.count == known:
         if strict and not waiting:
-            raise Malformed
+            raise ParseError
         written = _as_object(waiting or "{}")
         calls.begin(name)
         calls.argue(written)
 
 
-def _key(tape: Tape) -> Script[str | None]:
+def _key(tape: IncrementalScanner) -> Script[str | None]:
     """The next member's key, its colon consumed; None at the end of the object."""
     yield from tape.skip_space()
     yield from tape.take(",")
@@ -96,7 +96,7 @@ def _key(tape: Tape) -> Script[str | None]:
     return key
 
 
-def _arguments(tape: Tape, calls: Calls, name: str) -> Script[None]:
+def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Arguments behind their name: an object goes out as it comes."""
     if (yield from tape.skip_space()) == "{":
         calls.begin(name)
@@ -114,7 +114,7 @@ def _as_object(written: str) -> str:
     if written == "null":
         return "{}"
     if not (written.startswith("{") and is_json(written) and is_encodable(written)):
-        raise Malformed
+        raise ParseError
     return written
 
 
@@ -122,19 +122,19 @@ def _unquoted(written: str) -> str:
     try:
         return str(json.loads(written, strict=False))
     except ValueError:  # an escape that there is not
-        raise Malformed from None
+        raise ParseError from None
 
 
-def _string(tape: Tape) -> Script[str]:
+def _string(tape: IncrementalScanner) -> Script[str]:
     if (yield from tape.skip_space()) != '"':
-        raise Malformed
+        raise ParseError
     text = _unquoted((yield from _collect(tape)))
     if not is_encodable(text):
-        raise Malformed
+        raise ParseError
     return text
 
 
-def _collect(tape: Tape) -> Script[str]:
+def _collect(tape: IncrementalScanner) -> Script[str]:
     """A whole value, as it is written."""
     pieces: list[str] = []
 

@@ -10,7 +10,7 @@ import re
 from functools import partial
 from typing import NamedTuple
 
-from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
 from servekit.gateway.tool_parsing.json_calls import close, json_calls
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
@@ -68,7 +68,7 @@ def _family(named: Named) -> Family:
     return Family(openings, partial(_read, named=named))
 
 
-def _read(tape: Tape, calls: Calls, *, named: Named) -> Script[None]:
+def _read(tape: IncrementalScanner, calls: Calls, *, named: Named) -> Script[None]:
     outer = bool(named.outer_begin and (yield from tape.take(named.outer_begin)))
     while True:
         yield from tape.skip_space()
@@ -80,7 +80,7 @@ def _read(tape: Tape, calls: Calls, *, named: Named) -> Script[None]:
         yield from close(tape, named.outer_end)
 
 
-def _comes(tape: Tape, marker: str) -> Script[bool]:
+def _comes(tape: IncrementalScanner, marker: str) -> Script[bool]:
     """Whether a marker comes after white space; marks the place, and stays there."""
     tape.mark()
     yield from tape.skip_space()
@@ -90,7 +90,7 @@ def _comes(tape: Tape, marker: str) -> Script[bool]:
     return bool(found)
 
 
-def _call(tape: Tape, calls: Calls, named: Named) -> Script[None]:
+def _call(tape: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
     name = yield from tape.name()
     yield from tape.expect(named.between)
     fenced = named is _DEEPSEEK and name == "function"
@@ -105,10 +105,10 @@ def _call(tape: Tape, calls: Calls, named: Named) -> Script[None]:
     yield from close(tape, named.end)
 
 
-def _arguments(tape: Tape, calls: Calls, name: str) -> Script[None]:
+def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     calls.name(name)
     if (yield from tape.skip_space()) != "{":
-        raise Malformed
+        raise ParseError
     calls.begin(name)
     yield from tape.json(calls.argue)
 
@@ -116,7 +116,7 @@ def _arguments(tape: Tape, calls: Calls, name: str) -> Script[None]:
 # ---------------------------------------------------------------- Mistral
 
 
-def _mistral(tape: Tape, calls: Calls) -> Script[None]:
+def _mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     """[TOOL_CALLS][{…}, …], or [TOOL_CALLS]name[ARGS]{…} for each, perhaps with a [CALL_ID]."""
     if (yield from _behind(tape, _MISTRAL)) in ("[", "{"):
         yield from json_calls(_MISTRAL)(tape, calls)
@@ -133,7 +133,7 @@ def _mistral(tape: Tape, calls: Calls) -> Script[None]:
             return
 
 
-def _behind(tape: Tape, marker: str) -> Script[str]:
+def _behind(tape: IncrementalScanner, marker: str) -> Script[str]:
     """The first character behind a marker; the tape stays before the marker."""
     space = len(tape.marked())
     yield from tape.expect(marker)

@@ -9,9 +9,9 @@ from functools import partial
 
 from servekit.gateway.tool_parsing.incremental_scanner import (
     MAX_HELD,
-    Malformed,
+    IncrementalScanner,
+    ParseError,
     Script,
-    Tape,
 )
 from servekit.gateway.tool_parsing.json_calls import close
 from servekit.gateway.tool_parsing.json_text import is_strict_json, written_as_json
@@ -30,7 +30,7 @@ def pythonic(begin: str, end: str) -> Family:
     return Family(tuple(markers), partial(_read, markers=markers), bare="[")
 
 
-def _read(tape: Tape, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
+def _read(tape: IncrementalScanner, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
     marker = yield from tape.take(*markers)
     yield from tape.skip_space()
     yield from tape.expect("[")
@@ -46,7 +46,7 @@ def _read(tape: Tape, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
         yield from close(tape, markers[marker])
 
 
-def _call(tape: Tape, calls: Calls) -> Script[None]:
+def _call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     name = yield from tape.name()
     yield from tape.expect("(")
     yield from tape.skip_space()
@@ -68,14 +68,14 @@ def _call(tape: Tape, calls: Calls) -> Script[None]:
     calls.argue("}")
 
 
-def _literal(tape: Tape) -> Script[str]:
+def _literal(tape: IncrementalScanner) -> Script[str]:
     """The source of a value, up to the comma or parenthesis after it."""
     source: list[str] = []
     closing, quote, escaped = [")"], "", False
     while True:
         sign = yield from tape.peek()
         if not sign or len(source) > MAX_HELD:
-            raise Malformed
+            raise ParseError
         if quote:
             quote = "" if sign == quote and not escaped else quote
             escaped = sign == "\\" and not escaped
@@ -84,7 +84,7 @@ def _literal(tape: Tape) -> Script[str]:
         elif sign in _CLOSING:
             closing.append(_CLOSING[sign])
         elif sign in ")]}" and sign != closing.pop():
-            raise Malformed
+            raise ParseError
         if not closing or (sign == "," and not quote and len(closing) == 1):
             return "".join(source).strip()
         source.append(sign)
@@ -99,4 +99,4 @@ def _as_json(source: str) -> str:
         with warnings.catch_warnings(action="ignore"):  # an unknown escape is as it is
             return written_as_json(ast.literal_eval(source))
     except _NO_LITERAL:
-        raise Malformed from None
+        raise ParseError from None

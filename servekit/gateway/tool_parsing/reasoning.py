@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from servekit.gateway.tool_parsing.events import Reasoning
-from servekit.gateway.tool_parsing.incremental_scanner import MAX_SPACE, Script, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import MAX_SPACE, IncrementalScanner, Script
 
 
-def thoughts(tape: Tape, begin: str, end: str, at_once: bool) -> Script[None]:
+def thoughts(tape: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
     """Consume the thoughts, if the text begins with any: a later marker is only text.
 
     White space inside the markers, and after them, belongs to them. Thoughts that are not ended

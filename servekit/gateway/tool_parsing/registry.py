@@ -9,7 +9,11 @@ from servekit.gateway.tool_parsing import named_calls
 from servekit.gateway.tool_parsing.events import Parser
 from servekit.gateway.tool_parsing.framed import framed
 from servekit.gateway.tool_parsing.harmony import harmony
-from servekit.gateway.tool_parsing.incremental_scanner import Script, ScriptParser, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import (
+    GeneratorParser,
+    IncrementalScanner,
+    Script,
+)
 from servekit.gateway.tool_parsing.json_calls import json_calls
 from servekit.gateway.tool_parsing.pythonic import pythonic
 from servekit.gateway.tool_parsing.reasoning import thoughts
@@ -83,15 +87,15 @@ def parser(
     already; None leaves it to the dialect (see `begins_thinking`).
     """
     if dialect.tools == "harmony":
-        return ScriptParser(lambda tape: harmony(tape, tools=bool(tools)))
+        return GeneratorParser(lambda tape: harmony(tape, tools=bool(tools)))
     if dialect.tools == FRAMED:
-        return ScriptParser(lambda tape: framed(tape, dialect, reasoning=reasoning))
+        return GeneratorParser(lambda tape: framed(tape, dialect, reasoning=reasoning))
     make = FAMILIES.get(dialect.tools) if tools else None
     texts = {} if isinstance(tools, bool) else text_arguments(tools)
     family = make(dialect, texts) if make is not None else None
     at_once = dialect.thinks_at_once if thinking is None else thinking
     thinks = dialect if reasoning and dialect.think_end else None
-    return ScriptParser(lambda tape: _answer(tape, family, thinks, at_once))
+    return GeneratorParser(lambda tape: _answer(tape, family, thinks, at_once))
 
 
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
@@ -109,7 +113,7 @@ def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bo
 
 
 def _answer(
-    tape: Tape, family: Family | None, thinks: Dialect | None, at_once: bool
+    tape: IncrementalScanner, family: Family | None, thinks: Dialect | None, at_once: bool
 ) -> Script[None]:
     if thinks is not None:
         yield from thoughts(tape, thinks.think_begin, thinks.think_end, at_once)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from servekit.gateway.tool_parsing.incremental_scanner import Malformed, Script, Tape
+from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
 from servekit.gateway.tool_parsing.json_calls import close
 from servekit.gateway.tool_parsing.json_text import is_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
@@ -121,7 +121,9 @@ def _referred(reference: Any, root: Any) -> Any:
     return root
 
 
-def _read(tape: Tape, calls: Calls, *, tags: Tags, texts: TextArguments) -> Script[None]:
+def _read(
+    tape: IncrementalScanner, calls: Calls, *, tags: Tags, texts: TextArguments
+) -> Script[None]:
     outer = yield from tape.take(tags.outer_begin)  # Qwen's forget it; the name's tag will do
     while True:
         yield from tape.skip_space()
@@ -137,7 +139,7 @@ def _read(tape: Tape, calls: Calls, *, tags: Tags, texts: TextArguments) -> Scri
         yield from close(tape, tags.outer_end)
 
 
-def _call(tape: Tape, calls: Calls, tags: Tags, texts: TextArguments) -> Script[None]:
+def _call(tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArguments) -> Script[None]:
     if tags.name[0]:
         yield from tape.expect(tags.name[0])
     name = yield from tape.name()
@@ -161,7 +163,7 @@ def _call(tape: Tape, calls: Calls, tags: Tags, texts: TextArguments) -> Script[
         tape.at -= len(calls_end)  # it is for the outer script to consume
 
 
-def _value(tape: Tape, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
+def _value(tape: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
     if tags.value[0]:
         yield from tape.skip_space()
         yield from tape.expect(tags.value[0])
@@ -174,7 +176,7 @@ def _value(tape: Tape, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
     calls.argue('"')
     found = yield from tape.find(ends, lambda text: calls.argue(_escaped(text)), strip=False)
     if not found:
-        raise Malformed
+        raise ParseError
     tape.at += len(found)
     calls.argue('"')
 

@@ -15,12 +15,12 @@ import string
 from collections.abc import Callable
 from typing import NamedTuple
 
-from servekit.gateway.tool_parsing.events import CallArguments, CallBegins
+from servekit.gateway.tool_parsing.events import CallArguments, ToolCallStart
 from servekit.gateway.tool_parsing.incremental_scanner import (
     MAX_SPACE,
-    Malformed,
+    IncrementalScanner,
+    ParseError,
     Script,
-    Tape,
 )
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -31,7 +31,7 @@ class Calls:
 
     __slots__ = ("_short_ids", "_tape", "count", "doubtful", "named")
 
-    def __init__(self, tape: Tape, *, short_ids: bool = False) -> None:
+    def __init__(self, tape: IncrementalScanner, *, short_ids: bool = False) -> None:
         self._tape = tape
         self._short_ids = short_ids
         self.count = 0
@@ -46,9 +46,9 @@ class Calls:
     def begin(self, name: str, id: str = "") -> None:
         """A call is certain: what has been read of it is not text any more."""
         if not name:
-            raise Malformed
+            raise ParseError
         self._tape.release()
-        self._tape.emit(CallBegins(self.count, id or self._new_id(), name))
+        self._tape.emit(ToolCallStart(self.count, id or self._new_id(), name))
         self.count += 1
         self.named = ""
 
@@ -68,7 +68,7 @@ class Calls:
         return f"call_{secrets.token_hex(12)}"
 
 
-Body = Callable[[Tape, Calls], Script[None]]
+Body = Callable[[IncrementalScanner, Calls], Script[None]]
 
 
 class Family(NamedTuple):
@@ -80,7 +80,7 @@ class Family(NamedTuple):
     short_ids: bool = False
 
 
-def calls_in_text(tape: Tape, family: Family) -> Script[None]:
+def calls_in_text(tape: IncrementalScanner, family: Family) -> Script[None]:
     """Text with calls in it, up to the end.
 
     White space before, between and after calls, MAX_SPACE characters at most, belongs to them.
@@ -98,7 +98,7 @@ def calls_in_text(tape: Tape, family: Family) -> Script[None]:
     yield from rest(tape)
 
 
-def rest(tape: Tape) -> Script[None]:
+def rest(tape: IncrementalScanner) -> Script[None]:
     """Plain text up to the end."""
     while True:
         tape.say(tape.text[tape.at :])
@@ -108,7 +108,7 @@ def rest(tape: Tape) -> Script[None]:
         yield
 
 
-def _bare(tape: Tape, calls: Calls, family: Family) -> Script[None]:
+def _bare(tape: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
     tape.mark()
     if (yield from tape.skip_space(MAX_SPACE)) == family.bare:
         yield from _attempt(tape, calls, family.body, tape.marked() + family.bare)
@@ -116,13 +116,13 @@ def _bare(tape: Tape, calls: Calls, family: Family) -> Script[None]:
         tape.rewind()
 
 
-def _attempt(tape: Tape, calls: Calls, body: Body, opening: str) -> Script[None]:
+def _attempt(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
     """Read calls from their opening on; what is none comes out as text."""
     known = calls.count
     calls.named, calls.doubtful = "", False
     try:
         yield from body(tape, calls)
-    except Malformed:
+    except ParseError:
         if tape.cut and not calls.doubtful:
             if calls.named:
                 calls.begin(calls.named)
@@ -138,7 +138,7 @@ def _attempt(tape: Tape, calls: Calls, body: Body, opening: str) -> Script[None]
         yield from _after(tape)
 
 
-def _after(tape: Tape) -> Script[None]:
+def _after(tape: IncrementalScanner) -> Script[None]:
     """White space that ends the text after a call is not said."""
     tape.mark()
     if not (yield from tape.skip_space(MAX_SPACE)):

@@ -22,7 +22,7 @@ from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, preferred, r
 from servekit.gateway.ui.pages.sign_in import ICON
 from servekit.gateway.ui.widgets.log_tail import Tail
 from servekit.gateway.ui.widgets.request_runner import Runs
-from servekit.gateway.ui.widgets.status_poller import Watch
+from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
 if TYPE_CHECKING:
     import gradio
@@ -68,7 +68,7 @@ def build(router: Router, supervisor: Supervisor) -> UI:
     from servekit.gateway.ui.chat_page import page
     from servekit.gateway.ui.pages.page_layout import Frame
 
-    watch, runs, tail = Watch(router, supervisor), Runs(router), Tail(supervisor.run_dir)
+    watch, runs, tail = StatusPoller(router, supervisor), Runs(router), Tail(supervisor.run_dir)
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     made = []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
@@ -107,7 +107,7 @@ def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
     blocks.config["connect_heartbeat"] = False
 
 
-def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: Watch) -> tuple[Hook, Hook]:
+def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller) -> tuple[Hook, Hook]:
     stack = contextlib.AsyncExitStack()
     looking: list[asyncio.Task[None]] = []
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import gradio as gr
 
-from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.ui.chat_session import (
     THOUGHTS,
     Chats,
@@ -33,7 +33,7 @@ from servekit.gateway.ui.pages import (
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, visit
 from servekit.gateway.ui.status_html import choices, error_note, progress_note, workers
-from servekit.gateway.ui.widgets.request_runner import CHAT, Wish
+from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions
 
 STATUS_EVERY_S = 1.0
 #: Longest message that can be typed or pasted; a browser keeps about three times as much.
@@ -118,7 +118,7 @@ def _layout(frame: Frame) -> Parts:
     return Parts(model, chat, box, note, new, status, settings, turns, chosen, gr.State(""))
 
 
-def _wish(stored: Any, model: str, *settings: Any) -> Wish:
+def _wish(stored: Any, model: str, *settings: Any) -> RequestOptions:
     """The conversation so far as a request; without one, what a first question would be."""
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
@@ -128,7 +128,7 @@ def _wish(stored: Any, model: str, *settings: Any) -> Wish:
         turns.pop()
     messages = [{"role": "system", "content": system}] if system else []
     messages += turns or [{"role": "user", "content": "…"}]
-    return Wish(CHAT, {"model": model, "messages": messages, **more})
+    return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
 
 
 def _question(say: Say) -> gr.Textbox:
@@ -319,10 +319,10 @@ class Events:
         choice = self._model(models, model, model)
         return {parts.workers: html, parts.model: choice, parts.seen: now}
 
-    def _workers(self, caller: Caller | None) -> str:
+    def _workers(self, caller: ApiKey | None) -> str:
         return workers(self._router, self._frame.say, caller)
 
-    def _choices(self, caller: Caller | None) -> Choices:
+    def _choices(self, caller: ApiKey | None) -> Choices:
         return choices(self._router, self._frame.say, caller)
 
     def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:

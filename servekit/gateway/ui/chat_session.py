@@ -17,8 +17,8 @@ import msgspec
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.api.openai.request import chat_messages, sampling
 from servekit.gateway.api.openai.schema import ChatRequest, decode
-from servekit.gateway.auth.api_key import Caller
-from servekit.gateway.routing.request import Call
+from servekit.gateway.auth.api_key import ApiKey
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import Parser, Reasoning, Text, parser
 from servekit.protocol.types import FinishReason
@@ -136,14 +136,14 @@ class Chats:
         turns: Sequence[Turn],
         settings: Settings,
         client: str,
-        caller: Caller | None,
-    ) -> Call:
+        caller: ApiKey | None,
+    ) -> InflightRequest:
         request = request_of(model, turns, settings)
         route = self._router.find(model)
         if route.status.info is not None and not route.status.info.chat:
             raise RequestError(f"{model!r} has no chat template; use /v1/completions")
         messages = chat_messages(request.messages)
-        call = Call(model, sampling(request), messages=messages, key=client)
+        call = InflightRequest(model, sampling(request), messages=messages, key=client)
         call.caller = caller
         return self._router.open(call)
 
@@ -154,7 +154,7 @@ class Chats:
             return None
         return parser(info.dialect, tools=False, reasoning=True)
 
-    async def _follow(self, answer: Answer, call: Call) -> AsyncGenerator[View, None]:
+    async def _follow(self, answer: Answer, call: InflightRequest) -> AsyncGenerator[View, None]:
         saved_s = time.monotonic()
         yield answer.view(self._waiting(call), save=True)
         while answer.progress.finish is None:
@@ -166,7 +166,7 @@ class Chats:
                 yield answer.view(self._waiting(call), save=save)
         yield answer.last()
 
-    def _waiting(self, call: Call) -> int | None:
+    def _waiting(self, call: InflightRequest) -> int | None:
         return None if call.replica is not None or call.done else self._router.position(call)
 
 
@@ -177,7 +177,7 @@ class Answer:
         self.turns = turns
         self._parse = parse
         self._thoughts: list[str] = []
-        self.call: Call | None = None
+        self.call: InflightRequest | None = None
         self.stopped = False
         self.dropped = False
         self.progress = Progress()

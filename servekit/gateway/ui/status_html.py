@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
-from servekit.gateway.routing.router import Route, Router, describe
+from servekit.gateway.routing.router import ModelQueue, Router, describe
 from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.protocol.messages import ReplicaStatus
@@ -14,7 +14,7 @@ from servekit.protocol.messages import ReplicaStatus
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
-def workers(router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None) -> str:
+def workers(router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None) -> str:
     """Every model that a visitor may use with its workers, as HTML; `caller` as for `choices`."""
     if router.draining:
         return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
@@ -24,13 +24,13 @@ def workers(router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None
     return "".join(_model(route, say) for route in seen)
 
 
-def may_see(router: Router, caller: Caller | None, model: str) -> bool:
+def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
     """Whether a visitor may be told of a model, by its own name. Without keys all may."""
     return not router.access.closed or (caller is not None and caller.may_use(model))
 
 
 def choices(
-    router: Router, say: Say = SAY_ENGLISH, caller: Caller | None = None, task: str = ""
+    router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None, task: str = ""
 ) -> list[tuple[str, str]]:
     """The models and adapters that a visitor may use, and that serve `task`: (label, name).
 
@@ -44,11 +44,11 @@ def choices(
     ]
 
 
-def _may(caller: Caller | None, route: Route) -> bool:
+def _may(caller: ApiKey | None, route: ModelQueue) -> bool:
     return caller is not None and caller.may_use(route.status.name, base_of(route))
 
 
-def _serves(route: Route, task: str) -> bool:
+def _serves(route: ModelQueue, task: str) -> bool:
     """One that has not been loaded yet may turn out to."""
     info = route.status.info
     return not task or info is None or task in info.serves
@@ -73,7 +73,7 @@ def error_note(message: str) -> str:
 # ---------------------------------------------------------------- workers
 
 
-def _label(route: Route, say: Say) -> str:
+def _label(route: ModelQueue, say: Say) -> str:
     name = route.status.name
     if route.ready:
         return name
@@ -90,7 +90,7 @@ def _label(route: Route, say: Say) -> str:
     return f"{name} · {state_words(coming[0] if coming else first, say)}"
 
 
-def _model(route: Route, say: Say) -> str:
+def _model(route: ModelQueue, say: Say) -> str:
     info = route.status.info
     facts = [route.status.engine]
     if info is not None:
@@ -108,7 +108,7 @@ def _model(route: Route, say: Say) -> str:
     )
 
 
-def _adapters(route: Route, say: Say) -> str:
+def _adapters(route: ModelQueue, say: Say) -> str:
     """Its adapters, with what keeps those from serving that do not."""
     if not route.status.adapters:
         return ""

@@ -20,7 +20,7 @@ from servekit.protocol.transport.credentials import Credentials
 log: Any = structlog.get_logger("servekit.protocol")
 
 
-class Identity:
+class CertificateHolder:
     """The credentials that a member has at the moment. On one event loop, or in one thread."""
 
     def __init__(self, credentials: Credentials) -> None:

@@ -24,7 +24,7 @@ from servekit.errors import WireError
 from servekit.protocol.transport.address import is_tcp
 
 if TYPE_CHECKING:
-    from servekit.protocol.transport.certificate_holder import Identity
+    from servekit.protocol.transport.certificate_holder import CertificateHolder
     from servekit.protocol.transport.tls import Credentials, Member, Role
 
 #: Longest frame accepted. The longest honest one is a prompt at the body limit.
@@ -269,7 +269,7 @@ Factory = Callable[[], Connection[Any]]
 async def dial(
     address: str | Path,
     factory: Factory,
-    credentials: Credentials | Identity | None = None,
+    credentials: Credentials | CertificateHolder | None = None,
     *,
     lost_s: float = LOST_S,
     role: Role = "worker",
@@ -298,7 +298,7 @@ async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
 async def listen(
     address: str | Path,
     factory: Factory,
-    credentials: Credentials | Identity | None = None,
+    credentials: Credentials | CertificateHolder | None = None,
     *,
     lost_s: float = LOST_S,
 ) -> asyncio.Server:

@@ -29,15 +29,15 @@ import structlog
 from servekit.errors import WireError
 from servekit.protocol.messages import PROTOCOL, Hello
 from servekit.protocol.transport.address import tcp
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import LOST_S, Connection, listen
 from servekit.protocol.transport.credentials import Credentials, Renew, Role
 from servekit.protocol.transport.resumable_channel import (
     FLEETING,
     Attach,
     Attached,
-    Kept,
-    Superseded,
+    ReplayBuffer,
+    SupervisorReplaced,
 )
 
 log: Any = structlog.get_logger("servekit.protocol")
@@ -56,7 +56,7 @@ OnEnd = Callable[[Exception | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class ListenOptions:
     """Where a remote process is to be, as it is told on its command line."""
 
     listen: str  # tcp://HOST:PORT, port 0 for a free one
@@ -67,19 +67,19 @@ class Post:
     lost_s: float = LOST_S
 
 
-class Port(ABC):
+class TcpServer(ABC):
     """The port of one process, and its line to the supervisor. All of it on its event loop."""
 
     role: ClassVar[Role]
     incoming: ClassVar[Any]  # the union of messages that a supervisor tells it
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: ListenOptions) -> None:
         self._post = post
-        self.identity = Identity(post.credentials)
+        self.identity = CertificateHolder(post.credentials)
         self._server: asyncio.Server | None = None
         self._control: Connection[Any] | None = None
         self._session = ""
-        self._kept = Kept()
+        self._kept = ReplayBuffer()
         self._had = 0  # messages of the supervisor, in this session
         self._grace: asyncio.TimerHandle | None = None
         self._on_message: OnMessage = lambda message: None
@@ -106,7 +106,10 @@ class Port(ABC):
         post = self._post
         self._on_message, self._on_end = on_message, on_end
         self._server = await listen(
-            post.listen, lambda: Visitor(self).connection, self.identity, lost_s=post.lost_s
+            post.listen,
+            lambda: PendingConnection(self).connection,
+            self.identity,
+            lost_s=post.lost_s,
         )
         address = tcp(post.advertise, self.port)
         log.info("listening", address=address)
@@ -151,7 +154,7 @@ class Port(ABC):
         """A supervisor takes the control channel, from whoever has it."""
         before, self._control = self._control, connection
         if before is not None and attach.session != self._session:
-            before.send(Superseded())
+            before.send(SupervisorReplaced())
         if before is not None:
             before.close()
         if self._grace is not None:
@@ -165,7 +168,7 @@ class Port(ABC):
             connection.send(message)
 
     def _begin_session(self, session: str) -> list[Any]:
-        self._session, self._had, self._kept = session, 0, Kept()
+        self._session, self._had, self._kept = session, 0, ReplayBuffer()
         told = self.told()
         self._kept.extend(told)
         return told
@@ -198,10 +201,10 @@ class Port(ABC):
         self._on_end(TimeoutError(f"no supervisor for {after_s:g} s"))
 
 
-class Visitor:
+class PendingConnection:
     """A connection to the port, until it is known whose it is."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: TcpServer) -> None:
         self._port = port
         self.connection: Connection[Any] = Connection(Hello, self._on_hello, self._on_close)
         loop = asyncio.get_running_loop()

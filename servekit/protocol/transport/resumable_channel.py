@@ -16,13 +16,22 @@ from typing import Literal
 
 import msgspec
 
-from servekit.protocol.adapters import AdapterSpec, Told
+from servekit.protocol.adapters import AdapterSpec, TopologyApplied
 from servekit.protocol.base import Message
 from servekit.protocol.messages import Loading, Ping, Pong, Topology, WorkerSpec
-from servekit.protocol.remote_gateway import Answered, Asked, Certified
+from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, CertificateUpdate
 
 #: Messages that are sent again by being sent anew.
-FLEETING = (Ping, Pong, Loading, Topology, Told, Certified, Asked, Answered)
+FLEETING = (
+    Ping,
+    Pong,
+    Loading,
+    Topology,
+    TopologyApplied,
+    CertificateUpdate,
+    AdminRequest,
+    AdminResponse,
+)
 #: Messages kept for a peer that has not said that it has them.
 MOST_KEPT = 1024
 
@@ -46,11 +55,11 @@ class Attached(Message, frozen=True):
     added: tuple[AdapterSpec, ...] = ()  # what operators have added to its model, as it was told
 
 
-class Superseded(Message, frozen=True):
+class SupervisorReplaced(Message, frozen=True):
     """Another supervisor has attached: this one has nothing more to say here."""
 
 
-class Kept:
+class ReplayBuffer:
     """What one end has sent in one session, as far as the other end may not have it."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from servekit.errors import StartError
 from servekit.protocol.transport import tls
 from servekit.protocol.transport.address import host_and_port
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.credentials import Credentials, Role
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _GOODBYE_S = 1.0
 async def dial(
     address: str,
     factory: Factory,
-    credentials: Credentials | Identity | None,
+    credentials: Credentials | CertificateHolder | None,
     lost_s: float,
     role: Role,
 ) -> Connection[Any]:
@@ -64,7 +64,10 @@ async def dial(
 
 
 async def listen(
-    address: str, factory: Factory, credentials: Credentials | Identity | None, lost_s: float
+    address: str,
+    factory: Factory,
+    credentials: Credentials | CertificateHolder | None,
+    lost_s: float,
 ) -> asyncio.Server:
     """Listen on a port; 0 is a free one. Raises OSError, ValueError, StartError."""
     host, port = host_and_port(address)
@@ -83,12 +86,12 @@ async def listen(
 
 
 def _context(
-    shown: Credentials | Identity | None, address: str, side: Literal["client", "server"]
+    shown: Credentials | CertificateHolder | None, address: str, side: Literal["client", "server"]
 ) -> ssl.SSLContext:
     """Raises StartError where there is nothing to show, or it is not valid by the clock here."""
     if shown is None:
         raise StartError(f"{address} is on a network, and this process has no certificate for it")
-    return shown.context(side) if isinstance(shown, Identity) else tls.context(shown, side)
+    return shown.context(side) if isinstance(shown, CertificateHolder) else tls.context(shown, side)
 
 
 def _watch(sock: Any, lost_s: float) -> None:

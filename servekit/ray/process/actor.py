@@ -27,7 +27,7 @@ from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import RemoteGpu, Running, Start
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray.process.node_probe import as_remote, own_gpus
-from servekit.ray.process.sockets import Doors
+from servekit.ray.process.sockets import Sockets
 from servekit.supervisor.process.environment import THREADS
 from servekit.system import procfs
 from servekit.system.gpu_memory_audit import group_of, stray_memory
@@ -45,7 +45,7 @@ _GIVE_BACK_S = 20.0
 _LONGER_S = 5.0
 
 
-class Sight(msgspec.Struct, frozen=True):
+class ActorState(msgspec.Struct, frozen=True):
     """What the driver sees of a shim."""
 
     node: str
@@ -55,7 +55,7 @@ class Sight(msgspec.Struct, frozen=True):
     running: Running | None
 
 
-class News(msgspec.Struct, frozen=True):
+class ActorEvents(msgspec.Struct, frozen=True):
     """What has happened since the driver last asked."""
 
     lines: tuple[str, ...]
@@ -93,7 +93,7 @@ class Process:
         self.out_of_memory = told.get("out_of_memory", self.out_of_memory)
 
 
-class Shim:
+class ProcessActor:
     """One berth. `gpus` is how many Ray was asked for."""
 
     def __init__(self, gpus: int, grace_s: float) -> None:
@@ -105,7 +105,7 @@ class Shim:
         self._count = 0  # lines so far
         self._process: Process | None = None
         self._asked_at = time.monotonic()
-        self._doors = Doors()
+        self._doors = Sockets()
         threading.Thread(target=self._leave_when_alone, daemon=True).start()
 
     # ---- what the driver asks
@@ -117,7 +117,7 @@ class Shim:
         self._asked()
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
-        sight = Sight(node, host, as_remote(self._gpus), self._fault(), self._running())
+        sight = ActorState(node, host, as_remote(self._gpus), self._fault(), self._running())
         return msgspec.msgpack.encode(sight)
 
     def start(self, order: bytes) -> tuple[int, str, str]:
@@ -153,9 +153,11 @@ class Shim:
                 self._changed.wait(0.05)  # lines come in flocks
             fresh = min(self._count - seen, len(self._lines))
             lines = tuple(list(self._lines)[len(self._lines) - fresh :]) if fresh > 0 else ()
-            news = News(lines, self._count)
+            news = ActorEvents(lines, self._count)
             if process is not None and _ended(process):
-                news = News(lines, self._count, process.pid, process.code, process.out_of_memory)
+                news = ActorEvents(
+                    lines, self._count, process.pid, process.code, process.out_of_memory
+                )
                 if process is self._process:
                     self._process = None
         self._asked()

@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import (
 from servekit.protocol.ray_messages import Berth as Wish
 from servekit.protocol.ray_messages import Start
 from servekit.ray.process import placement_groups
-from servekit.ray.process.actor import Figures, News, Shim, Sight
-from servekit.ray.process.node_checks import Scouts
+from servekit.ray.process.actor import ActorEvents, ActorState, Figures, ProcessActor
+from servekit.ray.process.node_checks import NodeChecks
 from servekit.ray.process.node_selection import Free, free_of
 
 log: Any = structlog.get_logger("servekit.ray.process")
@@ -51,7 +51,7 @@ class Gone(Exception):
     """The actor, or its node, is no more."""
 
 
-class Berth:
+class ActorHandle:
     """A placement group and its actor. `label` is the name that both have in the namespace.
 
     An actor that claims nothing has no group.
@@ -62,13 +62,13 @@ class Berth:
         self.name = name_of(label)
         self._group = group
         self._actor = actor
-        self.sight: Sight | None = None
+        self.sight: ActorState | None = None
         self.model = ""
 
-    async def look(self) -> Sight:
+    async def look(self) -> ActorState:
         """See where it is and what runs there. Raises Gone."""
         answer = await self._ask(self._actor.look, within_s=_ANSWER_S)
-        self.sight = msgspec.msgpack.decode(answer, type=Sight)
+        self.sight = msgspec.msgpack.decode(answer, type=ActorState)
         return self.sight
 
     async def start(self, order: Start) -> tuple[int, str, str]:
@@ -77,10 +77,10 @@ class Berth:
         answer: tuple[int, str, str] = await self._ask(self._actor.start, sent, within_s=180.0)
         return answer
 
-    async def poll(self, seen: int) -> News:
+    async def poll(self, seen: int) -> ActorEvents:
         """What has happened, as soon as something has. Raises Gone."""
         answer = await self._ask(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
-        return msgspec.msgpack.decode(answer, type=News)
+        return msgspec.msgpack.decode(answer, type=ActorEvents)
 
     async def signal(self, number: int, *, group: bool) -> None:
         with contextlib.suppress(Gone):
@@ -130,10 +130,10 @@ class Berth:
 async def make(
     wish: Wish,
     grace_s: float,
-    scouts: Scouts,
+    scouts: NodeChecks,
     aim: placement_groups.Aim,
     waits: Callable[[str], None],
-) -> Berth:
+) -> ActorHandle:
     """Have Ray place a worker, where `aim` says if it can; `waits` is told for what. Raises Gone.
 
     Who is to be on a certain node, by its wish, claims nothing there, and waits for nothing.
@@ -141,21 +141,21 @@ async def make(
     if wish.node:
         return await _make_on(wish, grace_s, placement_groups.name(wish))
     label, group = await placement_groups.placed(wish, scouts, aim, waits)
-    berth = Berth(label, group, None)
+    berth = ActorHandle(label, group, None)
     there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     await _begin(berth, there, wish, grace_s)
     berth.model = wish.model
     return berth
 
 
-async def _make_on(wish: Wish, grace_s: float, label: str) -> Berth:
+async def _make_on(wish: Wish, grace_s: float, label: str) -> ActorHandle:
     """An actor on a certain node. Raises Gone."""
-    berth = Berth(label, None, None)
+    berth = ActorHandle(label, None, None)
     await _begin(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
     return berth
 
 
-async def _begin(berth: Berth, there: Any, wish: Wish, grace_s: float) -> None:
+async def _begin(berth: ActorHandle, there: Any, wish: Wish, grace_s: float) -> None:
     """Have its actor made, and wait for it. Raises Gone; whatever is raised, nothing is left."""
     making = asyncio.create_task(asyncio.to_thread(_actor, berth.label, there, wish, grace_s))
     try:
@@ -166,7 +166,7 @@ async def _begin(berth: Berth, there: Any, wish: Wish, grace_s: float) -> None:
         raise
 
 
-async def _undo(berth: Berth, making: asyncio.Task[Any]) -> None:
+async def _undo(berth: ActorHandle, making: asyncio.Task[Any]) -> None:
     """Give back what is being made: an actor that a thread makes yet would be nobody's."""
     with contextlib.suppress(Exception):
         berth._actor = await making
@@ -174,7 +174,7 @@ async def _undo(berth: Berth, making: asyncio.Task[Any]) -> None:
 
 
 def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
-    options = ray.remote(Shim).options(
+    options = ray.remote(ProcessActor).options(
         name=label,
         lifetime="detached",
         num_cpus=wish.cpus,
@@ -186,21 +186,21 @@ def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
     return options.remote(wish.gpus, grace_s)
 
 
-async def _up(berth: Berth) -> None:
+async def _up(berth: ActorHandle) -> None:
     """Wait until the actor's process is there. Raises Gone."""
     answer = await berth._ask(berth._actor.look, within_s=_ACTOR_S)
-    berth.sight = msgspec.msgpack.decode(answer, type=Sight)
+    berth.sight = msgspec.msgpack.decode(answer, type=ActorState)
 
 
-def find() -> list[Berth]:
+def find() -> list[ActorHandle]:
     """Those that are there already, of whoever was before us in this namespace. Blocks."""
-    found: list[Berth] = []
+    found: list[ActorHandle] = []
     for label in list_named_actors():
         if "#" not in label:
             continue
         with contextlib.suppress(ValueError):  # it has gone meanwhile
             actor = ray.get_actor(label)
-            found.append(Berth(label, _group(label), actor))
+            found.append(ActorHandle(label, _group(label), actor))
     return found
 
 

@@ -26,10 +26,10 @@ from servekit.protocol.ray_messages import Node, ToCluster
 from servekit.protocol.transport.connection import Connection, adopt
 from servekit.ray.process import actor_handle as berths
 from servekit.ray.process import namespace_lock, nodes
-from servekit.ray.process.actor import Figures, News
-from servekit.ray.process.actor_handle import Berth, Gone
-from servekit.ray.process.namespace_lock import Tenant
-from servekit.ray.process.node_checks import LOOK_S, Scouts
+from servekit.ray.process.actor import ActorEvents, Figures
+from servekit.ray.process.actor_handle import ActorHandle, Gone
+from servekit.ray.process.namespace_lock import NamespaceOwner
+from servekit.ray.process.node_checks import LOOK_S, NodeChecks
 from servekit.ray.process.node_selection import choose
 from servekit.system.parent_death import end_group
 
@@ -60,14 +60,14 @@ class Driver:
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._control: Connection[ToCluster] = Connection(ToCluster, self._take, self._on_eof)
         self._grace_s = 0.0
-        self._berths: dict[str, Berth] = {}
+        self._berths: dict[str, ActorHandle] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._making: dict[str, asyncio.Task[None]] = {}
         self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model, and where
         self._shunned: dict[str, float] = {}  # by node: until when
         self._nodes: dict[str, Node] = {}  # those that are there, by Ray's id
         self._wants: tuple[c.Want, ...] = ()  # what they are asked about models
-        self._scouts = Scouts()
+        self._scouts = NodeChecks()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def hear(self, control: socket.socket) -> None:
@@ -124,7 +124,7 @@ class Driver:
     async def _join(self, wish: c.Join) -> msgspec.Struct:
         self._grace_s = wish.grace_s
         until = time.monotonic() + wish.within_s - _SOONER_S
-        tenant = Tenant.here(wish.turn, wish.since, wish.run_dir)
+        tenant = NamespaceOwner.here(wish.turn, wish.since, wish.run_dir)
         await asyncio.to_thread(_connect, wish.address, wish.namespace, tenant)
         turn = namespace_lock.own_turn(wish.turn)
         if refusal := await namespace_lock.refusal(wish.namespace, turn):
@@ -172,7 +172,7 @@ class Driver:
                 await self._meet(there, LOOK_S)
                 self._control.send(c.Nodes(tuple(self._nodes.values())))
 
-    async def _take_over(self, berth: Berth) -> None:
+    async def _take_over(self, berth: ActorHandle) -> None:
         try:
             await berth.look()
         except Gone:
@@ -207,7 +207,7 @@ class Driver:
             return c.Sorry(wish.id, f"node {berth.sight.host}: {berth.sight.fault}")
         return c.Berthed(wish.id, berth.sight.host, berth.sight.gpus)
 
-    async def _suits(self, berth: Berth, wish: c.Berth) -> Any:
+    async def _suits(self, berth: ActorHandle, wish: c.Berth) -> Any:
         """What is seen of a berth that may go on as wished; None where it may not."""
         try:
             sight = await berth.look()
@@ -239,7 +239,7 @@ class Driver:
         self._intended[wish.name] = (wish.model, node)  # before another one is looked for
         return node
 
-    def _shun(self, berth: Berth) -> None:
+    def _shun(self, berth: ActorHandle) -> None:
         if berth.sight is not None:
             self._shunned[berth.sight.node] = time.monotonic() + _SHUN_S
 
@@ -270,24 +270,24 @@ class Driver:
 
     # ---- what it hears
 
-    def _follow(self, berth: Berth) -> None:
+    def _follow(self, berth: ActorHandle) -> None:
         self._following[berth.name] = self._spawn(self._hear_of(berth))
 
-    async def _hear_of(self, berth: Berth) -> None:
+    async def _hear_of(self, berth: ActorHandle) -> None:
         measuring = self._spawn(self._measure(berth))
         try:
             await self._hear_news(berth)
         finally:
             measuring.cancel()
 
-    async def _measure(self, berth: Berth) -> None:
+    async def _measure(self, berth: ActorHandle) -> None:
         while True:
             with contextlib.suppress(Gone):  # whether it is lost is found out by asking for news
                 found = await berth.measure()
                 self._control.send(_measured(berth.name, found))
             await asyncio.sleep(_MEASURE_EVERY_S)
 
-    async def _hear_news(self, berth: Berth) -> None:
+    async def _hear_news(self, berth: ActorHandle) -> None:
         seen = 0
         while True:
             try:
@@ -301,7 +301,7 @@ class Driver:
             if news.code is not None:
                 self._control.send(_exited(berth.name, news))
 
-    def _lose(self, berth: Berth, why: str) -> None:
+    def _lose(self, berth: ActorHandle, why: str) -> None:
         log.warning("lost", worker=berth.name, reason=why)
         self._shun(berth)
         self._following.pop(berth.name, None)
@@ -315,7 +315,7 @@ def _measured(name: str, found: Figures) -> c.Measured:
     return c.Measured(name, found.gpus, found.pid, found.held, found.rss_bytes)
 
 
-def _exited(name: str, news: News) -> c.Exited:
+def _exited(name: str, news: ActorEvents) -> c.Exited:
     assert news.code is not None
     died = news.code < 0
     return c.Exited(
@@ -327,7 +327,7 @@ def _exited(name: str, news: News) -> c.Exited:
     )
 
 
-def _connect(address: str, namespace: str, tenant: Tenant) -> None:
+def _connect(address: str, namespace: str, tenant: NamespaceOwner) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address,

@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class NamespaceOwner:
     """An instance that holds a namespace, or wants to. `turn` is the number of its first job."""
 
     turn: int  # 0: it has none yet
@@ -43,7 +43,7 @@ class Tenant:
         return f"on {self.host}, pid {self.pid}, run directory {self.run_dir}, since {since}"
 
     @classmethod
-    def here(cls, turn: int, since: float, run_dir: str) -> Tenant:
+    def here(cls, turn: int, since: float, run_dir: str) -> NamespaceOwner:
         """The supervisor that has started this process."""
         return cls(turn, socket.gethostname(), os.getppid(), since, run_dir)
 
@@ -62,16 +62,16 @@ class Job:
     notes: Mapping[str, str]
 
     @property
-    def tenant(self) -> Tenant | None:
+    def tenant(self) -> NamespaceOwner | None:
         """Who holds it; None for somebody else's program."""
         try:
-            found = Tenant(**json.loads(self.notes[_NOTE]))
+            found = NamespaceOwner(**json.loads(self.notes[_NOTE]))
         except (KeyError, ValueError, TypeError):
             return None
         return found if found.turn else replace(found, turn=self.number)
 
 
-def holder(jobs: Iterable[Job], namespace: str, turn: int) -> Tenant | None:
+def holder(jobs: Iterable[Job], namespace: str, turn: int) -> NamespaceOwner | None:
     """Who was there before the one whose turn that is; None where nobody was."""
     tenants = [job.tenant for job in jobs if job.namespace == namespace]
     before = [one for one in tenants if one is not None and one.turn < turn]

@@ -36,7 +36,7 @@ class _Look:
     at: float
 
 
-class Scouts:
+class NodeChecks:
     """What is known of the nodes."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 
 from servekit.protocol.ray_messages import Berth as Wish
-from servekit.ray.process.node_checks import AGAIN_S, Scouts
+from servekit.ray.process.node_checks import AGAIN_S, NodeChecks
 from servekit.ray.process.node_selection import all_of, waiting_for
 
 _LOOK_EVERY_S = 0.1
@@ -36,7 +36,7 @@ Aim = Callable[[Mapping[str, str]], Awaitable[str]]
 
 
 async def placed(
-    wish: Wish, scouts: Scouts, aim: Aim, waits: Callable[[str], None]
+    wish: Wish, scouts: NodeChecks, aim: Aim, waits: Callable[[str], None]
 ) -> tuple[str, Any]:
     """A placement group that has its room, and its name. `waits` is told what is waited for.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from servekit.system import sockets
 
 
-class Doors:
+class Sockets:
     """Sockets that listen."""
 
     def __init__(self) -> None:

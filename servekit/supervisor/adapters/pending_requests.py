@@ -26,7 +26,7 @@ class _Open:
     answer: asyncio.Future[AdapterLoaded | AdapterUnloaded | Refusal]
 
 
-class Errands:
+class PendingRequests:
     """The open orders of one incarnation of a worker. Each is answered: by it, or by its death."""
 
     def __init__(self) -> None:

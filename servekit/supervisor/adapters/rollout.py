@@ -16,7 +16,7 @@ import structlog
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
 from servekit.supervisor.adapters.state import (
-    Book,
+    AdapterTable,
     Entry,
     Later,
     Outcome,
@@ -67,7 +67,7 @@ class Adapters:
 
     def __init__(self, model: str, file: Sequence[AdapterSpec], owner: Owner) -> None:
         self.model = model
-        self.book = Book(file, time.time())
+        self.book = AdapterTable(file, time.time())
         self._owner = owner
         self._turn = asyncio.Lock()  # first come, first served
         self._following: set[asyncio.Task[None]] = set()

@@ -81,7 +81,7 @@ def decide(model: str, outcomes: Sequence[Outcome]) -> Outcome:
     return loaded[0] if loaded else nobody(model)
 
 
-class Book:
+class AdapterTable:
     """What is known of each adapter, by name, in the order in which they came."""
 
     def __init__(self, file: Sequence[AdapterSpec] = (), now: float = 0.0) -> None:

@@ -21,8 +21,8 @@ from servekit.protocol.adapters import (
 )
 from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.adapters.state import Later, Refusal
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.gateway_process import Gateway, until_told
 
 _RELATIVE = "the path of a folder has to be absolute, not '{}'"
@@ -31,10 +31,10 @@ _RELATIVE = "the path of a folder has to be absolute, not '{}'"
 class AdapterDesk:
     """Answers with Refused what is wrong, and otherwise when it is done."""
 
-    def __init__(self, fleets: Fleets, gateways: Sequence[Gateway] = ()) -> None:
+    def __init__(self, fleets: DeploymentManager, gateways: Sequence[Gateway] = ()) -> None:
         self._fleets = fleets
         self._gateways = gateways
-        self._coming: dict[str, Fleet] = {}  # names that are being added, and to what
+        self._coming: dict[str, Deployment] = {}  # names that are being added, and to what
 
     async def add(self, wish: AddAdapter) -> Accepted | Refused:
         """Load an adapter on all workers of a model, or on none; with the model, if it is away."""
@@ -78,7 +78,7 @@ class AdapterDesk:
             return Refused(error.message, True)
         return Adapters({fleet.model.name: fleet.adapter_statuses() for fleet in fleets})
 
-    def _fleet(self, model: str) -> Fleet:
+    def _fleet(self, model: str) -> Deployment:
         """The fleet of a model that can have adapters. Raises ConfigError."""
         served = self._fleets.served
         for fleet in served:
@@ -92,7 +92,7 @@ class AdapterDesk:
         likely = meant(model, [fleet.model.name for fleet in served])
         raise ConfigError(f"no model is called {model!r}; there are: {there}{likely}")
 
-    def _check_name(self, name: str, fleet: Fleet) -> None:
+    def _check_name(self, name: str, fleet: Deployment) -> None:
         """Raise ConfigError where a model, or another one's adapter, has that name."""
         if self._coming.get(name, fleet) is not fleet:
             raise ConfigError(f"an adapter {name!r} is being loaded onto another model")

@@ -25,8 +25,8 @@ from servekit.protocol.messages import (
     Why,
 )
 from servekit.protocol.metrics_messages import Figures, GetMetrics
-from servekit.protocol.remote_gateway import Answered, Asked
-from servekit.protocol.residency import Reside
+from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
+from servekit.protocol.residency import SetResidency
 from servekit.protocol.transport.connection import Connection, listen
 from servekit.protocol.transport.rpc import put
 from servekit.supervisor.process.run_dir import nobody, read_record
@@ -64,7 +64,7 @@ class AdapterDesk(Protocol):
 class ResidenceDesk(Protocol):
     """Who loads, unloads, puts to sleep and wakes models."""
 
-    async def reside(self, wish: Reside) -> Accepted | Refused: ...
+    async def reside(self, wish: SetResidency) -> Accepted | Refused: ...
 
 
 class MetricsDesk(Protocol):
@@ -152,16 +152,18 @@ class Operators:
                 return self._adapters.show(message)
             case GetMetrics():
                 return self._metrics.show(message)
-            case Reside():
+            case SetResidency():
                 return self._residents.reside(message)
 
-    def hear(self, asked: Asked, send: Callable[[Answered], None]) -> None:
+    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         """A gateway on another machine asks what an operator has asked it over HTTP."""
         question = asked.question
         if isinstance(question, Shutdown):  # which nobody can ask for over HTTP
-            send(Answered(asked.id, Refused("that is not for a gateway to ask")))
+            send(AdminResponse(asked.id, Refused("that is not for a gateway to ask")))
             return
-        self._later(_pass_on(self.answer(question), lambda told: send(Answered(asked.id, told))))
+        self._later(
+            _pass_on(self.answer(question), lambda told: send(AdminResponse(asked.id, told)))
+        )
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

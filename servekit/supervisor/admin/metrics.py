@@ -1,9 +1,9 @@
-"""What /metrics shows: what gateways have counted, added up, and how things stand at the moment.
+"""Add up the metrics of all gateways, with the present state, for /metrics.
 
-Gateways tell what they have counted since they told last, so their sums live here, and a gateway
-that dies takes at most its last second of counts with it. Of the supervised processes the counters
-are their own (`Life.restarts`); they are read often and their growth is added up, for a reload
-brings new ones that may have the names of the old.
+Gateways report the growth of their counters, so the sums live here, and a gateway that dies takes
+at most its last second of counts with it. Supervised processes hold their own counters
+(`ManagedProcess.restarts`). Their growth is added up, too, because a reload brings new processes
+that may have the names of the old.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from servekit.protocol.adapters import AdapterState
 from servekit.protocol.messages import ModelStatus, Status, WorkerState
 from servekit.protocol.metrics_messages import Counted, Figures, GetMetrics, Series
 from servekit.protocol.residency import Residency
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.breaker import BreakerState
-from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.quarantine import Quarantine
-from servekit.supervisor.workers.gpu_memory import Vram
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.gpu_memory import WorkerGpuMemory
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 Labels = tuple[str, ...]
 
@@ -35,7 +35,7 @@ _TIERS: tuple[Residency, ...] = get_args(Residency)
 _RARE = ("servekit_retries_total", "servekit_continuations_total", "servekit_quarantines_total")
 
 
-class Book:
+class CounterTable:
     """Sums, by metric and labels. They only grow."""
 
     def __init__(self) -> None:
@@ -55,23 +55,23 @@ class Book:
             yield Series(metric, labels, sums)
 
 
-class Ledger:
+class ProcessCounters:
     """The counters of the supervised processes, through all of their successors."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: CounterTable) -> None:
         self._book = book
-        self._seen: dict[Life[Any], tuple[int, int]] = {}
+        self._seen: dict[ManagedProcess[Any], tuple[int, int]] = {}
 
-    def look(self, lives: Iterable[Life[Any]]) -> None:
+    def look(self, lives: Iterable[ManagedProcess[Any]]) -> None:
         """These live now; those that did at the last look are read for the last time."""
         now = dict.fromkeys(lives)
         for life in {**self._seen, **now}:
             self._note(life)
         self._seen = {life: self._seen[life] for life in now}
 
-    def _note(self, life: Life[Any]) -> None:
+    def _note(self, life: ManagedProcess[Any]) -> None:
         restarts, stalls = self._seen.get(life, (0, 0))
-        if isinstance(life, Replica):
+        if isinstance(life, WorkerProcess):
             worker = life.model.name, life.name
             self._book.add("servekit_worker_restarts_total", worker, [life.restarts - restarts])
             self._book.add("servekit_worker_stalls_total", worker, [life.stalls - stalls])
@@ -81,13 +81,13 @@ class Ledger:
         self._seen[life] = life.restarts, life.stalls
 
 
-class Accounts:
+class MetricsAggregator:
     """All that /metrics shows, for whoever asks. `status` tells how the instance stands."""
 
     def __init__(
         self,
         gateways: Sequence[Gateway],
-        fleets: Fleets,
+        fleets: DeploymentManager,
         quarantine: Quarantine,
         status: Callable[[], Status],
     ) -> None:
@@ -95,8 +95,8 @@ class Accounts:
         self._fleets = fleets
         self._quarantine = quarantine
         self._status = status
-        self._book = Book()
-        self._ledger = Ledger(self._book)
+        self._book = CounterTable()
+        self._ledger = ProcessCounters(self._book)
         for gateway in gateways:
             gateway.on_counted = self.counted
 
@@ -150,7 +150,7 @@ class Accounts:
             yield Series("servekit_gpu_memory_total_bytes", labels, [gpu.total_bytes])
 
 
-def of_gpus(who: tuple[str, str], vram: Vram) -> Iterator[Series]:
+def of_gpus(who: tuple[str, str], vram: WorkerGpuMemory) -> Iterator[Series]:
     """What a worker holds: by its model's name and its own."""
     there = {gpu.uuid: (*who, str(gpu.index), gpu.uuid, gpu.node) for gpu in vram.gpus}
     for uuid, claim in vram.claims.items():

@@ -10,8 +10,8 @@ from typing import Any
 import structlog
 
 from servekit.protocol.messages import GpuStatus
-from servekit.supervisor.deployments.deployment_manager import Fleets
-from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.system import procfs, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import one_look
@@ -27,13 +27,13 @@ MEMORY_EVERY_TICKS = 10
 REST_EVERY_TICKS = 25
 
 
-class Measures:
+class ResourceMonitor:
     """Reads the figures of `lives`, whoever that is at the time."""
 
     def __init__(
         self,
-        fleets: Fleets,
-        lives: Callable[[], Sequence[Life[Any]]],
+        fleets: DeploymentManager,
+        lives: Callable[[], Sequence[ManagedProcess[Any]]],
         run_dir: RunDir,
         on_descendants: Callable[[], None],
     ) -> None:

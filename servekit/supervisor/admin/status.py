@@ -8,14 +8,14 @@ from typing import Any
 from servekit.errors import meant
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
-from servekit.protocol.residency import Residence
-from servekit.supervisor.deployments.deployment import Fleet
+from servekit.protocol.residency import ResidencyStatus
+from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.managed_process import Life
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
-def of_model(fleet: Fleet, created: int, residence: Residence | None) -> ModelStatus:
+def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None) -> ModelStatus:
     """One model."""
     model, replicas = fleet.model, fleet.replicas
     return ModelStatus(
@@ -37,7 +37,7 @@ def of_model(fleet: Fleet, created: int, residence: Residence | None) -> ModelSt
     )
 
 
-def traffic(served: Sequence[Fleet], gateways: Sequence[Gateway]) -> tuple[ModelTraffic, ...]:
+def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[ModelTraffic, ...]:
     """What goes on for each model, at all gateways together."""
     return tuple(
         ModelTraffic(
@@ -49,7 +49,7 @@ def traffic(served: Sequence[Fleet], gateways: Sequence[Gateway]) -> tuple[Model
     )
 
 
-def gpus(here: Sequence[GpuStatus], replicas: Sequence[Replica]) -> tuple[GpuStatus, ...]:
+def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[GpuStatus, ...]:
     """Those of this machine, and those that workers on other nodes were given."""
     there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
     return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
@@ -57,9 +57,9 @@ def gpus(here: Sequence[GpuStatus], replicas: Sequence[Replica]) -> tuple[GpuSta
 
 def why(
     name: str,
-    fleets: Sequence[Fleet],
-    others: Sequence[Life[Any]],
-    residence: Callable[[Fleet, bool], Residence | None],
+    fleets: Sequence[Deployment],
+    others: Sequence[ManagedProcess[Any]],
+    residence: Callable[[Deployment, bool], ResidencyStatus | None],
 ) -> Why | Refused:
     """What became of a model, by its name, an alias, an adapter or a replica; or of a gateway."""
     for fleet in fleets:
@@ -86,5 +86,5 @@ def why(
     )
 
 
-def _stories(fleet: Fleet) -> tuple[ReplicaHistory, ...]:
+def _stories(fleet: Deployment) -> tuple[ReplicaHistory, ...]:
     return (*fleet.failed, *(replica.story() for replica in fleet.replicas))

@@ -16,16 +16,16 @@ import structlog
 from servekit.config.scale import ReplicaRange
 from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.autoscaling import policy
-from servekit.supervisor.autoscaling.capacity import NoRoom, Rooms
-from servekit.supervisor.autoscaling.policy import Facts, Limits, Past, Step
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.autoscaling.capacity import CapacityProvider, NoCapacity
+from servekit.supervisor.autoscaling.policy import Limits, Past, ScalingAction, ScalingInput
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.startup_timing import Occasion
-from servekit.supervisor.model_swap.manager import Residents
+from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.model_swap.memory_accounting import CPU
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -40,7 +40,7 @@ class Row:
         self.reason = self.waits = ""
         self.at = 0.0  # Unix time of the last change, s
         self.short = 0  # replicas for which there is no room
-        self.fresh: list[Replica] = []  # were added, and are not up yet
+        self.fresh: list[WorkerProcess] = []  # were added, and are not up yet
 
 
 class Scaler:
@@ -48,16 +48,16 @@ class Scaler:
 
     def __init__(
         self,
-        fleets: Fleets,
+        fleets: DeploymentManager,
         gateways: Sequence[Gateway],
-        residents: Residents,
-        rooms: Rooms,
+        residents: SwapManager,
+        rooms: CapacityProvider,
     ) -> None:
         self._fleets = fleets
         self._gateways = gateways
         self._residents = residents
         self._rooms = rooms
-        self._rows: dict[Fleet, Row] = {}
+        self._rows: dict[Deployment, Row] = {}
 
     def look(self) -> None:
         """Begin what is to be done now."""
@@ -73,7 +73,7 @@ class Scaler:
                 fleet.scale = None
         self._rows = {fleet: row for fleet, row in self._rows.items() if fleet in scaled}
 
-    def _look(self, fleet: Fleet, row: Row, limits: Limits, now: float) -> None:
+    def _look(self, fleet: Deployment, row: Row, limits: Limits, now: float) -> None:
         row.fresh = [one for one in row.fresh if one in fleet.living and one.state != "ready"]
         facts = self._facts(fleet, row)
         step, row.past = policy.decide(limits, facts, row.past, now)
@@ -88,14 +88,14 @@ class Scaler:
 
     # ---- facts
 
-    def _facts(self, fleet: Fleet, row: Row) -> Facts:
+    def _facts(self, fleet: Deployment, row: Row) -> ScalingInput:
         name, living = fleet.model.name, fleet.living
         serving = [replica for replica in living if replica.serves]
         coming = sum(replica.state in _COMING for replica in living)
         pongs = [replica.pulse.last for replica in serving]
         traffic = [gateway.traffic for gateway in self._gateways]
         kv_used = sum(pong.kv_used for pong in pongs)
-        return Facts(
+        return ScalingInput(
             serving=len(serving),
             coming=coming,
             failing=len(living) - len(serving) - coming,
@@ -109,7 +109,7 @@ class Scaler:
             unborn=next((_why_not(one) for one in row.fresh if _has_failed(one)), ""),
         )
 
-    def _contested(self, fleet: Fleet) -> Iterator[tuple[str, Replica]]:
+    def _contested(self, fleet: Deployment) -> Iterator[tuple[str, WorkerProcess]]:
         """Replicas where another model waits for memory, and which; of models that make room."""
         if fleet.model.load != "on_demand":
             return
@@ -121,14 +121,14 @@ class Scaler:
 
     # ---- deeds
 
-    def _up(self, fleet: Fleet, row: Row, step: Step, facts: Facts) -> None:
+    def _up(self, fleet: Deployment, row: Row, step: ScalingAction, facts: ScalingInput) -> None:
         """As many as there is room for."""
-        count, occasion, refusal = 0, Occasion.now("scale"), ""
+        count, occasion, refusal = 0, StartReason.now("scale"), ""
         if self._residents.waits_for(fleet):
             refusal = "another model waits for memory"
         while count < step.change and not refusal:
             slot = self._rooms.one_more(fleet)
-            if isinstance(slot, NoRoom):
+            if isinstance(slot, NoCapacity):
                 refusal = slot.reason
             else:
                 row.fresh.append(fleet.grow(slot, occasion))
@@ -139,7 +139,7 @@ class Scaler:
             figures = {"queued": facts.queued, "waited_s": facts.waited_s, "running": facts.running}
             self._note(fleet, row, "up", step.reason, figures)
 
-    def _down(self, fleet: Fleet, row: Row, step: Step) -> None:
+    def _down(self, fleet: Deployment, row: Row, step: ScalingAction) -> None:
         elsewhere = [replica for _, replica in self._contested(fleet)]
         replica = least_to_lose(
             elsewhere or [r for r in row.fresh if _has_failed(r)] or fleet.living
@@ -149,7 +149,7 @@ class Scaler:
         self._note(fleet, row, "down", step.reason, {"drained": replica.name, "running": running})
 
     def _note(
-        self, fleet: Fleet, row: Row, way: str, reason: str, figures: Mapping[str, Any]
+        self, fleet: Deployment, row: Row, way: str, reason: str, figures: Mapping[str, Any]
     ) -> None:
         name, count = fleet.model.name, len(fleet.living)
         row.at, row.reason = time.time(), f"scaled {way} to {count}: {reason}"
@@ -157,12 +157,12 @@ class Scaler:
         journal.tell("scale", row.reason, model=name, replicas=count, **figures)
         fleet.changed()
 
-    def _is_short(self, fleet: Fleet, row: Row, replicas: int) -> None:
+    def _is_short(self, fleet: Deployment, row: Row, replicas: int) -> None:
         if row.short != replicas:
             row.short = replicas
             self._rooms.short(fleet.model.name, replicas)
 
-    def _tell(self, fleet: Fleet, row: Row, size: ReplicaRange) -> None:
+    def _tell(self, fleet: Deployment, row: Row, size: ReplicaRange) -> None:
         desired = len(fleet.living) + row.short
         told = ScaleStatus(size.min, size.max, desired, row.reason, row.at, row.waits)
         if told != fleet.scale:
@@ -170,18 +170,18 @@ class Scaler:
             fleet.changed()
 
 
-def limits(fleet: Fleet, size: ReplicaRange) -> Limits:
+def limits(fleet: Deployment, size: ReplicaRange) -> Limits:
     """As the policy gets them."""
     scale = fleet.model.scale
     return Limits(size.least, size.max, scale.wait_s, scale.kv_used, scale.down_s)
 
 
-def least_to_lose(replicas: Sequence[Replica]) -> Replica:
+def least_to_lose(replicas: Sequence[WorkerProcess]) -> WorkerProcess:
     """Who goes: one that does not serve, else the one that runs the least, holds the least in its
     KV cache, has had the fewest requests (so the fewest prompts are known to it), came last.
     """
 
-    def loses(replica: Replica) -> tuple[object, ...]:
+    def loses(replica: WorkerProcess) -> tuple[object, ...]:
         pong = replica.pulse.last
         busy = pong.running + pong.waiting
         return replica.serves, busy, round(pong.kv_used, 1), pong.served, -replica.place.index
@@ -189,7 +189,7 @@ def least_to_lose(replicas: Sequence[Replica]) -> Replica:
     return min(replicas, key=loses)
 
 
-def _waits(limits: Limits, facts: Facts) -> str:
+def _waits(limits: Limits, facts: ScalingInput) -> str:
     if facts.failing:
         return "none is added while one is failing"
     if facts.coming:
@@ -197,9 +197,9 @@ def _waits(limits: Limits, facts: Facts) -> str:
     return f"`max` is {limits.most}" if facts.living >= limits.most else "the last did not come up"
 
 
-def _has_failed(replica: Replica) -> bool:
+def _has_failed(replica: WorkerProcess) -> bool:
     return replica.state in ("failed", "backoff")
 
 
-def _why_not(replica: Replica) -> str:
+def _why_not(replica: WorkerProcess) -> str:
     return replica.reason or "it has failed"

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from servekit.config import memory
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.scheduling.bin_packing import Board, Want, candidates
 from servekit.supervisor.scheduling.memory_requests import gib, room_bytes
 from servekit.supervisor.scheduling.placement import allowed
@@ -26,16 +26,16 @@ KEPT_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class NoRoom:
+class NoCapacity:
     """Why there is none, in a sentence."""
 
     reason: str
 
 
-class Rooms(Protocol):
+class CapacityProvider(Protocol):
     """Where replicas may be. What launches workers elsewhere than here knows other places."""
 
-    def one_more(self, fleet: Fleet) -> Slot | NoRoom:
+    def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
         """Where one more has room now."""
 
     def short(self, model: str, replicas: int) -> None:
@@ -45,13 +45,13 @@ class Rooms(Protocol):
         """
 
 
-class Here:
+class LocalCapacity:
     """This machine, which does not grow."""
 
-    def __init__(self, fleets: Fleets) -> None:
+    def __init__(self, fleets: DeploymentManager) -> None:
         self._fleets = fleets
 
-    def one_more(self, fleet: Fleet) -> Slot | NoRoom:
+    def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
         if all(not slot for slot in fleet.planned):
             return self._on_cpu(fleet)
         return self._on_gpus(fleet)
@@ -59,7 +59,7 @@ class Here:
     def short(self, model: str, replicas: int) -> None:
         """Nobody is told."""
 
-    def _on_cpu(self, fleet: Fleet) -> Slot | NoRoom:
+    def _on_cpu(self, fleet: Deployment) -> Slot | NoCapacity:
         model, there = fleet.model, procfs.available_bytes()
         if model.memory is not None:
             total = procfs.memory_bytes()
@@ -70,7 +70,7 @@ class Here:
         if takes <= there:
             return ()
         said = f"a replica takes {gib(takes)} of this machine's memory, which has"
-        return NoRoom(f"no room: {said} {gib(max(0, there))} left")
+        return NoCapacity(f"no room: {said} {gib(max(0, there))} left")
 
     def _claimed(self, total_bytes: int) -> int:
         """What replicas on the CPU have been promised, those of models that are away included."""
@@ -80,7 +80,7 @@ class Here:
             if fleet.model.memory is not None
         )
 
-    def _on_gpus(self, fleet: Fleet) -> Slot | NoRoom:
+    def _on_gpus(self, fleet: Deployment) -> Slot | NoCapacity:
         fleets, reserve = self._fleets, self._fleets.plan.config.gpus.reserve
         board = Board({gpu: room_bytes(gpu, reserve) for gpu in fleets.gpus})
         own: Want | None = None
@@ -93,7 +93,7 @@ class Here:
             if fleets.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
                 return slot
         gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
-        return NoRoom(f"no room: {gpus} what a replica claims")
+        return NoCapacity(f"no room: {gpus} what a replica claims")
 
     def _want(self, model: ModelConfig, slots: Sequence[Slot]) -> Want:
         gpus = allowed(0, model, self._fleets.gpus)
@@ -105,11 +105,11 @@ class Here:
         return bool(self._fleets.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
 
 
-class Elsewhere:
+class RayCapacity:
     """A cluster: it knows best, and may grow. Where it has no room, a replica is a placement that
     is pending, which its autoscaler sees and `servekit ps` shows."""
 
-    def one_more(self, fleet: Fleet) -> Slot | NoRoom:
+    def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
         return ()
 
     def short(self, model: str, replicas: int) -> None:

@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ScalingInput:
     """One model now, all gateways and workers together."""
 
     serving: int  # replicas
@@ -98,14 +98,16 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScalingAction:
     """By how many replicas to change; `reason` completes "scaled up to 3: "."""
 
     change: int
     reason: str
 
 
-def decide(limits: Limits, facts: Facts, past: Past, now: float) -> tuple[Step | None, Past]:
+def decide(
+    limits: Limits, facts: ScalingInput, past: Past, now: float
+) -> tuple[ScalingAction | None, Past]:
     """What to do now, and what to remember; `now` in s, never less than before."""
     past = _observed(limits, facts, past, now)
     if facts.unborn:
@@ -113,7 +115,7 @@ def decide(limits: Limits, facts: Facts, past: Past, now: float) -> tuple[Step |
     if not facts.serving:
         return None, past
     if facts.wanted_elsewhere and facts.living > limits.least:
-        return Step(-1, f"{facts.wanted_elsewhere} waits for its memory"), past
+        return ScalingAction(-1, f"{facts.wanted_elsewhere} waits for its memory"), past
     if step := _up(limits, facts, past, now):
         return step, replace(past, idle_since=None, full_since=None)
     if step := _down(limits, facts, past, now):
@@ -121,7 +123,7 @@ def decide(limits: Limits, facts: Facts, past: Past, now: float) -> tuple[Step |
     return None, past
 
 
-def pressed(limits: Limits, facts: Facts, past: Past, now: float) -> str:
+def pressed(limits: Limits, facts: ScalingInput, past: Past, now: float) -> str:
     """Why there should be more replicas; "" where there are enough."""
     waiting = facts.queued + facts.held
     if past.course < 0 and waiting < -past.course * CLEARS_S:
@@ -135,33 +137,33 @@ def pressed(limits: Limits, facts: Facts, past: Past, now: float) -> str:
     return f"{facts.held} waited at workers for {HOLD_S:g} s"
 
 
-def _up(limits: Limits, facts: Facts, past: Past, now: float) -> Step | None:
+def _up(limits: Limits, facts: ScalingInput, past: Past, now: float) -> ScalingAction | None:
     room = limits.most - facts.living
     reason = pressed(limits, facts, past, now)
     if not reason or room <= 0 or facts.coming or facts.failing or now < past.shy_until:
         return None
     wanted = math.ceil((facts.queued + facts.held) / facts.slots)
-    return Step(max(1, min(wanted, facts.living, room)), reason)
+    return ScalingAction(max(1, min(wanted, facts.living, room)), reason)
 
 
-def _down(limits: Limits, facts: Facts, past: Past, now: float) -> Step | None:
+def _down(limits: Limits, facts: ScalingInput, past: Past, now: float) -> ScalingAction | None:
     since = past.idle_since
     if facts.living <= limits.least or since is None or now - since < limits.down_s:
         return None
     left = facts.left
-    return Step(-1, f"{left} could have carried it for {now - since:.0f} s")
+    return ScalingAction(-1, f"{left} could have carried it for {now - since:.0f} s")
 
 
-def _give_up(facts: Facts, past: Past, now: float) -> tuple[Step, Past]:
+def _give_up(facts: ScalingInput, past: Past, now: float) -> tuple[ScalingAction, Past]:
     shy_s = min(2 * past.shy_s, SHYEST_S)
-    step = Step(-1, f"it did not come up: {facts.unborn}")
+    step = ScalingAction(-1, f"it did not come up: {facts.unborn}")
     return step, replace(past, shy_until=now + past.shy_s, shy_s=shy_s, idle_since=None)
 
 
 # ---- what is remembered
 
 
-def _observed(limits: Limits, facts: Facts, past: Past, now: float) -> Past:
+def _observed(limits: Limits, facts: ScalingInput, past: Past, now: float) -> Past:
     passed_s = 0.0 if past.at is None else now - past.at
     load = facts.running + facts.held + facts.queued
     share = 1.0 if past.at is None else -math.expm1(-4 * passed_s / limits.down_s)
@@ -192,7 +194,7 @@ def _with_trend(past: Past, waiting: int, now: float) -> Past:
     return replace(past, trend=(now, waiting), course=(waiting - then) / (now - at))
 
 
-def _is_idle(limits: Limits, facts: Facts, average: float) -> bool:
+def _is_idle(limits: Limits, facts: ScalingInput, average: float) -> bool:
     """One replica fewer would do."""
     left = facts.left
     if left < 1 or facts.coming or 2 * facts.waited_s >= limits.wait_s:

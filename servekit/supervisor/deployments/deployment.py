@@ -23,7 +23,7 @@ from servekit.protocol.messages import Drain, ModelInfo, ReplicaHistory, Stop
 from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.deployments.config_diff import Slots, same_worker
-from servekit.supervisor.deployments.replica_host import Yard
+from servekit.supervisor.deployments.replica_host import ReplicaHost
 from servekit.supervisor.deployments.rollout import (
     STOP_GRACE_S,
     enough,
@@ -34,30 +34,30 @@ from servekit.supervisor.deployments.rollout import (
 )
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.circuit_breaker import circuit_of
-from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.fork_server_pool import Nursery
+from servekit.supervisor.workers.fork_server_pool import ForkServerPool
 from servekit.supervisor.workers.gpu_memory import Entry
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 
-class Fleet:
+class Deployment:
     """The replicas of one model. Made empty; `become` fills it, also for the first time."""
 
-    def __init__(self, model: ModelConfig, yard: Yard) -> None:
+    def __init__(self, model: ModelConfig, yard: ReplicaHost) -> None:
         self.model = model
-        self.replicas: list[Replica] = []
+        self.replicas: list[WorkerProcess] = []
         self.wanted = False  # it is to have replicas; else it is stopped
         self._returns = False  # it is stopped for another's sake, and will be wanted again
-        self.occasion = Occasion.now("operator")  # what those that are added are started for
+        self.occasion = StartReason.now("operator")  # what those that are added are started for
         self.circuit = circuit_of(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
-        self.nursery = Nursery(yard.host, yard.start)
+        self.nursery = ForkServerPool(yard.host, yard.start)
         self.planned: Slots = ()  # where its replicas are to be, or would be if it were loaded
         self.scale: ScaleStatus | None = None  # of one that scales
         self._known: ModelInfo | None = None
@@ -98,7 +98,7 @@ class Fleet:
         task.add_done_callback(_complain)
         self._change = task
 
-    def load(self, occasion: Occasion) -> None:
+    def load(self, occasion: StartReason) -> None:
         """Have it loaded where it is planned to be, and what has failed started once more."""
         self.occasion = occasion
         if self.wanted:
@@ -127,19 +127,19 @@ class Fleet:
         """It is on its way from one version, or one file, to another."""
         return self._change is not None and not self._change.done()
 
-    def grow(self, slot: Slot, occasion: Occasion) -> Replica:
+    def grow(self, slot: Slot, occasion: StartReason) -> WorkerProcess:
         """Have one more replica, there."""
         self.occasion = occasion
         self.planned = (*(one.place.gpus for one in self._living()), slot)
         self._next_index = 0  # names come again: each has a log and series of metrics of its own
         return self._add(self.model, slot)
 
-    def shrink(self, replica: Replica) -> None:
+    def shrink(self, replica: WorkerProcess) -> None:
         """Have it finish what it runs, and end."""
         self.planned = tuple(one.place.gpus for one in self._living() if one is not replica)
         self._finish(replica)
 
-    def _finish(self, replica: Replica) -> None:
+    def _finish(self, replica: WorkerProcess) -> None:
         # no request takes longer than its model allows: none is cut off
         grace_s = replica.model.timeout_s + self._yard.drain_timeout_s
         log.info("draining", child=replica.name, at_most_s=grace_s)
@@ -243,12 +243,12 @@ class Fleet:
         for replica in old:
             self._finish(replica)
 
-    def _sorted(self) -> tuple[list[Replica], list[Replica]]:
+    def _sorted(self) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
         living = self._living()
         kept = [replica for replica in living if same_worker(replica.model, self.model)]
         return kept, [replica for replica in living if replica not in kept]
 
-    async def _replace(self, fresh: list[Replica], old: list[Replica]) -> bool:
+    async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:
         """Drain one of `old` for each of `fresh` that is ready; False if none of them comes up."""
         for done in range(1, len(fresh) + 1):
             await self._until(functools.partial(enough, fresh, done))
@@ -261,7 +261,7 @@ class Fleet:
         self._take_back(fresh, old)
         return False
 
-    async def _make_room(self, slot: Slot, old: list[Replica], *, proven: bool) -> bool:
+    async def _make_room(self, slot: Slot, old: list[WorkerProcess], *, proven: bool) -> bool:
         """Start a replica where an old one, or another model's, still is; False if taken back."""
         here = [one for one in old if not set(slot).isdisjoint(one.place.gpus)]
         victims = here or old[:1]
@@ -294,7 +294,10 @@ class Fleet:
         return False
 
     def _take_back(
-        self, fresh: Sequence[Replica], old: Sequence[Replica], backs: Sequence[Slot] = ()
+        self,
+        fresh: Sequence[WorkerProcess],
+        old: Sequence[WorkerProcess],
+        backs: Sequence[Slot] = (),
     ) -> None:
         """The old version serves on, and is to come again at `backs`."""
         why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
@@ -313,14 +316,14 @@ class Fleet:
     # ---- single replicas
 
     @property
-    def living(self) -> list[Replica]:
+    def living(self) -> list[WorkerProcess]:
         """Those that are not about to end."""
         return self._living()
 
-    def _living(self) -> list[Replica]:
+    def _living(self) -> list[WorkerProcess]:
         return [replica for replica in self.replicas if not replica.ending]
 
-    def _add(self, model: ModelConfig, slot: Slot) -> Replica:
+    def _add(self, model: ModelConfig, slot: Slot) -> WorkerProcess:
         if not self.replicas:
             self._next_index = 0
         while self._yard.is_taken(f"{model.name}/{self._next_index}"):
@@ -333,13 +336,13 @@ class Fleet:
         self._next_index += 1
         fork = functools.partial(self.nursery.fork, model, place)
         entry = Entry(self._yard.gate, self._yard.needs(model, slot))
-        replica = Replica(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
+        replica = WorkerProcess(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
         replica.starting.occasion = self.occasion
         self.replicas.append(replica)
         self._yard.start(replica)
         return replica
 
-    def _drain(self, replica: Replica) -> None:
+    def _drain(self, replica: WorkerProcess) -> None:
         log.info("draining", child=replica.name, at_most_s=self._yard.drain_timeout_s)
         replica.end(Drain(), self._yard.drain_timeout_s)
 

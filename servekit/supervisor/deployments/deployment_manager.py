@@ -12,40 +12,42 @@ from servekit.config.schema import ModelConfig, names_of
 from servekit.errors import ConfigError, ServekitError
 from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.deployments import config_diff as reload
-from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.managed_process import Host
-from servekit.supervisor.lifecycle.startup_timing import Occasion
-from servekit.supervisor.scheduling.gpu_admission import Gate
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.lifecycle.managed_process import SupervisorContext
+from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.scheduling.gpu_admission import GpuAdmission
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import (
     claim_bytes,
     claims_of,
     room_bytes,
 )
-from servekit.supervisor.workers.fork_server import Standby
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.fork_server import ForkServer
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Gpu, Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 
-class Fleets:
+class DeploymentManager:
     """Made empty; `apply` fills it, also for the first time. `run` runs a replica's life."""
 
-    def __init__(self, plan: Plan, host: Host, run: Callable[[Replica | Standby], None]) -> None:
+    def __init__(
+        self, plan: Plan, host: SupervisorContext, run: Callable[[WorkerProcess | ForkServer], None]
+    ) -> None:
         self.plan = plan
         self.host = host
-        self.gate = Gate(Ledger(plan.gpus, plan.config.gpus.reserve))
+        self.gate = GpuAdmission(GpuReservations(plan.gpus, plan.config.gpus.reserve))
         self._run = run
-        self.served: list[Fleet] = []
-        self._leaving: list[Fleet] = []  # of models that the file does not have any more
+        self.served: list[Deployment] = []
+        self._leaving: list[Deployment] = []  # of models that the file does not have any more
         self._reloading = asyncio.Lock()
         self.halted = False
         self._has_served = False
 
-    def start(self, life: Replica | Standby) -> None:
+    def start(self, life: WorkerProcess | ForkServer) -> None:
         self._run(life)
 
     # ---- what there is
@@ -58,14 +60,14 @@ class Fleets:
     def drain_timeout_s(self) -> float:
         return self.plan.config.server.drain_timeout_s
 
-    def everyone(self) -> list[Fleet]:
+    def everyone(self) -> list[Deployment]:
         """Those that are served, and those that drain."""
         return [*self.served, *self._leaving]
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[WorkerProcess]:
         return [replica for fleet in self.everyone() for replica in fleet.replicas]
 
-    def standbys(self) -> list[Standby]:
+    def standbys(self) -> list[ForkServer]:
         return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
 
     def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
@@ -93,7 +95,7 @@ class Fleets:
         taken = any(replica.name == name for replica in self.replicas())
         return taken or bool(self.gate.ledger.claim_of(name))  # its memory is yet to be freed
 
-    def _taken(self, replica: Replica, gpu: Gpu) -> int:
+    def _taken(self, replica: WorkerProcess, gpu: Gpu) -> int:
         """What a worker has been promised of a GPU, or will be again; asleep, what it has kept.
 
         One that has failed has no process, and may never have one again.
@@ -179,7 +181,7 @@ class Fleets:
         for name, choice in plan.choices.items():
             log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
-        occasion = Occasion.up() if plan is self.plan else Occasion.now("reload")
+        occasion = StartReason.up() if plan is self.plan else StartReason.now("reload")
         self.plan = plan
         models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
         running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
@@ -187,7 +189,7 @@ class Fleets:
         claimed = names_of(plan.config)
         lacking = [name for name, fleet in before.items() if fleet.lacks_adapters]
         kinds = {change.name: change.kind for change in changes}
-        self.served = [before.get(model.name) or Fleet(model, self) for model in models]
+        self.served = [before.get(model.name) or Deployment(model, self) for model in models]
         for fleet in before.values():
             if kinds[fleet.model.name] == "removed":
                 self._leaving.append(fleet)
@@ -202,9 +204,9 @@ class Fleets:
         self.host.changed()
         return reload.tell(changes, lacking, access=new_access)
 
-    def ended(self, life: Replica | Standby) -> None:
+    def ended(self, life: WorkerProcess | ForkServer) -> None:
         """A life is over."""
-        if isinstance(life, Standby):
+        if isinstance(life, ForkServer):
             for fleet in self.everyone():
                 if life in fleet.nursery.standbys:
                     fleet.nursery.ended(life)
@@ -212,7 +214,7 @@ class Fleets:
             self._ended(life)
         self._leaving = [f for f in self._leaving if f.replicas or f.nursery.standbys]
 
-    def _ended(self, replica: Replica) -> None:
+    def _ended(self, replica: WorkerProcess) -> None:
         for fleet in self.everyone():
             if replica in fleet.replicas:
                 fleet.replicas.remove(replica)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from servekit.protocol.messages import Stop
 from servekit.supervisor.deployments.config_diff import Slots
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Slot
 
 #: From Stop to SIGTERM for a worker that serves nobody.
 STOP_GRACE_S = 5.0
 
 
-def fit(slots: Slots, kept: Sequence[Replica]) -> tuple[list[Slot], list[Replica]]:
+def fit(slots: Slots, kept: Sequence[WorkerProcess]) -> tuple[list[Slot], list[WorkerProcess]]:
     """Which slots none of `kept` is in, and which of `kept` are in none."""
     missing, surplus = list(slots), []
     for replica in sorted(kept, key=lambda one: one.state != "ready"):
@@ -24,7 +24,7 @@ def fit(slots: Slots, kept: Sequence[Replica]) -> tuple[list[Slot], list[Replica
     return missing, surplus
 
 
-def serving(old: Sequence[Replica]) -> list[Replica]:
+def serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
     """Those of another version that serve; the others are of no use any more, and ended."""
     for replica in old:
         if replica.state != "ready":
@@ -32,14 +32,14 @@ def serving(old: Sequence[Replica]) -> list[Replica]:
     return [replica for replica in old if replica.state == "ready"]
 
 
-def ready(replicas: Sequence[Replica]) -> int:
+def ready(replicas: Sequence[WorkerProcess]) -> int:
     return sum(replica.state == "ready" for replica in replicas)
 
 
-def enough(replicas: Sequence[Replica], count: int) -> bool:
+def enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
     return ready(replicas) >= count or settled(replicas)
 
 
-def settled(replicas: Sequence[Replica]) -> bool:
+def settled(replicas: Sequence[WorkerProcess]) -> bool:
     """Each has come up, or has been given up."""
     return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)

@@ -22,7 +22,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 ENDPOINT_S = 10.0
 
 
-class Circuit:
+class CircuitBreaker:
     """Shared by the replicas of one generation of a model. `join` registers who is to be woken."""
 
     def __init__(self, model: str, limits: BreakerLimits | None = None) -> None:
@@ -114,10 +114,10 @@ class Circuit:
             wake()
 
 
-def circuit_of(model: ModelConfig) -> Circuit:
+def circuit_of(model: ModelConfig) -> CircuitBreaker:
     """One that never opens where it cannot load only because its endpoint is down."""
     limits = BreakerLimits(lives=math.inf) if KINDS[model.engine].is_remote else BreakerLimits()
-    return Circuit(model.name, limits)
+    return CircuitBreaker(model.name, limits)
 
 
 def policy_of(model: ModelConfig) -> RestartPolicy:

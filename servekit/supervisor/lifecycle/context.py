@@ -11,7 +11,7 @@ from servekit.supervisor.lifecycle.launcher import Launcher
 from servekit.supervisor.process.run_dir import RunDir
 
 
-class Host(Protocol):
+class SupervisorContext(Protocol):
     """What a life needs of its supervisor."""
 
     run_dir: RunDir

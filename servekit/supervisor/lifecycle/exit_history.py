@@ -25,7 +25,7 @@ _GPU_OUT_OF_MEMORY = ("CUDA out of memory", "OutOfMemoryError", "CUBLAS_STATUS_A
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LastSeen:
     """What was last known of a running child."""
 
     pid: int = 0
@@ -38,13 +38,13 @@ class Known:
     start: Start | None = None  # how far it came, where it died before it was ready
 
 
-class History:
+class ExitHistory:
     """The last deaths of one child, the newest last."""
 
     def __init__(self) -> None:
         self._exits: deque[ExitRecord] = deque(maxlen=_DEATHS)
 
-    def add(self, exit_: Exit, known: Known, what: str) -> ExitRecord:
+    def add(self, exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
         death = record(exit_, known, what)
         self._exits.append(death)
         dumped = [i for i, old in enumerate(self._exits) if old.stacks]
@@ -75,7 +75,7 @@ def lament(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool
     )
 
 
-def record(exit_: Exit, known: Known, what: str) -> ExitRecord:
+def record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
     """One death; `what` is its reason in a sentence."""
     return ExitRecord(
         at=time.time(),

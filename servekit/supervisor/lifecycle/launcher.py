@@ -12,12 +12,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from servekit.config.schema import ModelConfig
 from servekit.protocol.transport.credentials import Credentials
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
-from servekit.supervisor.process.child_process import Child
+from servekit.supervisor.process.child_process import ChildProcess
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import Elsewhere
+from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
 
 Incoming = TypeVar("Incoming")
-AnyChild: TypeAlias = Child[Incoming] | RemoteChild[Incoming]
+AnyChild: TypeAlias = ChildProcess[Incoming] | RemoteChild[Incoming]
 
 
 class Guest(Protocol):
@@ -30,7 +30,7 @@ class Guest(Protocol):
     def told_to_wait(self, what: str) -> None:
         """It cannot start yet, because of that; "" when it can."""
 
-    def measure_gpus(self, told: Elsewhere) -> None:
+    def measure_gpus(self, told: RemoteGpus) -> None:
         """This is known of its GPUs there."""
 
 

@@ -37,7 +37,7 @@ class Timeouts:
     load_s: float
 
 
-class Pulse:
+class Liveness:
     """What is known of one worker's liveliness."""
 
     def __init__(self, now: float) -> None:

@@ -22,14 +22,14 @@ import structlog
 
 from servekit.protocol.messages import BootFailed, Drain, ReplicaHistory, Stop, WorkerState
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import Circuit
-from servekit.supervisor.lifecycle.context import Host as Host
-from servekit.supervisor.lifecycle.exit_history import History, Known, lament
+from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
+from servekit.supervisor.lifecycle.context import SupervisorContext as SupervisorContext
+from servekit.supervisor.lifecycle.exit_history import ExitHistory, LastSeen, lament
 from servekit.supervisor.lifecycle.launcher import AnyChild as AnyChild
 from servekit.supervisor.lifecycle.restart_policy import RestartPolicy
-from servekit.supervisor.lifecycle.startup_timing import Occasion, Starting
-from servekit.supervisor.process.child_process import GOODBYE_S, Child, Command, Exit
-from servekit.supervisor.process.task_utils import Ending, unless
+from servekit.supervisor.lifecycle.startup_timing import StartReason, StartupTiming
+from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
+from servekit.supervisor.process.task_utils import Shutdown, unless
 from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -41,7 +41,7 @@ _NOW_S = 1.0
 _DEAD_S = 3.0
 
 
-class Life(ABC, Generic[Incoming]):
+class ManagedProcess(ABC, Generic[Incoming]):
     """Starts a child, listens to it, and starts it again by policy, until told to end.
 
     `circuit` is the breaker that it shares with others, if it does.
@@ -51,7 +51,9 @@ class Life(ABC, Generic[Incoming]):
     notice_s: ClassVar[float] = 0.0  # from saying that it drains to having it drain
     begins_with: ClassVar[str] = "interpreter"  # the phase from its start to what it tells first
 
-    def __init__(self, name: str, host: Host, circuit: Circuit | None = None) -> None:
+    def __init__(
+        self, name: str, host: SupervisorContext, circuit: CircuitBreaker | None = None
+    ) -> None:
         self.name = name
         self.host = host
         self.circuit = circuit
@@ -59,8 +61,8 @@ class Life(ABC, Generic[Incoming]):
         self.reason = ""
         self.restarts = self.stalls = 0
         self.rss_bytes = 0
-        self.history = History()
-        self.starting = Starting()
+        self.history = ExitHistory()
+        self.starting = StartupTiming()
         self.child: AnyChild[Incoming] | None = None
         self.policy = RestartPolicy(random.random)
         self._died_of = ""
@@ -72,7 +74,7 @@ class Life(ABC, Generic[Incoming]):
         self._due = 0.0  # when its back-off is over; infinity: not by itself
         self._next_at: float | None = None  # when it may start again, the breaker's word included
         self._loop = asyncio.get_running_loop()
-        self._ending: asyncio.Future[Ending] = self._loop.create_future()
+        self._ending: asyncio.Future[Shutdown] = self._loop.create_future()
         self._woken: asyncio.Future[None] = self._loop.create_future()
         if circuit is not None:
             circuit.join(name, self._wake)
@@ -85,7 +87,7 @@ class Life(ABC, Generic[Incoming]):
 
     async def spawn(self) -> AnyChild[Incoming]:
         """Start the next incarnation. Raises OSError."""
-        return await Child[Incoming].spawn(
+        return await ChildProcess[Incoming].spawn(
             self.command(), self.incoming, self.receive, self._on_line
         )
 
@@ -133,7 +135,7 @@ class Life(ABC, Generic[Incoming]):
     def end(self, ask: msgspec.Struct, grace_s: float) -> None:
         """Have the child asked to end, and killed if it has not within `grace_s`."""
         if not self._ending.done():
-            self._ending.set_result(Ending(ask, grace_s))
+            self._ending.set_result(Shutdown(ask, grace_s))
         elif self.child is not None:  # it drains already, and may have been given longer
             self.child.send(ask)
             self._loop.call_later(grace_s, self.child.kill, "did not end in time, killed")
@@ -153,7 +155,7 @@ class Life(ABC, Generic[Incoming]):
         """Start it now if it has failed or waits for its next attempt, as if for the first time."""
         if self.state in ("failed", "backoff"):
             self.policy.forget()
-            self.starting.occasion = Occasion.now("operator")
+            self.starting.occasion = StartReason.now("operator")
             self.set("starting", self.reason)
         self._due = time.monotonic()
         self._wake()
@@ -304,12 +306,12 @@ class Life(ABC, Generic[Incoming]):
             return False
         return self.policy.is_fruitful(self.use(), time.monotonic() - self._ready_at)
 
-    def _known(self) -> Known:
+    def _known(self) -> LastSeen:
         served, running = self.load()
         phase: str = self.state
         if phase == "stalled":
             phase = "loading" if self._ready_at is None else "ready"
-        return Known(
+        return LastSeen(
             pid=self.pid,
             lived_s=time.monotonic() - self._began_at,
             start=self.starting.last() if self._ready_at is None else None,

@@ -23,18 +23,18 @@ import structlog
 from msgspec.structs import replace as changed
 
 from servekit.errors import WireError
-from servekit.protocol.adapters import AdapterSpec, Remember
+from servekit.protocol.adapters import AdapterSpec, SetAdapters
 from servekit.protocol.messages import PROTOCOL, Hello, Ping, WorkerSpec
-from servekit.protocol.startup_messages import Greeted, Phased
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import LOST_S, Connection, dial
 from servekit.protocol.transport.credentials import Role
 from servekit.protocol.transport.resumable_channel import (
     FLEETING,
     Attach,
     Attached,
-    Kept,
-    Superseded,
+    ReplayBuffer,
+    SupervisorReplaced,
 )
 from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
 from servekit.supervisor.process.child_process import GOODBYE_S, Exit
@@ -57,7 +57,7 @@ _DUMP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hands:
+class RemoteControl:
     """What whoever launched a worker does to it, on its node.
 
     `kill` ends it and all that it has started; `exited` returns once it has ended, with how; `dump`
@@ -87,10 +87,10 @@ class RemoteChild(Generic[Incoming]):
         self,
         name: str,
         address: str,
-        identity: Identity,
+        identity: CertificateHolder,
         incoming: Any,
         on_message: Callable[[Incoming], None],
-        hands: Hands,
+        hands: RemoteControl,
         *,
         lost_s: float = LOST_S,
         node_lost_s: float = NODE_LOST_S,
@@ -115,7 +115,7 @@ class RemoteChild(Generic[Incoming]):
         #: Called when a connection that was lost is there again: for what is not kept.
         self.on_again: Callable[[], None] = lambda: None
         self._session = secrets.token_hex(8)
-        self._kept = Kept()
+        self._kept = ReplayBuffer()
         self._had = 0
         self._heard_at = self._loop.time()
         self._asked_at = 0.0  # the first Ping since then
@@ -151,7 +151,7 @@ class RemoteChild(Generic[Incoming]):
         """Have it know what operators have added to its model, for whoever comes after us."""
         if added != self.added:
             self.added = added
-            self.send(Remember(added))
+            self.send(SetAdapters(added))
 
     def kill(self, cause: str) -> None:
         """Have it ended now, with all that it has started; `cause` becomes the reason."""
@@ -254,7 +254,9 @@ class RemoteChild(Generic[Incoming]):
                 f" {PROTOCOL}: install the same servekit on all machines"
             )
         connection.allow()
-        connection.become(self._incoming | Attached | Superseded, self._hear, self._on_close)
+        connection.become(
+            self._incoming | Attached | SupervisorReplaced, self._hear, self._on_close
+        )
 
     def _hear(self, message: Any) -> None:
         self._heard_at = self._loop.time()
@@ -263,7 +265,7 @@ class RemoteChild(Generic[Incoming]):
         match message:
             case Attached():
                 self._on_attached(message)
-            case Superseded():
+            case SupervisorReplaced():
                 self._conclude(Exit(None, None, (), cause="another supervisor has adopted it"))
             case _:
                 self._had += not isinstance(message, FLEETING)
@@ -286,12 +288,12 @@ class RemoteChild(Generic[Incoming]):
 
     def _by_our_clock(self, message: Any) -> Any:
         """Times of another machine's monotonic clock say nothing here."""
-        if isinstance(message, Phased):
+        if isinstance(message, PhaseReport):
             phase, ahead_s = message.phase, self._ahead_s
             ended_s = None if phase.ended_s is None else phase.ended_s - ahead_s
-            return Phased(changed(phase, began_s=phase.began_s - ahead_s, ended_s=ended_s))
-        if isinstance(message, Greeted):
-            return Greeted(message.gateway, message.at_s - self._ahead_s)
+            return PhaseReport(changed(phase, began_s=phase.began_s - ahead_s, ended_s=ended_s))
+        if isinstance(message, GatewayConnected):
+            return GatewayConnected(message.gateway, message.at_s - self._ahead_s)
         return message
 
     def _on_close(self, error: Exception | None) -> None:

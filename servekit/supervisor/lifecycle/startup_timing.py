@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from servekit.protocol.startup_messages import Cause, Greeted, Phase, Phased, Start, Starts
+from servekit.protocol.startup_messages import (
+    Cause,
+    GatewayConnected,
+    Phase,
+    PhaseReport,
+    Start,
+    Starts,
+)
 from servekit.system import procfs
 
 #: Less than this is no phase: it was not waited at all.
@@ -37,19 +44,19 @@ FIRST_TOKEN = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
-class Occasion:
+class StartReason:
     """What a process is started for, and since when; on the monotonic clock, in s."""
 
     cause: Cause
     at_s: float
 
     @classmethod
-    def up(cls) -> Occasion:
+    def up(cls) -> StartReason:
         """The start of this very process."""
         return cls("up", time.monotonic() - procfs.age_s())
 
     @classmethod
-    def now(cls, cause: Cause) -> Occasion:
+    def now(cls, cause: Cause) -> StartReason:
         return cls(cause, time.monotonic())
 
 
@@ -57,7 +64,7 @@ class Occasion:
 class _Life:
     """One life of a process, of which its start is kept."""
 
-    occasion: Occasion
+    occasion: StartReason
     at: float
     phases: list[Phase] = field(default_factory=list)
     ready_s: float | None = None
@@ -101,17 +108,17 @@ class _Life:
         return next((end - self.occasion.at_s for end in ends if end is not None), None)
 
 
-class Starting:
+class StartupTiming:
     """The starts of one process. Times are on the monotonic clock, in s."""
 
     def __init__(self) -> None:
-        self.occasion: Occasion | None = None  # of its next start, where it is not its own
+        self.occasion: StartReason | None = None  # of its next start, where it is not its own
         self._lives: deque[_Life] = deque(maxlen=_LIVES)
         self._awaited = ""  # a phase that ends where the next thing is heard
 
     def begin(self, now: float) -> None:
         """It is started, from now on."""
-        occasion = self.occasion or Occasion("restart", self._died_s(now))
+        occasion = self.occasion or StartReason("restart", self._died_s(now))
         self.occasion, self._awaited = None, ""
         at = time.time() - (time.monotonic() - occasion.at_s)
         self._lives.append(_Life(occasion, at))
@@ -129,11 +136,11 @@ class Starting:
             self._awaited = name
             self._lives[-1].told(Phase(name, began_s))
 
-    def heard(self, said: Phased | Greeted) -> None:
+    def heard(self, said: PhaseReport | GatewayConnected) -> None:
         """The process says so."""
         if not self._lives:
             return
-        if isinstance(said, Phased):
+        if isinstance(said, PhaseReport):
             self._end_awaited(said.phase.began_s)
             self._lives[-1].told(said.phase)
         else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from servekit.supervisor.model_swap.types import Facts
+from servekit.supervisor.model_swap.types import PolicyInput
 
 
-class Space:
+class CapacityView:
     """What is free now, and what will be once those that leave have left."""
 
-    def __init__(self, free: Mapping[str, int], models: Iterable[Facts]) -> None:
+    def __init__(self, free: Mapping[str, int], models: Iterable[PolicyInput]) -> None:
         self.now = dict(free)
         self.soon = dict(free)
         self._freed = dict.fromkeys(free, 0)
@@ -25,7 +25,7 @@ class Space:
         """What lacks even when those that leave have left."""
         return lacking(need, self.soon)
 
-    def wants(self, one: Facts) -> dict[str, int]:
+    def wants(self, one: PolicyInput) -> dict[str, int]:
         """What lacks for one that has its claim already, even when those that leave have left.
 
         More may be claimed than there is, since a file was read anew; or less be free than nobody
@@ -49,7 +49,7 @@ class Space:
             if at in self.soon:
                 self.soon[at] -= size
 
-    def leave(self, one: Facts, kept: Mapping[str, int]) -> None:
+    def leave(self, one: PolicyInput, kept: Mapping[str, int]) -> None:
         """It gives back what it holds, but for what it keeps; what it takes elsewhere is gone."""
         for at, size in one.held.items():
             if at in self.soon:
@@ -60,7 +60,7 @@ class Space:
             if at in self.now:
                 self.now[at] -= size
 
-    def lacks_asleep(self, models: Sequence[Facts]) -> dict[str, int]:
+    def lacks_asleep(self, models: Sequence[PolicyInput]) -> dict[str, int]:
         """What lacks now for these to sleep, all of them."""
         more: dict[str, int] = {}
         for one in models:
@@ -68,13 +68,13 @@ class Space:
                 more[at] = more.get(at, 0) + size
         return lacking(more, self.now)
 
-    def can_hold_asleep(self, models: Sequence[Facts]) -> bool:
+    def can_hold_asleep(self, models: Sequence[PolicyInput]) -> bool:
         """Whether they are able to sleep, and there is memory for that."""
         able = all(one.tier == "resident" and one.can_sleep for one in models)
         return able and not self.lacks_asleep(models)
 
 
-def _more(one: Facts, kept: Mapping[str, int]) -> dict[str, int]:
+def _more(one: PolicyInput, kept: Mapping[str, int]) -> dict[str, int]:
     """What that is beyond what it holds now."""
     held = one.held
     return {at: more for at, size in kept.items() if (more := size - held.get(at, 0)) > 0}

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from servekit.supervisor.model_swap.capacity_view import Space, told
-from servekit.supervisor.model_swap.types import Facts, Step
+from servekit.supervisor.model_swap.capacity_view import CapacityView, told
+from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 
 #: A turn is so many times what the swap costs, and within these.
 TURNS = 4.0
@@ -22,8 +22,8 @@ STAY = "and the others stay"
 
 
 def make_room(
-    one: Facts, others: Sequence[Facts], room: Space, now: float
-) -> tuple[list[Step], str]:
+    one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
+) -> tuple[list[SwapAction], str]:
     """Who goes for it, if that is enough; and what it waits for. What will be free is kept."""
     lacking = room.lacks(one.need)
     goers = _goers(others, lacking)
@@ -40,7 +40,9 @@ def make_room(
     return steps, f"{short}; it waits for {names}"
 
 
-def relieve(one: Facts, others: Sequence[Facts], room: Space, now: float) -> tuple[list[Step], str]:
+def relieve(
+    one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
+) -> tuple[list[SwapAction], str]:
     """The same for one that has its claim, and comes; "" where it waits for nobody."""
     lacking = room.wants(one)
     able = _able(_goers(others, lacking))
@@ -51,24 +53,24 @@ def relieve(one: Facts, others: Sequence[Facts], room: Space, now: float) -> tup
     return steps, f"it lacks {short}; it waits for {_names(able, steps)}"
 
 
-def _goers(others: Iterable[Facts], lacking: Mapping[str, int]) -> list[Facts]:
+def _goers(others: Iterable[PolicyInput], lacking: Mapping[str, int]) -> list[PolicyInput]:
     """Those that may have to go, and hold something of what lacks."""
     goers = [other for other in others if other.load == "on_demand"]
     return [other for other in goers if any(other.held.get(at) for at in lacking)]
 
 
-def _able(goers: Iterable[Facts]) -> list[Facts]:
+def _able(goers: Iterable[PolicyInput]) -> list[PolicyInput]:
     return [other for other in goers if other.tier in ("resident", "asleep")]
 
 
 def _evict(
-    able: Sequence[Facts],
-    one: Facts,
+    able: Sequence[PolicyInput],
+    one: PolicyInput,
     lacking: Mapping[str, int],
-    room: Space,
+    room: CapacityView,
     now: float,
     why: str,
-) -> list[Step]:
+) -> list[SwapAction]:
     victims = _victims([other for other in able if _may_go(other, one, now)], lacking, now)
     sleepers = _sleepers(victims, lacking, room)
     reason = f"evicted for {one.name}, {why}"
@@ -76,26 +78,26 @@ def _evict(
     return [replace(step, makes_room=True) for step in steps]
 
 
-def _names(able: Iterable[Facts], steps: Sequence[Step] = ()) -> str:
+def _names(able: Iterable[PolicyInput], steps: Sequence[SwapAction] = ()) -> str:
     """Of those that go; else of those that can."""
     going = [step.model for step in steps] or [one.name for one in able]
     return ", ".join(sorted(going))
 
 
-def _short(one: Facts, room: Space) -> str:
+def _short(one: PolicyInput, room: CapacityView) -> str:
     """ "30.0 GiB needed, 12.0 GiB free", of the place that lacks most."""
     at = max(one.need, key=lambda place: one.need[place] - room.now.get(place, math.inf))
     return f"{told(one.need[at])} needed, {told(max(0, room.now.get(at, 0)))} free"
 
 
-def _may_go(victim: Facts, other: Facts, now: float) -> bool:
+def _may_go(victim: PolicyInput, other: PolicyInput, now: float) -> bool:
     if not victim.busy:
         return victim.quiet_s(now) >= linger_s(victim, other)
     return now - victim.since >= turn_s(victim, other)
 
 
 def _covers(
-    victims: Iterable[Facts], lacking: Mapping[str, int], sleepers: Iterable[Facts] = ()
+    victims: Iterable[PolicyInput], lacking: Mapping[str, int], sleepers: Iterable[PolicyInput] = ()
 ) -> bool:
     """Whether they free what lacks; `sleepers` are those of them that go on holding some."""
     goers, asleep = list(victims), list(sleepers)
@@ -106,15 +108,17 @@ def _covers(
     )
 
 
-def _victims(ready: Sequence[Facts], lacking: Mapping[str, int], now: float) -> list[Facts]:
+def _victims(
+    ready: Sequence[PolicyInput], lacking: Mapping[str, int], now: float
+) -> list[PolicyInput]:
     """The fewest of the highest scores that free enough; none if all of them do not."""
 
-    def score(one: Facts) -> tuple[bool, float, float]:
+    def score(one: PolicyInput) -> tuple[bool, float, float]:
         stays = one.stay_s is not None and math.isinf(one.stay_s)
         freed = sum(min(one.held.get(at, 0), size) for at, size in lacking.items())
         return not stays, freed * one.quiet_s(now) / max(one.back_s, 0.1), -one.since
 
-    chosen: list[Facts] = []
+    chosen: list[PolicyInput] = []
     for one in sorted(ready, key=score, reverse=True):
         if _covers(chosen, lacking):
             break
@@ -128,7 +132,9 @@ def _victims(ready: Sequence[Facts], lacking: Mapping[str, int], now: float) -> 
     return chosen
 
 
-def _sleepers(victims: Sequence[Facts], lacking: Mapping[str, int], room: Space) -> list[Facts]:
+def _sleepers(
+    victims: Sequence[PolicyInput], lacking: Mapping[str, int], room: CapacityView
+) -> list[PolicyInput]:
     """Those of them that may sleep: all that can, but for the quickest to load that may not."""
     able = [one for one in victims if room.can_hold_asleep([one])]
     able.sort(key=lambda one: one.load_s)
@@ -137,21 +143,21 @@ def _sleepers(victims: Sequence[Facts], lacking: Mapping[str, int], room: Space)
     return able
 
 
-def gone(one: Facts, room: Space, reason: str, *, sleeps: bool) -> Step:
+def gone(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
     """The step by which it goes; what it frees is free soon."""
     room.leave(one, one.asleep if sleeps else {})
-    return Step("sleep" if sleeps else "stop", one.name, reason)
+    return SwapAction("sleep" if sleeps else "stop", one.name, reason)
 
 
-def linger_s(victim: Facts, other: Facts) -> float:
+def linger_s(victim: PolicyInput, other: PolicyInput) -> float:
     """How long it has to be quiet before it makes room."""
     return min(max(LEAST_LINGER_S, LINGERS * _swap_s(victim, other)), LONGEST_LINGER_S)
 
 
-def turn_s(victim: Facts, other: Facts) -> float:
+def turn_s(victim: PolicyInput, other: PolicyInput) -> float:
     """How long it may be busy while the other waits."""
     return min(max(LEAST_TURN_S, TURNS * _swap_s(victim, other)), LONGEST_TURN_S)
 
 
-def _swap_s(victim: Facts, other: Facts) -> float:
+def _swap_s(victim: PolicyInput, other: PolicyInput) -> float:
     return victim.back_s + other.back_s

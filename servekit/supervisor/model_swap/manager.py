@@ -16,16 +16,16 @@ import structlog
 
 from servekit.errors import meant
 from servekit.protocol.messages import Accepted, Refused
-from servekit.protocol.residency import KeepAlive, Reside, Residence
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import Gateway, until_told
 from servekit.supervisor.model_swap import memory_accounting, policy
 from servekit.supervisor.model_swap.eviction import STAY
-from servekit.supervisor.model_swap.model_state import HAS, Resident
-from servekit.supervisor.model_swap.types import Facts, Step
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.model_swap.model_state import HAS, ModelState
+from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -35,17 +35,17 @@ _TOLD_S = 2.0
 _COMING = ("starting", "loading", "backoff")
 
 
-class Residents:
+class SwapManager:
     """All models of an instance; `look` is called often, and whenever something has changed."""
 
-    def __init__(self, fleets: Fleets, gateways: Sequence[Gateway]) -> None:
+    def __init__(self, fleets: DeploymentManager, gateways: Sequence[Gateway]) -> None:
         self._fleets = fleets
         self._gateways = gateways
-        self._rows: dict[Fleet, Resident] = {}
+        self._rows: dict[Deployment, ModelState] = {}
         self._waits: Mapping[str, str] = {}
         self._halted = False
         self._halted_at = 0.0
-        self._unasked: list[Replica] = []  # came up when the end began: are they waited for?
+        self._unasked: list[WorkerProcess] = []  # came up when the end began: are they waited for?
         for gateway in gateways:
             gateway.on_use = self._heard
 
@@ -81,7 +81,7 @@ class Residents:
             return
         now = time.monotonic()
         served = self._fleets.served
-        self._rows = {fleet: self._rows.get(fleet) or Resident(fleet, now) for fleet in served}
+        self._rows = {fleet: self._rows.get(fleet) or ModelState(fleet, now) for fleet in served}
         for row in self._rows.values():
             row.observe(self._used(row), now)
             self._mend(row)
@@ -93,7 +93,7 @@ class Residents:
         for step in decision.steps:
             self._take(rows[step.model], step, now)
 
-    def _used(self, row: Resident) -> Iterator[tuple[int, int, float]]:
+    def _used(self, row: ModelState) -> Iterator[tuple[int, int, float]]:
         """At each gateway: requests that wait and that run, and when there last was one.
 
         Of what has gone gateways tell anew: what they told before may have been answered since.
@@ -104,7 +104,7 @@ class Residents:
                 waiting = 0 if row.is_away and at < row.since else wanted.waiting
                 yield waiting, wanted.running, at - wanted.idle_s
 
-    def waits_for(self, fleet: Fleet) -> dict[str, str]:
+    def waits_for(self, fleet: Deployment) -> dict[str, str]:
         """Where another model waits for memory, by place (a GPU's UUID, or "cpu"), and which."""
         reserve = self._fleets.plan.config.gpus.reserve
         return {
@@ -114,7 +114,7 @@ class Residents:
             for at in memory_accounting.claims(other.model, other.planned, reserve)
         }
 
-    def _facts(self) -> Iterator[Facts]:
+    def _facts(self) -> Iterator[PolicyInput]:
         reserve = self._fleets.plan.config.gpus.reserve
         for row in self._rows.values():
             claim = memory_accounting.claims(row.fleet.model, row.fleet.planned, reserve)
@@ -124,7 +124,7 @@ class Residents:
             if fleet not in self._rows:  # the file does not have it any more
                 slots = tuple(replica.place.gpus for replica in fleet.replicas)
                 claim = memory_accounting.claims(fleet.model, slots, reserve)
-                yield Facts(fleet.model.name, "on_start", "leaving", claim)
+                yield PolicyInput(fleet.model.name, "on_start", "leaving", claim)
 
     def _free(self) -> dict[str, int]:
         held = [facts.held for facts in self._facts()]
@@ -132,7 +132,7 @@ class Residents:
         reserve, ledger = fleets.plan.config.gpus.reserve, fleets.gate.ledger
         return memory_accounting.free(fleets.gpus, reserve, held, ledger)
 
-    def _mend(self, row: Resident) -> None:
+    def _mend(self, row: ModelState) -> None:
         """A worker that died in its sleep comes back awake; all of its model is to be alike."""
         if not row.slept or row.task is not None or row.tier == "asleep" or not row.fleet.wanted:
             return
@@ -144,7 +144,7 @@ class Residents:
             said = f"a worker did not stay asleep: {why}"
             self._stop(row, said if why else "a worker has come up beside those that sleep")
 
-    def _take(self, row: Resident, step: Step, now: float) -> None:
+    def _take(self, row: ModelState, step: SwapAction, now: float) -> None:
         match step.kind:
             case "load":
                 log.info("loading", model=step.model)
@@ -165,13 +165,13 @@ class Residents:
                 self._stop(row, step.reason, returns=step.makes_room)
         self._changed(row)
 
-    def _stop(self, row: Resident, reason: str, *, returns: bool = False) -> None:
+    def _stop(self, row: ModelState, reason: str, *, returns: bool = False) -> None:
         log.info("stopping", model=row.fleet.model.name, reason=reason)
         journal.tell("unload", reason, model=row.fleet.model.name)
         row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
         row.fleet.unload(returns=returns)
 
-    async def _sleep(self, row: Resident, *, must: bool) -> None:
+    async def _sleep(self, row: ModelState, *, must: bool) -> None:
         """Put all its workers to sleep. Where one cannot, it is stopped if it has to go."""
         workers = [replica for replica in row.fleet.living if replica.serves]
         refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
@@ -185,7 +185,7 @@ class Residents:
         if why and (must or not all(refusals)):
             self._stop(row, f"it could not be put to sleep: {why}", returns=must)
 
-    async def _wake(self, row: Resident) -> None:
+    async def _wake(self, row: ModelState) -> None:
         """Wake all its workers. Where one cannot be woken, it is stopped, and loaded anew."""
         workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
         row.slept = False
@@ -197,7 +197,7 @@ class Residents:
     async def _told(self) -> None:
         await until_told(self._gateways)
 
-    def _changed(self, row: Resident) -> None:
+    def _changed(self, row: ModelState) -> None:
         row.fleet.changed()
 
     # ---- what gateways and operators ask for
@@ -209,7 +209,7 @@ class Residents:
             row.keep(message.stay_s, time.monotonic(), loads=message.loads)
         self.look()
 
-    async def reside(self, wish: Reside) -> Accepted | Refused:
+    async def reside(self, wish: SetResidency) -> Accepted | Refused:
         """Do as an operator says; answers when it is done, or cannot be."""
         row = self._row(wish.model)
         if row is None:
@@ -234,7 +234,7 @@ class Residents:
             row.settle()
         return Accepted(f"{name} is {already}{_DONE[wish.want]}")
 
-    def _hopeless(self, row: Resident) -> str:
+    def _hopeless(self, row: ModelState) -> str:
         """Why what was asked for will not come about; "" while it may."""
         if self._halted or row.fleet not in self._rows:
             return "servekit is shutting down" if self._halted else "the file has it no more"
@@ -246,7 +246,7 @@ class Residents:
             return row.restless or row.sleepless_for_good() or waits
         return waits if row.wish in ("load", "wake") and waits.endswith(STAY) else ""
 
-    def _row(self, model: str) -> Resident | None:
+    def _row(self, model: str) -> ModelState | None:
         for fleet, row in self._rows.items():
             if model in (fleet.model.name, *fleet.model.aliases):
                 return row
@@ -254,7 +254,7 @@ class Residents:
 
     # ---- what it knows
 
-    def residence(self, fleet: Fleet, for_operators: bool = False) -> Residence | None:
+    def residence(self, fleet: Deployment, for_operators: bool = False) -> ResidencyStatus | None:
         """How a model stands; None where it is loaded at the start, and stays."""
         row = self._rows.get(fleet)
         if row is None or not row.comes_and_goes:

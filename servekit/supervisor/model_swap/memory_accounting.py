@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from servekit.config import memory
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.deployments.config_diff import Slots
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
@@ -38,7 +38,7 @@ def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, i
     return found
 
 
-def asleep(fleet: Fleet, claim: Mapping[str, int], kept: Mapping[str, int]) -> dict[str, int]:
+def asleep(fleet: Deployment, claim: Mapping[str, int], kept: Mapping[str, int]) -> dict[str, int]:
     """What a model would hold asleep, or does. `kept`: what was seen of it on its GPUs."""
     if CPU in claim:
         return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in fleet.living))}
@@ -49,7 +49,7 @@ def asleep(fleet: Fleet, claim: Mapping[str, int], kept: Mapping[str, int]) -> d
     return {**kept, RAM: weights * len(fleet.planned) or sum(claim.values())}
 
 
-def kept(fleet: Fleet, ledger: Ledger) -> dict[str, int]:
+def kept(fleet: Deployment, ledger: GpuReservations) -> dict[str, int]:
     """What its workers claim of their GPUs now, asleep."""
     found: dict[str, int] = {}
     for replica in fleet.living:
@@ -62,7 +62,7 @@ def free(
     gpus: Sequence[Gpu],
     reserve: str | None,
     held: Iterable[Mapping[str, int]],
-    ledger: Ledger,
+    ledger: GpuReservations,
 ) -> dict[str, int]:
     """What nobody holds at each place. Who has ended holds memory until NVML shows it gone."""
     found = {gpu.uuid: room_bytes(gpu, reserve) for gpu in gpus}
@@ -77,7 +77,7 @@ def free(
     return found
 
 
-def lacks(fleet: Fleet) -> dict[str, int]:
+def lacks(fleet: Deployment) -> dict[str, int]:
     """What its workers that wait to load do not find free, by GPU, whatever they claim."""
     found: dict[str, int] = {}
     for replica in fleet.living:

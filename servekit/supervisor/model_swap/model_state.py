@@ -11,11 +11,11 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.config.engines.options import KINDS
-from servekit.protocol.residency import LoadMode, Residence, Residency, Want
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.model_swap import policy
-from servekit.supervisor.model_swap.types import UNKNOWN_S, Facts
+from servekit.supervisor.model_swap.types import UNKNOWN_S, PolicyInput
 from servekit.supervisor.scheduling.gpu_admission import NOTHING
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -27,10 +27,10 @@ _SLEEPLESS_S = 60.0
 _COMING = {"starting", "loading", "backoff", "stalled"}
 
 
-class Resident:
+class ModelState:
     """`observe` brings it up to date; times are on the monotonic clock, in s."""
 
-    def __init__(self, fleet: Fleet, now: float) -> None:
+    def __init__(self, fleet: Deployment, now: float) -> None:
         self.fleet = fleet
         self.tier: Residency = "stopped"
         self.since = now
@@ -181,12 +181,12 @@ class Resident:
 
     # ---- what it knows
 
-    def occasion(self, now: float) -> Occasion:
+    def occasion(self, now: float) -> StartReason:
         """Who wants it loaded, and since when."""
         if self.waiting_since is not None and not self.wish:
-            return Occasion("request", self.waiting_since)
+            return StartReason("request", self.waiting_since)
         asked_at = now if self._asked_at is None else self._asked_at
-        return Occasion("operator" if self.wish else "request", asked_at)
+        return StartReason("operator" if self.wish else "request", asked_at)
 
     @property
     def is_away(self) -> bool:
@@ -207,7 +207,7 @@ class Resident:
         claim: Mapping[str, int],
         asleep: Mapping[str, int],
         lacks: Mapping[str, int] = NOTHING,
-    ) -> Facts:
+    ) -> PolicyInput:
         """As the policy gets them."""
         model, info = self.fleet.model, self.fleet.info
         waiting_since = self.waiting_since
@@ -216,7 +216,7 @@ class Resident:
         since = [at for at in (waiting_since, self._asked_at) if at is not None]
         sleeps = model.idle_sleep_s is not None or self.wish == "sleep"
         able = info is not None and info.sleeps and sleeps
-        return Facts(
+        return PolicyInput(
             name=model.name,
             load=model.load,
             tier=self.tier,
@@ -238,7 +238,9 @@ class Resident:
             wish=self.wish if self.wish in ("unload", "sleep") else "",
         )
 
-    def residence(self, waits: str, *, halted: bool, for_operators: bool = False) -> Residence:
+    def residence(
+        self, waits: str, *, halted: bool, for_operators: bool = False
+    ) -> ResidencyStatus:
         """As gateways get it. At the end nothing is loaded any more: nobody is to wait for it.
 
         Operators are told when the file has it loaded, and of the end that it has stopped.
@@ -250,10 +252,10 @@ class Resident:
         if halted and not self._will_serve():
             ended = {replica.state for replica in self.fleet.replicas} <= {"stopped", "failed"}
             tier: Residency = "stopped" if ended else "leaving"
-            return Residence(
+            return ResidencyStatus(
                 mode, tier if for_operators else "failed", "servekit is shutting down", stays_s
             )
-        return Residence(mode, self.tier, waits or self.reason, stays_s)
+        return ResidencyStatus(mode, self.tier, waits or self.reason, stays_s)
 
     def _will_serve(self) -> bool:
         """Although nothing is begun any more, and nobody makes room."""
@@ -262,7 +264,7 @@ class Resident:
             for replica in self.fleet.living
         )
 
-    def detailed(self, shown: Residence, facts: Facts, now: float) -> Residence:
+    def detailed(self, shown: ResidencyStatus, facts: PolicyInput, now: float) -> ResidencyStatus:
         """The same with what operators want to know besides."""
         return replace(
             shown,

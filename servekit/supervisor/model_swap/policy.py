@@ -37,9 +37,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from servekit.supervisor.model_swap.capacity_view import Space, told
+from servekit.supervisor.model_swap.capacity_view import CapacityView, told
 from servekit.supervisor.model_swap.eviction import gone, make_room, relieve
-from servekit.supervisor.model_swap.types import Facts, Step
+from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 
 #: From a client's word that a model is to go to the report of the request it came with.
 HEARD_S = 0.5
@@ -49,13 +49,13 @@ HEARD_S = 0.5
 class Decision:
     """Steps to begin now, and what those wait for that are not helped yet."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[SwapAction, ...]
     waits: Mapping[str, str]
 
 
-def decide(models: Sequence[Facts], free: Mapping[str, int], now: float) -> Decision:
+def decide(models: Sequence[PolicyInput], free: Mapping[str, int], now: float) -> Decision:
     """`free` is what nobody holds at each place; a place that it does not name has no end."""
-    room = Space(free, models)
+    room = CapacityView(free, models)
     steps = [step for one in models if (step := _leave(one, room, now)) is not None]
     leaving = {step.model for step in steps}
     staying = [one for one in models if one.name not in leaving]
@@ -72,12 +72,14 @@ def decide(models: Sequence[Facts], free: Mapping[str, int], now: float) -> Deci
     return Decision(tuple(steps), waits)
 
 
-def _order(one: Facts) -> tuple[bool, float]:
+def _order(one: PolicyInput) -> tuple[bool, float]:
     """Those that come already, and then who waits longest."""
     return not one.has_claim, one.waiting_since or math.inf
 
 
-def _help(one: Facts, others: Sequence[Facts], room: Space, now: float) -> tuple[list[Step], str]:
+def _help(
+    one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
+) -> tuple[list[SwapAction], str]:
     """What is done for it, and what it waits for."""
     if one.has_claim:
         return relieve(one, others, room, now)
@@ -85,11 +87,11 @@ def _help(one: Facts, others: Sequence[Facts], room: Space, now: float) -> tuple
         return [], ""
     if room.fits(one.need):
         room.take(one.need)
-        return [Step("load" if one.tier == "stopped" else "wake", one.name)], ""
+        return [SwapAction("load" if one.tier == "stopped" else "wake", one.name)], ""
     return make_room(one, others, room, now)
 
 
-def leaves_in_s(one: Facts, now: float) -> float | None:
+def leaves_in_s(one: PolicyInput, now: float) -> float | None:
     """How long until it goes by itself, as things stand; None: it stays until others need room."""
     limits = [limit for limit, _ in _limits(one) if not math.isinf(limit)]
     if not limits or one.tier not in ("resident", "asleep"):
@@ -97,7 +99,7 @@ def leaves_in_s(one: Facts, now: float) -> float | None:
     return max(0.0, min(limits) - one.quiet_s(now))
 
 
-def _leave(one: Facts, room: Space, now: float) -> Step | None:
+def _leave(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | None:
     """Whether it goes by itself: an operator wants it, or nobody does."""
     if one.tier not in ("resident", "asleep"):
         return None
@@ -113,7 +115,7 @@ def _leave(one: Facts, room: Space, now: float) -> Step | None:
     return _go(one, room, said, sleeps=all(sleeps for _, sleeps in due))
 
 
-def _limits(one: Facts) -> list[tuple[float, bool]]:
+def _limits(one: PolicyInput) -> list[tuple[float, bool]]:
     """After how much quiet it goes, and whether to sleep."""
     if one.stay_s is not None:
         return [(one.stay_s, False)]
@@ -123,7 +125,7 @@ def _limits(one: Facts) -> list[tuple[float, bool]]:
     return limits
 
 
-def _restless(one: Facts, room: Space) -> str:
+def _restless(one: PolicyInput, room: CapacityView) -> str:
     """Why one does not sleep that an operator wants to: the host lacks memory for it."""
     lacks = room.lacks_asleep([one]) if one.wish == "sleep" and one.tier == "resident" else {}
     if not lacks or not one.can_sleep:
@@ -133,7 +135,7 @@ def _restless(one: Facts, room: Space) -> str:
     return f"asleep it takes {told(one.asleep[at])} of the host's memory, where {there} can be had"
 
 
-def _go(one: Facts, room: Space, reason: str, *, sleeps: bool) -> Step | None:
+def _go(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction | None:
     """The step; none for one that sleeps already, or stays because there is no room to sleep."""
     if sleeps and not room.can_hold_asleep([one]):
         return None

@@ -15,7 +15,7 @@ Kind = Literal["load", "wake", "sleep", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PolicyInput:
     """One model. Times are on the caller's clock, in s; amounts in bytes by place."""
 
     name: str
@@ -67,7 +67,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SwapAction:
     """What is to be done with a model; `reason` completes "stopped: …"."""
 
     kind: Kind

@@ -104,7 +104,7 @@ class Exit:
         return f"exit code {self.code}{when}" + (f": {last}" if last and self.code else "")
 
 
-class Child(Generic[Incoming]):
+class ChildProcess(Generic[Incoming]):
     """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
 
     here = True  # its pid is one of this machine
@@ -141,7 +141,7 @@ class Child(Generic[Incoming]):
         incoming: Any,
         on_message: Callable[[Incoming], None],
         on_line: OnLine,
-    ) -> Child[Incoming]:
+    ) -> ChildProcess[Incoming]:
         """Start it. Raises OSError when the system refuses (no memory, no files left)."""
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             control, control_of_child = socket.socketpair()

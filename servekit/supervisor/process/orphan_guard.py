@@ -33,7 +33,7 @@ _WATCH_S = 0.3
 _AGAIN_S = 0.5
 
 
-class Guard:
+class OrphanGuard:
     """The supervisor's side of it."""
 
     def __init__(

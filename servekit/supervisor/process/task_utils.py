@@ -14,7 +14,7 @@ Tasks = set[asyncio.Task[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Shutdown:
     """How a life is to end: what its child is told, and how long that may take."""
 
     ask: msgspec.Struct

@@ -14,7 +14,7 @@ SLACK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class GpuSnapshot:
     """One GPU as it is, and what is needed of it."""
 
     gpu: Gpu
@@ -25,19 +25,19 @@ class Scene:
     strangers: Mapping[int, int]  # by PID, what processes hold that are not ours
 
 
-def short_bytes(scene: Scene) -> int:
+def short_bytes(scene: GpuSnapshot) -> int:
     """What lacks, so that others would have to go; what our dead hold yet is free without that."""
     short = scene.need_bytes - (scene.free_bytes + scene.dead_bytes - _promised(scene))
     return short if short > SLACK_BYTES else 0
 
 
-def _promised(scene: Scene) -> int:
+def _promised(scene: GpuSnapshot) -> int:
     """What others may yet take of what is free."""
     known = [(claim, held) for claim, held in scene.others.values() if held is not None]
     return sum(max(0, claim - held) for claim, held in known)
 
 
-def obstacle(scene: Scene, about: Callable[[int], str] = procfs.command) -> str:
+def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command) -> str:
     """What stands in the way; "" if nothing. `about` tells what a PID runs.
 
     Others may yet take what they were promised, so it is not free. What one holds whose processes
@@ -56,7 +56,7 @@ def obstacle(scene: Scene, about: Callable[[int], str] = procfs.command) -> str:
     )
 
 
-def _to_blame(scene: Scene, about: Callable[[int], str]) -> str:
+def _to_blame(scene: GpuSnapshot, about: Callable[[int], str]) -> str:
     over = [
         f"{name} holds {gib(held)} where it claims {gib(claim)}"
         for name, (claim, held) in scene.others.items()

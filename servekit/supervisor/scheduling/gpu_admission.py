@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from servekit.supervisor.scheduling import free_memory
-from servekit.supervisor.scheduling.free_memory import Scene
-from servekit.supervisor.scheduling.gpu_reservations import Ledger, NoRoom
-from servekit.supervisor.scheduling.load_queue import Turns
+from servekit.supervisor.scheduling.free_memory import GpuSnapshot
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
+from servekit.supervisor.scheduling.load_queue import LoadQueue
 from servekit.supervisor.scheduling.memory_estimator import CONTEXT_BYTES
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.system.gpu_memory_audit import group_of, one_look
@@ -40,7 +40,7 @@ _LOOK_EVERY_S = 0.1
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
-class Visitor(Protocol):
+class AdmissionRequest(Protocol):
     """A worker that wants to load."""
 
     name: str
@@ -59,44 +59,44 @@ class Visitor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class NvmlReading:
     """What NVML shows. `free` by UUID; empty where it does not answer."""
 
     free: Mapping[str, int]
     holdings: Holdings
 
 
-def read() -> Reading:
+def read() -> NvmlReading:
     """Blocks."""
-    return Reading(free_bytes(), gpu_memory_by_pid())
+    return NvmlReading(free_bytes(), gpu_memory_by_pid())
 
 
-class Obstacle(NamedTuple):
+class BlockReason(NamedTuple):
     """Why one is not let in, and what others would have to give for that."""
 
     reason: str
     lacking: Mapping[str, int] = NOTHING
 
 
-class Gate:
+class GpuAdmission:
     """One for all GPUs of an instance; on its event loop, and no other thread."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        read: Callable[[], Reading] = read,
+        ledger: GpuReservations,
+        read: Callable[[], NvmlReading] = read,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.ledger = ledger
         self._read = read
         self._patience_s = patience_s
-        self._turns = Turns()
-        self._guests: dict[str, Visitor] = {}  # who has a claim, by name
+        self._turns = LoadQueue()
+        self._guests: dict[str, AdmissionRequest] = {}  # who has a claim, by name
         self._up: set[str] = set()  # who has loaded
         self._dead: dict[str, set[int]] = {}  # by name: PIDs whose memory may still be there
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
-    async def enter(self, visitor: Visitor) -> str:
+    async def enter(self, visitor: AdmissionRequest) -> str:
         """Wait until it may load: it has its claim then. Else the reason, and it has what it had.
 
         One that wakes enters as one that is started does.
@@ -117,7 +117,7 @@ class Gate:
                 self._turn_back(visitor, before)
         return reason
 
-    def _turn_back(self, visitor: Visitor, before: Mapping[str, int]) -> None:
+    def _turn_back(self, visitor: AdmissionRequest, before: Mapping[str, int]) -> None:
         if visitor.pid:  # it sleeps on
             self._turns.give(visitor.name)
             self.ledger.claim(visitor.name, before)
@@ -136,7 +136,7 @@ class Gate:
         elif name in self._guests:
             self._turns.step_aside(name, self._guests[name].place.gpus)
 
-    async def fell_asleep(self, visitor: Visitor) -> None:
+    async def fell_asleep(self, visitor: AdmissionRequest) -> None:
         """It has given memory back: from now on it claims what it still holds. `enter` wakes it."""
         name, pid = visitor.name, visitor.pid
         if not visitor.place.gpus or name not in self._guests:
@@ -150,7 +150,7 @@ class Gate:
             held = {gpu.uuid: self._unseen(visitor, gpu, reading) for gpu in visitor.place.gpus}
         self.ledger.claim(name, self._at_most(visitor, held))
 
-    def _unseen(self, visitor: Visitor, gpu: Gpu, reading: Reading) -> int:
+    def _unseen(self, visitor: AdmissionRequest, gpu: Gpu, reading: NvmlReading) -> int:
         """What one may hold whose processes cannot be seen, as in a container: what others do not.
 
         They hold no more than they claim, and it has a context in any case.
@@ -161,7 +161,7 @@ class Gate:
         others = sum(size for name, size in claims.items() if name != visitor.name)
         return max(CONTEXT_BYTES, gpu.total_bytes - reading.free[gpu.uuid] - others)
 
-    def _at_most(self, visitor: Visitor, held: Mapping[str, int]) -> dict[str, int]:
+    def _at_most(self, visitor: AdmissionRequest, held: Mapping[str, int]) -> dict[str, int]:
         claims = zip(visitor.place.gpus, visitor.place.claims, strict=True)
         return {gpu.uuid: min(claim, held[gpu.uuid]) for gpu, claim in claims}
 
@@ -180,17 +180,17 @@ class Gate:
 
     # ---- memory
 
-    def _claim(self, visitor: Visitor) -> Obstacle | None:
+    def _claim(self, visitor: AdmissionRequest) -> BlockReason | None:
         place = visitor.place
         claims = {gpu.uuid: size for gpu, size in zip(place.gpus, place.claims, strict=True)}
         self._guests[visitor.name] = visitor
         try:
             self.ledger.claim(visitor.name, claims)
-        except NoRoom as error:
-            return Obstacle(error.message)
+        except InsufficientMemory as error:
+            return BlockReason(error.message)
         return None
 
-    async def _until_free(self, visitor: Visitor) -> str:
+    async def _until_free(self, visitor: AdmissionRequest) -> str:
         """Return "" when all is there; or after a time, what is in the way."""
         deadline = time.monotonic() + self._patience_s
         while found := self._claim(visitor) or await self._obstacle(visitor):
@@ -200,20 +200,22 @@ class Gate:
             await asyncio.sleep(_LOOK_EVERY_S)
         return ""
 
-    async def _obstacle(self, visitor: Visitor) -> Obstacle | None:
+    async def _obstacle(self, visitor: AdmissionRequest) -> BlockReason | None:
         reading, groups = await asyncio.to_thread(self._look, self._pids())
         known = [gpu for gpu in visitor.place.gpus if gpu.uuid in reading.free]
         scenes = [self._scene(visitor, gpu, reading, groups) for gpu in known]
         reason = next(filter(None, map(free_memory.obstacle, scenes)), "")
         short = {scene.gpu.uuid: free_memory.short_bytes(scene) for scene in scenes}
         return (
-            Obstacle(reason, {at: size for at, size in short.items() if size}) if reason else None
+            BlockReason(reason, {at: size for at, size in short.items() if size})
+            if reason
+            else None
         )
 
     def _pids(self) -> dict[str, int]:
         return {name: guest.pid for name, guest in self._guests.items() if guest.pid}
 
-    def _look(self, pids: Mapping[str, int]) -> tuple[Reading, dict[str, frozenset[int]]]:
+    def _look(self, pids: Mapping[str, int]) -> tuple[NvmlReading, dict[str, frozenset[int]]]:
         """NVML's figures, and all processes of each guest. In a thread: it takes milliseconds."""
         reading = self._read()  # first: who holds what it shows is there at the look, or gone
         with one_look():
@@ -221,11 +223,11 @@ class Gate:
 
     def _scene(
         self,
-        visitor: Visitor,
+        visitor: AdmissionRequest,
         gpu: Gpu,
-        reading: Reading,
+        reading: NvmlReading,
         groups: Mapping[str, Collection[int]],
-    ) -> Scene:
+    ) -> GpuSnapshot:
         on_gpu = {pid: held[gpu.uuid] for pid, held in reading.holdings.items() if gpu.uuid in held}
         held = {name: sum(on_gpu.get(pid, 0) for pid in group) for name, group in groups.items()}
         dead = {pid for pids in self._dead.values() for pid in pids}
@@ -235,7 +237,7 @@ class Gate:
             for name, claim in self.ledger.holders(gpu.uuid).items()
             if name != visitor.name
         }
-        return Scene(
+        return GpuSnapshot(
             gpu=gpu,
             free_bytes=reading.free[gpu.uuid],
             need_bytes=visitor.need_bytes.get(gpu.uuid, 0) - held.get(visitor.name, 0),

@@ -15,7 +15,7 @@ from servekit.supervisor.scheduling.memory_requests import gib, reserve_bytes
 from servekit.system.gpus import Gpu
 
 
-class NoRoom(ServekitError):
+class InsufficientMemory(ServekitError):
     """A claim does not fit beside those that stand; `lacking_bytes` by the GPU's UUID."""
 
     def __init__(self, message: str, lacking_bytes: Mapping[str, int]) -> None:
@@ -23,7 +23,7 @@ class NoRoom(ServekitError):
         self.lacking_bytes = lacking_bytes
 
 
-class Ledger:
+class GpuReservations:
     """Claims on `gpus`, of each of which `reserve` (2GiB, 5%) is nobody's. All keys are UUIDs."""
 
     def __init__(self, gpus: Sequence[Gpu], reserve: str | None = None) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         """
         lacking = self.lacking(wants, but=holder)
         if lacking:
-            raise NoRoom(self.explain(holder, wants), lacking)
+            raise InsufficientMemory(self.explain(holder, wants), lacking)
         self._claims[holder] = dict(wants)
 
     def release(self, holder: str) -> None:

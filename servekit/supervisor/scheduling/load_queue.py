@@ -16,7 +16,7 @@ def _silent(what: str) -> None:
     """Who loads already does not wait for its turn."""
 
 
-class Turns:
+class LoadQueue:
     """On one event loop, and no other thread."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from servekit.system.gpus import Gpu, Slot
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class RemoteGpus:
     """One worker's. Made without anything: it has no place."""
 
     own: Slot = ()  # those that it was given
@@ -28,13 +28,13 @@ def given(gpus: Sequence[RemoteGpu], node: str) -> Slot:
     return tuple(Gpu(one.index, one.uuid, one.name, one.total_bytes, 0, (), node) for one in gpus)
 
 
-def measured(own: Slot, node: str, told: Measured) -> Elsewhere:
+def measured(own: Slot, node: str, told: Measured) -> RemoteGpus:
     """What a worker's node tells; it may have no NVML, or one that does not answer just now."""
     found = [replace(one, node=node) for one in told.gpus]
     known = tuple(_gpu(one) for one in found)
     uuids = {gpu.uuid for gpu in own}
     in_use = tuple(one for one in found if one.uuid in uuids)
-    return Elsewhere(own, known or own, in_use, told.pid, told.held)
+    return RemoteGpus(own, known or own, in_use, told.pid, told.held)
 
 
 def _gpu(one: GpuStatus) -> Gpu:

@@ -21,8 +21,8 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol import fork_server
 from servekit.protocol.fork_server import Fork, FromStandby, NotForked, Prepared
 from servekit.protocol.messages import BootFailed, Load, ReplicaStatus, Stop
-from servekit.supervisor.lifecycle.managed_process import Host, Life
-from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.scheduling.placement import Assignment
@@ -37,16 +37,16 @@ _FORK_S = 5.0
 _STOP_GRACE_S = 1.0
 
 
-class Standby(Life[FromStandby]):
+class ForkServer(ManagedProcess[FromStandby]):
     """Runs one standby, for the workers of one model at one place."""
 
     incoming = FromStandby
     begins_with = "preparation"
 
-    def __init__(self, model: ModelConfig, place: Assignment, host: Host) -> None:
+    def __init__(self, model: ModelConfig, place: Assignment, host: SupervisorContext) -> None:
         where = "-".join(["standby", *(str(gpu.index) for gpu in place.gpus)])
         super().__init__(f"{model.name}/{where}", host)
-        self.starting.occasion = Occasion.now("standby")
+        self.starting.occasion = StartReason.now("standby")
         self.model = model
         self.place = place
         self.forks = 0

@@ -15,9 +15,9 @@ from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.protocol.messages import Stop
 from servekit.supervisor.deployments.config_diff import same_worker
-from servekit.supervisor.lifecycle.managed_process import Host
+from servekit.supervisor.lifecycle.managed_process import SupervisorContext
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.fork_server import Standby
+from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.system import procfs
 from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
@@ -37,15 +37,15 @@ class Worker(Protocol):
     def state(self) -> str: ...
 
 
-class Nursery:
+class ForkServerPool:
     """Made empty; `tend` fills it. `run` runs a standby's life."""
 
-    def __init__(self, host: Host, run: Callable[[Standby], None]) -> None:
+    def __init__(self, host: SupervisorContext, run: Callable[[ForkServer], None]) -> None:
         self._host = host
         self._run = run
         self._closed = False
-        self._at: dict[Slot, Standby] = {}
-        self.standbys: list[Standby] = []  # those that end included
+        self._at: dict[Slot, ForkServer] = {}
+        self.standbys: list[ForkServer] = []  # those that end included
 
     def tend(self, model: ModelConfig, workers: Sequence[Worker], *, away: bool = False) -> None:
         """Called often: have those that are wanted, and no others.
@@ -68,7 +68,7 @@ class Nursery:
         for slot in list(self._at):
             self._end(slot)
 
-    def ended(self, standby: Standby) -> None:
+    def ended(self, standby: ForkServer) -> None:
         """Its life is over."""
         self.standbys.remove(standby)
 
@@ -90,7 +90,7 @@ class Nursery:
     def _start(self, model: ModelConfig, place: Assignment) -> None:
         if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
             return
-        standby = Standby(model, place, self._host)
+        standby = ForkServer(model, place, self._host)
         self._at[place.gpus] = standby
         self.standbys.append(standby)
         self._run(standby)

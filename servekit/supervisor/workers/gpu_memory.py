@@ -11,10 +11,10 @@ import structlog
 
 from servekit.protocol.messages import GpuStatus
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.scheduling.gpu_admission import NOTHING, Gate
+from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
 from servekit.supervisor.scheduling.memory_requests import gib
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import Elsewhere
+from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
 from servekit.system.gpu_memory_audit import group_of, held_bytes, stray_memory, strays
 from servekit.system.gpus import Gpu, Holdings, gpu_memory_by_pid
 
@@ -28,11 +28,11 @@ _TOLERANCE_BYTES = 32 * 2**20
 class Entry:
     """How a worker gets in: by which gate, and what has to be free of each of its GPUs."""
 
-    gate: Gate
+    gate: GpuAdmission
     needs: tuple[int, ...]
 
 
-class Vram:
+class WorkerGpuMemory:
     """Of one worker, through all its incarnations. `gpus` are those of the machine it is on.
 
     `waits` is told what it waits for before it may load, "" when it does not any more.
@@ -122,9 +122,9 @@ class Vram:
         self._pids |= group
         return stray_memory(group, self.claims.keys(), holdings, self.gpus)
 
-    def measure(self, told: Holdings | Elsewhere) -> None:
+    def measure(self, told: Holdings | RemoteGpus) -> None:
         """Take its share of what NVML has told, here or where it is."""
-        if isinstance(told, Elsewhere):
+        if isinstance(told, RemoteGpus):
             self.own, self.gpus, self.in_use = told.own, told.gpus, told.in_use
             self.claims = dict.fromkeys((gpu.uuid for gpu in told.own), 0)
             here = told.pid == self.pid  # else it is news of one that has died

@@ -7,15 +7,15 @@ from typing import Any
 
 from servekit.protocol.messages import FromWorker
 from servekit.supervisor.adapters.rollout import Adapters
-from servekit.supervisor.lifecycle.context import Host
+from servekit.supervisor.lifecycle.context import SupervisorContext
 from servekit.supervisor.lifecycle.launcher import AnyChild, Guest
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
 
 
-class Seat:
+class RemotePlacement:
     """Of one worker, through all its incarnations."""
 
-    def __init__(self, name: str, host: Host) -> None:
+    def __init__(self, name: str, host: SupervisorContext) -> None:
         self._name = name
         self._host = host
 

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from servekit.protocol.residency import Asleep, Awake, NotDone, Sleep, Wake
+from servekit.protocol.residency import Asleep, Awake, Sleep, SleepFailed, Wake
 from servekit.supervisor.process.task_utils import unless
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import FromWorker
     from servekit.supervisor.lifecycle.launcher import AnyChild
-    from servekit.supervisor.workers.worker_process import Replica
+    from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-Answer = Asleep | Awake | NotDone
+Answer = Asleep | Awake | SleepFailed
 
 _DIED = "its worker died"
 
 
-class Slumber:
+class SleepControl:
     """Of one replica. An open order is answered: by its worker, or by its death."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: WorkerProcess) -> None:
         self._replica = replica
         self._answer: asyncio.Future[Answer] | None = None
         #: Held by who enters: should it die while it wakes, its next life comes after that.
@@ -47,11 +47,11 @@ class Slumber:
         await told()
         limit_s = replica.model.timeout_s + replica.model.load_timeout_s
         answer = await self._send(Sleep(), limit_s, child)
-        if not isinstance(answer, NotDone) and replica.child is child:
+        if not isinstance(answer, SleepFailed) and replica.child is child:
             await replica.vram.fell_asleep()
         if replica.child is not child:
             return _DIED  # and what is there now, is awake
-        if not isinstance(answer, NotDone):
+        if not isinstance(answer, SleepFailed):
             log.info("asleep", child=replica.name, after_s=answer.took_s)
             return ""
         if replica.state == "asleep" and child is not None and not replica.ending:
@@ -77,7 +77,7 @@ class Slumber:
         finally:
             if replica.child is child:
                 replica.vram.loaded()
-        if isinstance(answer, NotDone):
+        if isinstance(answer, SleepFailed):
             return answer.message
         log.info("awake", child=replica.name, after_s=answer.took_s)
         return await replica.adapters.join(replica, {}, functools.partial(self._is_awake, child))
@@ -94,9 +94,9 @@ class Slumber:
         """Its answer; one that takes longer than `limit_s` is ended."""
         replica = self._replica
         if replica.child is not child:
-            return NotDone(_DIED)
+            return SleepFailed(_DIED)
         if child is None or replica.state != "asleep" or replica.ending:
-            return NotDone(f"worker {replica.name} is {replica.state}")
+            return SleepFailed(f"worker {replica.name} is {replica.state}")
         what = "sleep" if isinstance(order, Sleep) else "wake"
         cause = f"stalled: it did not {what} within {limit_s:g} s"
         loop = asyncio.get_running_loop()
@@ -117,4 +117,4 @@ class Slumber:
 
     def died(self) -> None:
         """No answer comes any more."""
-        self.answered(NotDone(_DIED))
+        self.answered(SleepFailed(_DIED))

@@ -36,22 +36,26 @@ from servekit.protocol.messages import (
     ReplicaHistory,
     ReplicaStatus,
 )
-from servekit.protocol.residency import Asleep, Awake, NotDone
-from servekit.protocol.startup_messages import Greeted, Phased
-from servekit.supervisor.adapters.pending_requests import Errands, Order
+from servekit.protocol.residency import Asleep, Awake, SleepFailed
+from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
+from servekit.supervisor.adapters.pending_requests import Order, PendingRequests
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Outcome, Refusal
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import Circuit, policy_of
-from servekit.supervisor.lifecycle.liveness import Pulse, Timeouts
-from servekit.supervisor.lifecycle.managed_process import AnyChild, Host, Life
+from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker, policy_of
+from servekit.supervisor.lifecycle.liveness import Liveness, Timeouts
+from servekit.supervisor.lifecycle.managed_process import (
+    AnyChild,
+    ManagedProcess,
+    SupervisorContext,
+)
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import Elsewhere
-from servekit.supervisor.workers.gpu_memory import Entry, Vram
-from servekit.supervisor.workers.remote_placement import Seat
-from servekit.supervisor.workers.sleep_control import Slumber
+from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
+from servekit.supervisor.workers.gpu_memory import Entry, WorkerGpuMemory
+from servekit.supervisor.workers.remote_placement import RemotePlacement
+from servekit.supervisor.workers.sleep_control import SleepControl
 from servekit.supervisor.workers.worker_spec import edition, worker_spec
 from servekit.supervisor.workers.worker_status import status_of, story_of
 from servekit.system.gpus import Gpu, Holdings
@@ -63,7 +67,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 _PING_EVERY_S = 1.0
 
 
-class Replica(Life[FromWorker]):
+class WorkerProcess(ManagedProcess[FromWorker]):
     """Runs one worker at its place."""
 
     incoming = FromWorker
@@ -74,8 +78,8 @@ class Replica(Life[FromWorker]):
         model: ModelConfig,
         place: Assignment,
         gpus: Sequence[Gpu],
-        host: Host,
-        circuit: Circuit | None,
+        host: SupervisorContext,
+        circuit: CircuitBreaker | None,
         adapters: Adapters,
         fork: Fork | None = None,
         entry: Entry | None = None,
@@ -91,16 +95,16 @@ class Replica(Life[FromWorker]):
         self._socket: Path | None = None  # of one that is launched here
         self.progress: Progress | None = None
         self.timings_s: dict[str, float] = {}
-        self.pulse = Pulse(time.monotonic())
+        self.pulse = Liveness(time.monotonic())
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
         self._coming_up: asyncio.Task[None] | None = None
         self._held: dict[str, AdapterInfo] = {}
-        self._errands = Errands()
-        self.slumber = Slumber(self)
+        self._errands = PendingRequests()
+        self.slumber = SleepControl(self)
         self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
-        self.seat = Seat(self.name, host)
-        self.vram = Vram(place, gpus, entry, self.told_to_wait)
+        self.seat = RemotePlacement(self.name, host)
+        self.vram = WorkerGpuMemory(place, gpus, entry, self.told_to_wait)
 
     async def enter(self) -> str:
         async with self.slumber.entering:
@@ -142,7 +146,7 @@ class Replica(Life[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self.pulse = Pulse(time.monotonic())
+        self.pulse = Liveness(time.monotonic())
         self.vram.begin(self.child.pid)
         if self.seat.adopts(self.child, self.adapters):
             return  # it tells what it is
@@ -159,7 +163,7 @@ class Replica(Life[FromWorker]):
                 self.host.noticed() if self.state == "loading" else self.set("loading", self.reason)
             case Ready(info, timings_s):
                 self._on_ready(info, timings_s)
-            case Phased() | Greeted():
+            case PhaseReport() | GatewayConnected():
                 self.starting.heard(message)
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
@@ -170,21 +174,21 @@ class Replica(Life[FromWorker]):
                 self.host.noticed()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self._errands.answered(message)
-            case Asleep() | Awake() | NotDone():
+            case Asleep() | Awake() | SleepFailed():
                 self.slumber.answered(message)
 
     def buried(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
         self._socket, self.progress = None, None
-        self.pulse = Pulse(time.monotonic())
+        self.pulse = Liveness(time.monotonic())
         self.vram.forget()
         self._wary = self._ready_at is None
         self._held = {}
         if self._coming_up is not None and not self._errands.open:
             self._coming_up.cancel()  # else it is told what has become of its errand
         self._errands.died(self.name, "" if self.ending else self._died_of)
-        self._errands = Errands()
+        self._errands = PendingRequests()
         self.slumber.died()
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
@@ -213,7 +217,7 @@ class Replica(Life[FromWorker]):
         self.info, self.timings_s, self.progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.device, after_s=took_s)
-        self.pulse = Pulse(time.monotonic())  # what was said of the load is over
+        self.pulse = Liveness(time.monotonic())  # what was said of the load is over
         self.vram.loaded()
         self.came_up()
         self._ping()
@@ -328,7 +332,7 @@ class Replica(Life[FromWorker]):
     def gpu_bytes(self) -> int:
         return self.vram.held_bytes
 
-    def measure_gpus(self, told: Holdings | Elsewhere) -> None:
+    def measure_gpus(self, told: Holdings | RemoteGpus) -> None:
         """Take its share of what NVML tells, and look whether it is where it should be."""
         known = bool(self.vram.stray)
         self.vram.measure(told)

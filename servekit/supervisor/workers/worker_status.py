@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from servekit.protocol.messages import ReplicaHistory, ReplicaStatus
 
 if TYPE_CHECKING:
-    from servekit.supervisor.workers.worker_process import Replica
+    from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
-def status_of(replica: Replica) -> ReplicaStatus:
+def status_of(replica: WorkerProcess) -> ReplicaStatus:
     """For gateways, which go by its state and where it is, and for operators."""
     last, vram, place = replica.pulse.last, replica.vram, replica.place
     return ReplicaStatus(
@@ -40,7 +40,7 @@ def status_of(replica: Replica) -> ReplicaStatus:
     )
 
 
-def story_of(one: Replica, story: ReplicaHistory) -> ReplicaHistory:
+def story_of(one: WorkerProcess, story: ReplicaHistory) -> ReplicaHistory:
     """What became of it, and what it waits for while it has no process."""
     waits = one.progress.phase if one.child is None and one.progress is not None else ""
     reason = one.trouble or "; ".join(filter(None, (story.reason, waits)))

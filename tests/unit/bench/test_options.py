@@ -9,7 +9,7 @@ import pytest
 
 from servekit.bench import options
 from servekit.bench.client.client_protocol import Target
-from servekit.bench.options import Load, Wish, share
+from servekit.bench.options import Load, Options, share
 from servekit.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def asking(**changes: Any) -> Any:
     return options.asking(**{**fields, **changes})
 
 
-def whole(**changes: Any) -> Wish:
+def whole(**changes: Any) -> Options:
     fields: dict[str, Any] = {
         "target": target("127.0.0.1:8000"),
         "asking": asking(),
@@ -48,7 +48,7 @@ def whole(**changes: Any) -> Wish:
         "processes": None,
         "slo": {},
     }
-    return Wish(**{**fields, **changes})
+    return Options(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from servekit.chaos.baseline_answers import Tally
 from servekit.chaos.finding import Judge, slowness
 from servekit.chaos.report import cells, markdown, seconds
-from servekit.chaos.run import EXPERIMENTS, LAST, Wish
+from servekit.chaos.run import EXPERIMENTS, LAST, RunOptions
 from servekit.chaos.target import _same, lacking, whole
 from servekit.errors import ConfigError
 from servekit.protocol.messages import (
@@ -28,20 +28,23 @@ def status(state: WorkerState = "ready") -> Status:
 
 
 def test_the_supervisor_is_killed_last_and_only_if_asked() -> None:
-    assert LAST not in Wish().experiments()
-    assert list(Wish(kill_supervisor=True).experiments()) == list(EXPERIMENTS)
+    assert LAST not in RunOptions().experiments()
+    assert list(RunOptions(kill_supervisor=True).experiments()) == list(EXPERIMENTS)
     assert list(EXPERIMENTS)[-1] == LAST
     with pytest.raises(ConfigError, match="--kill-supervisor"):
-        Wish(only=[LAST]).experiments()
+        RunOptions(only=[LAST]).experiments()
 
 
 def test_a_wrong_name_is_told_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match=r"'worker-kiled'.*worker-killed, "):
-        Wish(only=["worker-kiled"]).experiments()
+        RunOptions(only=["worker-kiled"]).experiments()
 
 
 def test_those_that_are_named_run_in_their_order() -> None:
-    assert list(Wish(only=["flood", "worker-killed"]).experiments()) == ["worker-killed", "flood"]
+    assert list(RunOptions(only=["flood", "worker-killed"]).experiments()) == [
+        "worker-killed",
+        "flood",
+    ]
 
 
 def test_a_broken_promise_breaks_the_finding() -> None:

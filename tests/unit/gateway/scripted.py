@@ -6,22 +6,22 @@ import asyncio
 from pathlib import Path
 
 from servekit.errors import RequestError
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import (
     PROOF_TOKENS,
     PROTOCOL,
-    Alone,
     Borrow,
     Cancel,
     Delta,
+    DeltaBatch,
     Failed,
     GatewayToWorker,
     Generate,
     Hello,
+    IsolationEnded,
+    IsolationStarted,
     ModelInfo,
     ReplicaStatus,
-    Together,
-    Tokens,
     WorkerState,
 )
 from servekit.protocol.transport.connection import Connection, listen
@@ -36,7 +36,7 @@ class WarpLoop(asyncio.SelectorEventLoop):
         return super().time() + self.ahead_s
 
 
-class CountedCall(Call):
+class CountedCall(InflightRequest):
     """A call that knows how often it has been ended, and objects to anything after that."""
 
     ends = 0
@@ -52,7 +52,7 @@ class CountedCall(Call):
         super().fail(error)
 
 
-def expected(request: Generate | Call) -> str:
+def expected(request: Generate | InflightRequest) -> str:
     """The answer: the prompt over and over, a token for each character."""
     assert isinstance(request.prompt, str)
     assert request.params.max_tokens is not None
@@ -119,10 +119,10 @@ class ScriptedWorker:
                 if not all(map(self._proven, self.jobs)):
                     break
                 self.alone = first.id
-                self.peers[-1].send(Alone(first.id))
+                self.peers[-1].send(IsolationStarted(first.id))
             elif self.alone:
                 self.alone = 0
-                self.peers[-1].send(Together())
+                self.peers[-1].send(IsolationEnded())
                 continue
             request = self.line.pop(0)
             self.jobs[request.id] = request
@@ -146,7 +146,7 @@ class ScriptedWorker:
         if finish:
             del self.jobs[job]
         delta = Delta(job, new, list(map(ord, new)), finish, 7 if finish else 0, done)  # type: ignore[arg-type]
-        self.peers[-1].send(Tokens([delta]))
+        self.peers[-1].send(DeltaBatch([delta]))
         self._advance()
 
     def refuse(self, job: int) -> None:

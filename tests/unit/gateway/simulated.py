@@ -21,7 +21,7 @@ from statistics import fmean, quantiles
 
 from servekit.gateway.routing.load_balancer import Account, Balancer
 from servekit.gateway.routing.prefix_index import read
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, ModelInfo, ModelStatus, SamplingParams
 
 #: Like a model of 8e9 parameters on one GPU, ten times slower, so that little traffic is much.
@@ -38,7 +38,7 @@ CACHE_TOKENS = 40_000
 class Request:
     """One call and when it comes; `after` has begun when the one before it has ended."""
 
-    call: Call
+    call: InflightRequest
     answer_tokens: int
     at_s: float = 0.0
     then: Callable[[], Request] | None = None  # what the same client asks next
@@ -119,7 +119,7 @@ class Seen:
         )  # fmt: skip
         self.account: Account | None = None
         self.last_id = 0
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, InflightRequest] = {}
         self.routable = True
 
     @property
@@ -139,7 +139,7 @@ class Seen:
             self.account.end(id, call)
 
 
-Router = Callable[[Sequence[Seen], Call], Seen | None]
+Router = Callable[[Sequence[Seen], InflightRequest], Seen | None]
 
 
 def balanced(policy: str = "auto") -> Router:
@@ -149,7 +149,7 @@ def balanced(policy: str = "auto") -> Router:
     return balancer.choose
 
 
-def shortest_queue(replicas: Sequence[Seen], call: Call) -> Seen | None:
+def shortest_queue(replicas: Sequence[Seen], call: InflightRequest) -> Seen | None:
     """To whom has the fewest calls; ties go to the first."""
     able = [replica for replica in replicas if replica.credits > 0]
     return min(able, key=lambda replica: len(replica.calls), default=None)
@@ -254,7 +254,7 @@ def arrivals(random: random.Random, rate: float, count: int) -> Iterator[float]:
 
 def chat(messages: list[ChatMessage], answer_tokens: int, at_s: float = 0.0) -> Request:
     params = SamplingParams(max_tokens=4 * answer_tokens)
-    return Request(Call("m", params, messages=messages), max(1, answer_tokens), at_s)
+    return Request(InflightRequest("m", params, messages=messages), max(1, answer_tokens), at_s)
 
 
 def conversations(seed: int, rate: float = 2.0, count: int = 150, turns: int = 6) -> list[Request]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from servekit.errors import ModelUnavailable
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.protocol.adapters import AdapterState, AdapterStatus
 from servekit.protocol.messages import ModelInfo, ModelStatus, SamplingParams, Topology
-from servekit.protocol.residency import KeepAlive, LoadMode, Residence, Residency, Wanted
+from servekit.protocol.residency import KeepAlive, LoadMode, ModelDemand, Residency, ResidencyStatus
 from tests.unit.gateway.conftest import until
 
 INFO = ModelInfo(64, 4, True, "echo", "none", "cpu")
@@ -22,7 +22,7 @@ INFO = ModelInfo(64, 4, True, "echo", "none", "cpu")
 class Seen:
     """A router without workers, and what it tells."""
 
-    told: list[Wanted | KeepAlive] = field(default_factory=list)
+    told: list[ModelDemand | KeepAlive] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.router = Router("test", use=self.told.append)
@@ -30,12 +30,14 @@ class Seen:
     def stands(
         self, tier: Residency, load: LoadMode = "on_demand", info: ModelInfo | None = INFO
     ) -> None:
-        status = ModelStatus("m", "echo", "x", 0, (), info, residence=Residence(load, tier, "why"))
+        status = ModelStatus(
+            "m", "echo", "x", 0, (), info, residence=ResidencyStatus(load, tier, "why")
+        )
         self.router.apply(Topology((status,)))
 
 
-def call(model: str = "m") -> Call:
-    return Call(model, SamplingParams(max_tokens=1), prompt="x")
+def call(model: str = "m") -> InflightRequest:
+    return InflightRequest(model, SamplingParams(max_tokens=1), prompt="x")
 
 
 @pytest.mark.parametrize("tier", ["stopped", "asleep", "leaving", "coming"])
@@ -46,11 +48,13 @@ async def test_a_request_for_a_model_that_is_away_waits_and_is_told_of_at_once(
     seen.stands(tier)
     seen.told.clear()
     seen.router.open(call())
-    assert [(one.waiting, one.running) for one in seen.told if isinstance(one, Wanted)] == [(1, 0)]
+    assert [(one.waiting, one.running) for one in seen.told if isinstance(one, ModelDemand)] == [
+        (1, 0)
+    ]
     seen.router.open(call())
     assert len(seen.told) == 1  # the next look tells of it
     await until(lambda: len(seen.told) == 2)
-    assert seen.told[-1] == Wanted("m", 2, 0, 0.0)
+    assert seen.told[-1] == ModelDemand("m", 2, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ async def test_an_adapter_of_a_model_that_is_away_can_be_asked_and_is_listed(
 ) -> None:
     seen = Seen()
     adapter = AdapterStatus("x", "/x", state)
-    away = Residence("on_demand", tier)
+    away = ResidencyStatus("on_demand", tier)
     status = ModelStatus("m", "echo", "x", 0, (), INFO, adapters=(adapter,), residence=away)
     seen.router.apply(Topology((status,)))
     assert [one.status.name for one in seen.router.models()] == ["m", *["x"] * listed]
@@ -125,7 +129,7 @@ async def test_a_model_never_loaded_is_loaded_before_it_is_asked() -> None:
     route = seen.router.routes["m"]
     asking = asyncio.create_task(seen.router.demand.until_known(route))
     await asyncio.sleep(0)
-    assert seen.told[-1] == Wanted("m", 1, 0, 0.0)
+    assert seen.told[-1] == ModelDemand("m", 1, 0, 0.0)
     seen.stands("resident")
     assert await asking
     assert not await seen.router.demand.until_known(route)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from servekit.errors import WireError
-from servekit.gateway.supervisor_channel import Remote
+from servekit.gateway.supervisor_channel import TcpChannel
 from servekit.protocol.messages import (
     PROTOCOL,
     FromGateway,
@@ -22,15 +22,15 @@ from servekit.protocol.messages import (
     Topology,
     Traffic,
 )
-from servekit.protocol.remote_gateway import Answered, Asked, FromRemoteGateway
-from servekit.protocol.residency import Wanted
+from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, FromRemoteGateway
+from servekit.protocol.residency import ModelDemand
 from servekit.protocol.transport.address import tcp
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import Connection, dial
 from servekit.protocol.transport.credentials import Renew
-from servekit.protocol.transport.remote_server import Post
+from servekit.protocol.transport.remote_server import ListenOptions
 from servekit.protocol.transport.tls import Authority
-from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from tests.unit.gateway.conftest import until
 
@@ -43,7 +43,9 @@ class Line:
     """A gateway's line that listens, and what it has heard."""
 
     def __init__(self, grace_s: float) -> None:
-        self.remote = Remote(Post("tcp://127.0.0.1:0", "127.0.0.1", OWN, None, grace_s))
+        self.remote = TcpChannel(
+            ListenOptions("tcp://127.0.0.1:0", "127.0.0.1", OWN, None, grace_s)
+        )
         self.heard: list[Any] = []
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
@@ -68,7 +70,7 @@ class Supervisor:
     """Its end, and what it has heard."""
 
     def __init__(self) -> None:
-        self.heard: list[FromGateway | Asked] = []
+        self.heard: list[FromGateway | AdminRequest] = []
         self.again = 0
         self.child: RemoteChild[Any]
 
@@ -78,10 +80,10 @@ class Supervisor:
         made.child = RemoteChild(
             "gateway/n",
             line.address,
-            Identity(OURS.issue("supervisor", "s")),
+            CertificateHolder(OURS.issue("supervisor", "s")),
             FromRemoteGateway,
             made.heard.append,
-            Hands(made._kill, made._exited),
+            RemoteControl(made._kill, made._exited),
             role="gateway",
         )
         await made.child.attach()
@@ -110,10 +112,10 @@ async def test_each_hears_the_other() -> None:
 
 
 async def test_a_supervisor_that_comes_later_is_told_how_it_stands() -> None:
-    use, traffic = Wanted("m", 1, 0, 0.0), Traffic(7, 1, {"m": 1})
+    use, traffic = ModelDemand("m", 1, 0, 0.0), Traffic(7, 1, {"m": 1})
     async with listening() as line:
         first = await Supervisor.of(line)
-        for message in (Wanted("m", 0, 2, 0.0), Serving(), Traffic(6, 0, {}), use, traffic):
+        for message in (ModelDemand("m", 0, 2, 0.0), Serving(), Traffic(6, 0, {}), use, traffic):
             line.remote.send(message)
         await until(lambda: len(first.heard) == 5)
         first.child.leave()
@@ -147,8 +149,8 @@ async def test_what_operators_ask_goes_to_the_supervisor_and_comes_back() -> Non
         ]
         await until(lambda: len(supervisor.heard) == 2)
         for asked in reversed(supervisor.heard):
-            assert isinstance(asked, Asked) and isinstance(asked.question, GetWhy)
-            supervisor.child.send(Answered(asked.id, Refused(asked.question.name)))
+            assert isinstance(asked, AdminRequest) and isinstance(asked.question, GetWhy)
+            supervisor.child.send(AdminResponse(asked.id, Refused(asked.question.name)))
         assert await asyncio.gather(*asking) == [Refused("a"), Refused("b")]
         assert not line.heard, "they are nobody else's"
         with pytest.raises(TimeoutError):

@@ -25,17 +25,17 @@ from servekit.protocol.messages import (
     GetWhy,
     Hello,
     Load,
-    OneEach,
     Ready,
     SamplingParams,
     ToGateway,
+    TokenBatch,
     ToSupervisor,
     ToWorker,
     WorkerToGateway,
 )
 from servekit.protocol.remote_gateway import (
-    Asked,
-    Certified,
+    AdminRequest,
+    CertificateUpdate,
     FromRemoteGateway,
     ToRemoteGateway,
 )
@@ -49,11 +49,11 @@ SEEDS = [
     Generate(1, SamplingParams(stop=("x",)), prompt="hé", tools=[{"a": [1, {"b": None}]}]),
     Load(SPEC),
     Ready(INFO, {"load": 1.5}),
-    OneEach([1, 7], ["hé", ""], [5, 6]),
+    TokenBatch([1, 7], ["hé", ""], [5, 6]),
     Hello(3, "worker", "w", INFO),
     Attach("s", 3),
-    Asked(1, GetWhy("gateway/0")),
-    Certified("s", b"-----BEGIN", b"-----BEGIN"),
+    AdminRequest(1, GetWhy("gateway/0")),
+    CertificateUpdate("s", b"-----BEGIN", b"-----BEGIN"),
 ]
 FRAMES = [msgspec.msgpack.encode(seed) for seed in SEEDS]
 #: Heads of msgpack that promise four billion of something.

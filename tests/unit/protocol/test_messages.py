@@ -10,6 +10,7 @@ import pytest
 from servekit.protocol import messages
 from servekit.protocol.messages import (
     Delta,
+    DeltaBatch,
     FromGateway,
     FromSupervisor,
     FromWorker,
@@ -17,20 +18,19 @@ from servekit.protocol.messages import (
     GetWhy,
     Load,
     ModelInfo,
-    OneEach,
     Ready,
     Refused,
     ToGateway,
-    Tokens,
+    TokenBatch,
     ToSupervisor,
     ToWorker,
     WorkerSpec,
     WorkerToGateway,
 )
 from servekit.protocol.remote_gateway import (
-    Answered,
-    Asked,
-    Certified,
+    AdminRequest,
+    AdminResponse,
+    CertificateUpdate,
     FromRemoteGateway,
     ToRemoteGateway,
 )
@@ -58,11 +58,11 @@ INFO = ModelInfo(10, 1, True, "a", "float32", "cpu")
     [
         (ToWorker, Load(SPEC)),
         (FromWorker, Ready(INFO, {"load": 1.5})),
-        (WorkerToGateway, OneEach([1, 7], ["hé", ""], [5, 6])),
-        (FromRemoteGateway, Asked(1, GetWhy("m/0"))),
-        (ToRemoteGateway, Answered(1, Refused("no", True))),
-        (ToRemoteGateway, Certified("s", b"c", b"k")),
-        (WorkerToGateway, Tokens([Delta(1, "hé", [5, 6], "stop", 2, 3), Delta(2, "")])),
+        (WorkerToGateway, TokenBatch([1, 7], ["hé", ""], [5, 6])),
+        (FromRemoteGateway, AdminRequest(1, GetWhy("m/0"))),
+        (ToRemoteGateway, AdminResponse(1, Refused("no", True))),
+        (ToRemoteGateway, CertificateUpdate("s", b"c", b"k")),
+        (WorkerToGateway, DeltaBatch([Delta(1, "hé", [5, 6], "stop", 2, 3), Delta(2, "")])),
     ],
 )
 def test_round_trip(union: Any, message: Any) -> None:

@@ -31,14 +31,14 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.metrics_messages import Figures, Series
 from servekit.protocol.ray_messages import Node
-from servekit.protocol.remote_gateway import Answered, Asked
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.tls import Authority
-from servekit.ray.actors import Order
-from servekit.ray.process.sockets import Doors
+from servekit.ray.actors import StartOrder
+from servekit.ray.process.sockets import Sockets
 from servekit.ray.remote_gateways import RemoteGateway, RemoteGateways, Service, listens_at
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from tests.integration.certificates import make
 from tests.unit.gateway.conftest import until
@@ -82,7 +82,7 @@ class Berths:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.doors = Doors()
+        self.doors = Sockets()
         self.refusal = ""
         self.wishes: list[Any] = []
         self.left: tuple[int, str] | None = None  # PID and address of one that runs
@@ -93,7 +93,7 @@ class Berths:
         return self.refusal
 
     async def spawn(
-        self, name: str, order: Order, incoming: Any, on_message: Any, on_line: Any
+        self, name: str, order: StartOrder, incoming: Any, on_message: Any, on_line: Any
     ) -> RemoteChild[Any]:
         if self.left is None:
             self.left = await asyncio.to_thread(self._start, name, order)
@@ -108,12 +108,12 @@ class Berths:
             self.left = None
             return Exit(code, None, ()) if code >= 0 else Exit(None, -code, ())
 
-        own = Identity(OURS.issue("supervisor", "supervisor"))
-        hands = Hands(kill, exited)
+        own = CertificateHolder(OURS.issue("supervisor", "supervisor"))
+        hands = RemoteControl(kill, exited)
         child = RemoteChild[Any](name, address, own, incoming, on_message, hands, role="gateway")
         return await child.attach()
 
-    def _start(self, name: str, order: Order) -> tuple[int, str]:
+    def _start(self, name: str, order: StartOrder) -> tuple[int, str]:
         listening = self.doors.open(order.listen)
         credentials = OURS.issue(order.role, name, is_dialled=True)
         secret, (reports, report) = credentials.hand_over(), os.pipe()
@@ -162,8 +162,8 @@ class Launcher:
 class Desk:
     """Answers all questions with the same figure."""
 
-    def hear(self, asked: Asked, send: Callable[[Answered], None]) -> None:
-        send(Answered(asked.id, Figures((Series("servekit_model_ready", ("m",), [1.0]),))))
+    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
+        send(AdminResponse(asked.id, Figures((Series("servekit_model_ready", ("m",), [1.0]),))))
 
 
 class Stage:

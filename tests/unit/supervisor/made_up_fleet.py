@@ -9,8 +9,8 @@ from typing import Any, cast
 from servekit.config.schema import ModelConfig
 from servekit.protocol.messages import ModelInfo
 from servekit.supervisor.deployments.config_diff import Slots
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.lifecycle.startup_timing import Occasion
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.lifecycle.startup_timing import StartReason
 
 GIB = 2**30
 
@@ -75,15 +75,15 @@ class MadeUp:
         return self.replicas
 
     @property
-    def real(self) -> Fleet:
-        return cast(Fleet, self)
+    def real(self) -> Deployment:
+        return cast(Deployment, self)
 
     def have(self, *states: str) -> None:
         """These replicas."""
         self.wanted = bool(states)
         self.replicas = [Replica(f"a/{n}", state) for n, state in enumerate(states)]
 
-    def load(self, occasion: Occasion) -> None:
+    def load(self, occasion: StartReason) -> None:
         self.told.append("load")
         self.have("starting")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from servekit.supervisor.autoscaling.policy import Facts, Limits, Past, decide
+from servekit.supervisor.autoscaling.policy import Limits, Past, ScalingInput, decide
 
 LOOK_S = 0.2
 REPORT_S = 1.0
@@ -134,7 +134,7 @@ class Model:
         living = [one for one in self._replicas if not one.leaving]
         serving = [one for one in living if one.ready_s <= now]
         queued, since, running = self._told
-        facts = Facts(
+        facts = ScalingInput(
             serving=len(serving),
             coming=len(living) - len(serving),
             slots=self._slots,

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from servekit.errors import StartError
-from servekit.supervisor.startup_resources import Ground
+from servekit.supervisor.startup_resources import StartupResources
 from servekit.system.sockets import bind
 
 
 def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
-    ground = Ground.take(tmp_path / "run", "127.0.0.1", 0, 0)
+    ground = StartupResources.take(tmp_path / "run", "127.0.0.1", 0, 0)
     try:
         ports = [sock.getsockname()[1] for sock in ground.listeners]
         assert len(set(ports)) == 2
         for port in ports:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
         with pytest.raises(StartError, match=r"server\.legacy_port"):
-            Ground.take(tmp_path / "other", "127.0.0.1", 0, ports[1])
+            StartupResources.take(tmp_path / "other", "127.0.0.1", 0, ports[1])
         assert not (tmp_path / "other").exists()
     finally:
         ground.run_dir.release()
@@ -30,12 +30,12 @@ def test_nothing_is_kept_where_the_second_port_or_the_directory_is_taken(tmp_pat
     with bind("127.0.0.1", 0) as holder:
         busy, free = holder.getsockname()[1], _free_port()
         with pytest.raises(StartError, match="already in use"):
-            Ground.take(tmp_path / "run", "127.0.0.1", free, busy)
+            StartupResources.take(tmp_path / "run", "127.0.0.1", free, busy)
     bind("127.0.0.1", free).close()
-    held = Ground.take(tmp_path / "run", "127.0.0.1", 0)
+    held = StartupResources.take(tmp_path / "run", "127.0.0.1", 0)
     try:
         with pytest.raises(StartError):
-            Ground.take(tmp_path / "run", "127.0.0.1", free, busy)
+            StartupResources.take(tmp_path / "run", "127.0.0.1", free, busy)
         bind("127.0.0.1", free).close()
         bind("127.0.0.1", busy).close()
     finally:

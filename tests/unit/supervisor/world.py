@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from servekit.protocol.residency import LoadMode, Residency
 from servekit.supervisor.model_swap.policy import Decision, decide
-from servekit.supervisor.model_swap.types import Facts
+from servekit.supervisor.model_swap.types import PolicyInput
 
 STEP_S = 0.1
 PLACE = "gpu"
@@ -43,8 +43,8 @@ class Model:
     running: list[tuple[float, Request]] = field(default_factory=list)
     waiting_since: float | None = None
 
-    def facts(self) -> Facts:
-        return Facts(
+    def facts(self) -> PolicyInput:
+        return PolicyInput(
             self.name,
             self.load,
             self.tier,

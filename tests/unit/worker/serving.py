@@ -15,13 +15,13 @@ from servekit.protocol.messages import (
     PROTOCOL,
     Cancel,
     Delta,
+    DeltaBatch,
     Failed,
     Generate,
     Hello,
     ModelInfo,
-    OneEach,
     SamplingParams,
-    Tokens,
+    TokenBatch,
     WorkerSpec,
     WorkerToGateway,
 )
@@ -37,9 +37,9 @@ def spec(folder: Path, engine: str = "echo", path: str = "-", **options: Any) ->
     )
 
 
-def deltas_of(message: Tokens | OneEach) -> list[Delta]:
+def deltas_of(message: DeltaBatch | TokenBatch) -> list[Delta]:
     """What it tells of each request; of one more token without the counts."""
-    if isinstance(message, Tokens):
+    if isinstance(message, DeltaBatch):
         return message.deltas
     rows = zip(message.ids, message.texts, message.token_ids, strict=True)
     return [Delta(id, text, [token_id]) for id, text, token_id in rows]
@@ -63,7 +63,7 @@ class Client:
         self.connection.send(Hello(PROTOCOL, "gateway", "g"))
 
     def _on_message(self, message: WorkerToGateway) -> None:
-        if isinstance(message, Tokens | OneEach):
+        if isinstance(message, DeltaBatch | TokenBatch):
             for delta in deltas_of(message):
                 self.deltas.setdefault(delta.id, []).append(delta)
         elif isinstance(message, Failed):

@@ -14,16 +14,16 @@ from servekit.engines.api.base import Engine, Job, Load, Report, StepOutput
 from servekit.engines.echo.run import EchoCodec
 from servekit.protocol.messages import (
     PROTOCOL,
-    Alone,
     Cancel,
+    DeltaBatch,
     Failed,
     Generate,
     Hello,
+    IsolationEnded,
+    IsolationStarted,
     ModelInfo,
-    OneEach,
     SamplingParams,
-    Together,
-    Tokens,
+    TokenBatch,
     WorkerSpec,
     WorkerToGateway,
 )
@@ -104,8 +104,12 @@ class Gateway:
         return f"{self.words}{unread!r}"
 
     @property
-    def words(self) -> list[Alone | Together]:
-        return [message for message in self.got if isinstance(message, Alone | Together)]
+    def words(self) -> list[IsolationStarted | IsolationEnded]:
+        return [
+            message
+            for message in self.got
+            if isinstance(message, IsolationStarted | IsolationEnded)
+        ]
 
 
 class Scene:
@@ -158,16 +162,16 @@ async def test_a_suspect_waits_for_proof_and_the_others_wait_for_its(scene: Scen
     engine.step("running")
     await scene.runs("running", "suspect")
     await until(lambda: b.words)
-    assert (a.words, b.words) == ([Alone(1)], [Alone(0)])
-    assert [type(message) for message in b.got] == [Hello, Tokens, OneEach, Alone]
+    assert (a.words, b.words) == ([IsolationStarted(1)], [IsolationStarted(0)])
+    assert [type(message) for message in b.got] == [Hello, DeltaBatch, TokenBatch, IsolationStarted]
     engine.step("suspect")
     await until(lambda: len(a.got) == 3)
     assert not engine.submitted[2:]
     engine.step("suspect")
     await scene.runs("running", "suspect", "late")
     await until(lambda: a.words[1:] and b.words[1:])
-    assert a.words[1:] == b.words[1:] == [Together()]
-    assert isinstance(a.got[-2], Tokens | OneEach), "its proof is there before"
+    assert a.words[1:] == b.words[1:] == [IsolationEnded()]
+    assert isinstance(a.got[-2], DeltaBatch | TokenBatch), "its proof is there before"
     assert not scene.runner.ward.closed
 
 
@@ -196,8 +200,8 @@ async def test_suspects_go_one_after_another_in_the_order_they_came(scene: Scene
     engine.step("between")
     await scene.runs("first", "between", "second")
     await until(lambda: len(a.words) == len(b.words) == 3)
-    assert a.words == [Alone(1), Together(), Alone(0)]
-    assert b.words == [Alone(0), Together(), Alone(2)]
+    assert a.words == [IsolationStarted(1), IsolationEnded(), IsolationStarted(0)]
+    assert b.words == [IsolationStarted(0), IsolationEnded(), IsolationStarted(2)]
 
 
 async def test_who_has_the_last_chance_is_alone_until_it_is_done(scene: Scene) -> None:
@@ -207,7 +211,9 @@ async def test_who_has_the_last_chance_is_alone_until_it_is_done(scene: Scene) -
     await scene.in_line(1)
     for _ in range(5):
         scene.engine.step("last")
-    await until(lambda: sum(isinstance(message, Tokens | OneEach) for message in scene.a.got) > 0)
+    await until(
+        lambda: sum(isinstance(message, DeltaBatch | TokenBatch) for message in scene.a.got) > 0
+    )
     assert scene.engine.submitted == ["last"]
     scene.engine.step("last", "stop")
     await scene.runs("last", "late")
@@ -239,7 +245,7 @@ async def test_the_end_of_a_gateway_forgets_what_it_had_in_line(scene: Scene) ->
     await scene.in_line(2)
     a.connection.abort()
     await scene.runs("alone", "late")
-    assert b.words == [Alone(0), Together()]
+    assert b.words == [IsolationStarted(0), IsolationEnded()]
 
 
 async def test_a_request_that_was_cancelled_may_be_in_the_step_that_runs(scene: Scene) -> None:
@@ -257,12 +263,12 @@ async def test_a_gateway_that_connects_meanwhile_is_told(scene: Scene) -> None:
     scene.a.ask(1, "suspect", "proven")
     await scene.runs("suspect")
     late = await scene.gateway()
-    await until(lambda: late.words == [Alone(0)])
+    await until(lambda: late.words == [IsolationStarted(0)])
     late.ask(1, "late")
     await scene.in_line(1)
     scene.engine.step("suspect", "stop")
     await scene.runs("suspect", "late")
-    assert late.words == [Alone(0), Together()]
+    assert late.words == [IsolationStarted(0), IsolationEnded()]
 
 
 async def test_a_long_prompt_is_not_touched_before_its_turn(scene: Scene) -> None:
@@ -281,7 +287,7 @@ async def test_what_is_refused_is_not_waited_for(scene: Scene) -> None:
     scene.a.ask(1, "", "proven")
     scene.b.ask(1, "late")
     await scene.runs("late")
-    await until(lambda: scene.b.words == [Alone(0), Together()])
+    await until(lambda: scene.b.words == [IsolationStarted(0), IsolationEnded()])
     assert any(isinstance(message, Failed) for message in scene.a.got)
 
 
@@ -313,4 +319,4 @@ async def test_a_gateway_that_does_not_read_keeps_nobody_waiting_for_long(scene:
     scene.engine.step("innocent", "stop")
     a.connection._transport.resume_reading()
     await scene.runs("innocent", "suspect")
-    await until(lambda: a.words and a.words[-1] == Alone(1))
+    await until(lambda: a.words and a.words[-1] == IsolationStarted(1))

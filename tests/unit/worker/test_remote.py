@@ -17,7 +17,7 @@ from servekit.protocol.adapters import (
     AdapterLoaded,
     AdapterSpec,
     AdapterUnloaded,
-    Remember,
+    SetAdapters,
 )
 from servekit.protocol.messages import (
     PROTOCOL,
@@ -35,14 +35,14 @@ from servekit.protocol.messages import (
     ToWorker,
     WorkerSpec,
 )
-from servekit.protocol.startup_messages import Phase, Phased
+from servekit.protocol.startup_messages import Phase, PhaseReport
 from servekit.protocol.transport import remote_server as module
 from servekit.protocol.transport.connection import Connection, dial
 from servekit.protocol.transport.credentials import Role
-from servekit.protocol.transport.remote_server import Post
-from servekit.protocol.transport.resumable_channel import Attach, Attached, Superseded
+from servekit.protocol.transport.remote_server import ListenOptions
+from servekit.protocol.transport.resumable_channel import Attach, Attached, SupervisorReplaced
 from servekit.protocol.transport.tls import Authority
-from servekit.worker.remote import Remote
+from servekit.worker.remote import TcpChannel
 from servekit.worker.state_summary import Summary
 from tests.unit.gateway.conftest import until
 
@@ -52,7 +52,7 @@ SPEC = WorkerSpec(
     "m/0", "m", "echo", "p", None, "cpu", "auto", None, False, {}, {}, "tcp://127.0.0.1:1"
 )
 READY = Ready(ModelInfo(10, 1, True, "echo", "none", "cpu"), {"load": 1.5})
-PHASED = Phased(Phase("import", 1.0, 2.0))
+PHASED = PhaseReport(Phase("import", 1.0, 2.0))
 SHELF = AdapterInfo("a", "LORA", "mixed", "it may")
 
 
@@ -62,7 +62,9 @@ class Line:
     def __init__(self, grace_s: float) -> None:
         reading, writing = os.pipe()
         worker = OURS.issue("worker", "m/0")
-        self.remote = Remote(Post("tcp://127.0.0.1:0", "127.0.0.1", worker, writing, grace_s))
+        self.remote = TcpChannel(
+            ListenOptions("tcp://127.0.0.1:0", "127.0.0.1", worker, writing, grace_s)
+        )
         self.heard: list[ToWorker] = []
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.report = os.fdopen(reading)
@@ -100,7 +102,7 @@ class Caller:
         caller = cls()
 
         def made() -> Connection[Any]:
-            kinds = Hello | Attached | Superseded | FromWorker
+            kinds = Hello | Attached | SupervisorReplaced | FromWorker
             return Connection(kinds, caller.told.put_nowait, caller._on_close)
 
         member = "m/0" if role == "worker" else "someone"
@@ -200,7 +202,7 @@ async def test_a_new_one_is_told_all_and_the_old_one_to_go() -> None:
         ready = await new.next()
         assert ready.info.adapters == (SHELF,)
         words = [await old.next() for _ in range(5)]
-        assert words[-1] == Superseded()
+        assert words[-1] == SupervisorReplaced()
         await old.closed()
         new.connection.send(Load(SPEC))  # it holds that already
         new.connection.send(Drain())
@@ -213,8 +215,8 @@ async def test_a_new_one_is_told_what_operators_have_added() -> None:
     async with listening() as line:
         first, answer = await attached(line, "one")
         assert answer.added == ()
-        first.connection.send(Remember(added[:1]))
-        first.connection.send(Remember(added))
+        first.connection.send(SetAdapters(added[:1]))
+        first.connection.send(SetAdapters(added))
         first.connection.send(Ping(1))
         await until(lambda: line.heard == [Ping(1)])
         _, answer = await attached(line, "two")
@@ -264,8 +266,8 @@ def test_a_summary_is_of_the_state_not_of_the_life() -> None:
     for n in range(100):
         summary.note(AdapterLoaded(n, SHELF))
         summary.note(AdapterUnloaded(n, "a"))
-        summary.note(Phased(Phase("import", 1.0, float(n))))
+        summary.note(PhaseReport(Phase("import", 1.0, float(n))))
     summary.note(READY)
     summary.note(Stop())
-    assert summary.told() == [Phased(Phase("import", 1.0, 99.0)), READY]
+    assert summary.told() == [PhaseReport(Phase("import", 1.0, 99.0)), READY]
     assert summary.state(loading=True) == "ready"

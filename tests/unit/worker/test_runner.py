@@ -14,11 +14,11 @@ from servekit.errors import ModelChanged, WorkerLost
 from servekit.protocol.messages import (
     PROTOCOL,
     Continuation,
+    DeltaBatch,
     Generate,
     Hello,
-    OneEach,
     SamplingParams,
-    Tokens,
+    TokenBatch,
     WorkerSpec,
     WorkerToGateway,
 )
@@ -62,7 +62,7 @@ async def test_the_last_answer_is_out_before_it_is_idle(tmp_path: Path) -> None:
     deltas = [
         delta
         for message in got
-        if isinstance(message, Tokens | OneEach)
+        if isinstance(message, DeltaBatch | TokenBatch)
         for delta in deltas_of(message)
     ]
     assert sum(len(delta.token_ids) for delta in deltas) == TOKENS

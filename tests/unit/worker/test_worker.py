@@ -25,6 +25,7 @@ from servekit.errors import EngineFailed, LoadError
 from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
+    DeltaBatch,
     Drain,
     EngineDied,
     Failed,
@@ -33,14 +34,13 @@ from servekit.protocol.messages import (
     Hello,
     Loading,
     ModelInfo,
-    OneEach,
     Ping,
     Pong,
     Progress,
     Ready,
     SamplingParams,
     Stop,
-    Tokens,
+    TokenBatch,
     WorkerSpec,
     WorkerToGateway,
 )
@@ -48,7 +48,7 @@ from servekit.protocol.messages import Load as LoadModel
 from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
 from servekit.protocol.transport.connection import Connection, adopt, dial
 from servekit.worker import worker as module
-from servekit.worker.transport import Inherited
+from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import EXIT_BOOT_FAILED, EXIT_ENGINE_DIED, TOKENS_OF_USE, Worker
 from tests.unit.gateway.conftest import DEADLINE_S, until
 from tests.unit.worker.serving import spec
@@ -159,7 +159,7 @@ class Scene:
             FromWorker, self.heard.append, lambda error: None
         )
         await adopt(ours, lambda: self.control)
-        self.worker = Worker("m/0", Inherited(theirs), time.monotonic())
+        self.worker = Worker("m/0", InheritedChannel(theirs), time.monotonic())
         self.exit = asyncio.ensure_future(self.worker.live())
 
     async def boot(self) -> None:
@@ -201,10 +201,10 @@ class Scene:
         """How many tokens the gateway has got."""
         return sum(
             sum(len(delta.token_ids) for delta in message.deltas)
-            if isinstance(message, Tokens)
+            if isinstance(message, DeltaBatch)
             else len(message.ids)
             for message in self.told
-            if isinstance(message, Tokens | OneEach)
+            if isinstance(message, DeltaBatch | TokenBatch)
         )
 
     async def code(self) -> int:

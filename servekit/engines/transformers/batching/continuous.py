@@ -43,9 +43,9 @@ from servekit.engines.transformers.batching import (
     scheduler as groups,
 )
 from servekit.engines.transformers.batching.kv_cache import Plan
-from servekit.engines.transformers.decode.decode_loop import Path, Wish
+from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
 from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.batched_lora import Mixing, Part
+from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 
@@ -75,13 +75,13 @@ class ContinuousRunner:
         *,
         by_request: bool,
         ranks: Ranks | None = None,
-        decode: Wish | None = None,
+        decode: StepOptions | None = None,
     ) -> None:
         """`decode` needs `by_request`, and one rank."""
         self._model = model
         self.plan = plan
         self._ranks = ranks
-        self._mixing = Mixing(model)
+        self._mixing = BatchedLora(model)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.plain_attention = str(model.config._attn_implementation)
         self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
@@ -98,7 +98,7 @@ class ContinuousRunner:
         self._sampling.rows = self._rows
         self._idle_steps = 0
         self._wish = decode
-        self._decoder: Path | None = None
+        self._decoder: DecodeLoop | None = None
         self._reading = False  # the last step was the library's
         self._full = False  # the library cannot begin anything until something ends
         self._processor: Any = None
@@ -203,13 +203,13 @@ class ContinuousRunner:
         decoder.take_in()
         return outputs
 
-    def _decode(self, decoder: Path) -> list[tuple[Row, StepOutput]]:
+    def _decode(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
         self._mixing.step = None  # none of these has an adapter
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
 
-    def _others(self, decoder: Path) -> bool:
+    def _others(self, decoder: DecodeLoop) -> bool:
         """There are requests that the library has to run."""
         scheduler = self._processor.scheduler
         known = len(scheduler.active_requests) + len(scheduler.waiting_requests)
@@ -264,7 +264,7 @@ class ContinuousRunner:
         self._processor = made
         if self._wish is not None:
             slots = self.plan.slots
-            self._decoder = Path(self._model, made, self._rows, slots, self._wish)
+            self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._wish)
             made.scheduler.elsewhere = self._decoder.seated
             made.scheduler.ample = self._decoder.pages.is_ample
 

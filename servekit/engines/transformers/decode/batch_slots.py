@@ -29,7 +29,7 @@ GREEDY, PLAIN, RANKED = range(3)
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class BatchSlot:
     """One request in the batch. `started` and `done` count the tokens in its cache."""
 
     index: int
@@ -50,7 +50,7 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Seats:
+class BatchSlots:
     """`count` seats of `pages` pages each; `trash` is a page that is no one's."""
 
     count: int
@@ -58,7 +58,7 @@ class Seats:
     trash: int
     vocab_size: int
     device: torch.device
-    taken: dict[str, Seat] = field(default_factory=dict)  # by key, in the order they came
+    taken: dict[str, BatchSlot] = field(default_factory=dict)  # by key, in the order they came
     ints: Tensor = field(init=False)  # [seats, 7] int64
     floats: Tensor = field(init=False)  # [seats, 3]
     table: Tensor = field(init=False)  # [seats, pages] int32
@@ -75,23 +75,23 @@ class Seats:
         self._table = np.full(shape, self.trash, np.int32)
         self._free = list(range(self.count))
 
-    def take(self, row: Row, state: Any, kind: int, pages: list[int], size: int) -> Seat:
+    def take(self, row: Row, state: Any, kind: int, pages: list[int], size: int) -> BatchSlot:
         """Seat a request whose last token has been chosen and not read yet."""
         index = heapq.heappop(self._free)
         cached = row.length - 1
-        seat = Seat(index, row, state, kind, cached, cached, len(pages) * size)
+        seat = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
         self.taken[row.key] = seat
         self._moved[index] = _values(row, cached, kind, self.vocab_size)
         self.lay(seat, pages)
         return seat
 
-    def lay(self, seat: Seat, pages: list[int]) -> None:
+    def lay(self, seat: BatchSlot, pages: list[int]) -> None:
         """These are the pages of its tokens, in order."""
         self._table[seat.index, : len(pages)] = pages
         self._table[seat.index, len(pages) :] = self.trash
         self._paged.add(seat.index)
 
-    def leave(self, key: str) -> Seat | None:
+    def leave(self, key: str) -> BatchSlot | None:
         """Its pages may be another's: no step that is started from now on touches them."""
         seat = self.taken.pop(key, None)
         if seat is not None:

@@ -24,8 +24,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers.decode import batch_slots, device_sampling
 from servekit.engines.transformers.decode.attention_metadata import Holder, Step
-from servekit.engines.transformers.decode.batch_slots import Seat, Seats
-from servekit.engines.transformers.decode.device_sampling import Manner
+from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
+from servekit.engines.transformers.decode.device_sampling import SamplingMode
 from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import Pages
@@ -37,7 +37,7 @@ Output = tuple[Row, StepOutput]
 _SPARE_PAGES = 3
 
 
-class Wish(NamedTuple):
+class StepOptions(NamedTuple):
     """How steps are to be made. `ahead`: start one before the last one's tokens are known."""
 
     kernel: Kernel
@@ -46,19 +46,19 @@ class Wish(NamedTuple):
     ahead: bool
 
 
-class Flight(NamedTuple):
+class InflightStep(NamedTuple):
     """A step that has been started: its tokens will be on the host."""
 
-    riders: list[Seat]
+    riders: list[BatchSlot]
     tokens: Tensor
     arrived: Any  # torch.cuda.Event; None where they are there
 
 
-class Path:
+class DecodeLoop:
     """Decodes the rows that have taken a seat; `rows` are all that are under way, by key."""
 
     def __init__(
-        self, model: Any, made: Any, rows: MutableMapping[str, Row], slots: int, wish: Wish
+        self, model: Any, made: Any, rows: MutableMapping[str, Row], slots: int, wish: StepOptions
     ) -> None:
         """`made` is the library's batch processor. Raises ValueError of a cache it cannot read."""
         self._model = model
@@ -70,7 +70,7 @@ class Path:
         head = model.get_output_embeddings() or model.get_input_embeddings()
         self._vocab_size = int(head.weight.shape[0])
         wide = -(-wish.context // self.pages.size) + _SPARE_PAGES
-        self._seats = Seats(slots, wide, self.pages.trash, self._vocab_size, device)
+        self._seats = BatchSlots(slots, wide, self.pages.trash, self._vocab_size, device)
         self._graphs = Graphs(device, wish.graphs)
         self._holder = Holder()
         self._sampler = Sampler()
@@ -78,13 +78,13 @@ class Path:
         pinned = device.type == "cuda"
         self._heard = [torch.zeros(slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._logits: Tensor | None = None
-        self._flight: Flight | None = None
+        self._flight: InflightStep | None = None
         self._watched: set[str] = set()
 
     # ---- who takes part
 
     @property
-    def seated(self) -> MutableMapping[str, Seat]:
+    def seated(self) -> MutableMapping[str, BatchSlot]:
         """By key; the library's scheduler is not to run these."""
         return self._seats.taken
 
@@ -165,13 +165,13 @@ class Path:
         _advance(ints)
         return [self._say(seat, token) for seat, token in zip(riders, tokens.tolist(), strict=True)]
 
-    def _start(self) -> Flight | None:
+    def _start(self) -> InflightStep | None:
         """None where all that are seated end with the step that is under way."""
         if all(_ending(seat) for seat in self.seated.values()):
             return None
         kinds = {seat.kind for seat in self.seated.values()}
         riders = self._run(
-            Manner(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
+            SamplingMode(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
         )
         self._heard.reverse()
         reach = max(seat.index for seat in riders) + 1
@@ -181,9 +181,9 @@ class Path:
             cuda: Any = torch.cuda  # untyped in part
             arrived = cuda.Event()
             arrived.record()
-        return Flight(riders, heard, arrived)
+        return InflightStep(riders, heard, arrived)
 
-    def _settle(self, flight: Flight | None) -> list[Output]:
+    def _settle(self, flight: InflightStep | None) -> list[Output]:
         if flight is None:
             return []
         if flight.arrived is not None:
@@ -191,7 +191,7 @@ class Path:
         tokens = flight.tokens.tolist()
         return [self._say(seat, tokens[seat.index]) for seat in flight.riders if seat.taken]
 
-    def _say(self, seat: Seat, token: int) -> Output:
+    def _say(self, seat: BatchSlot, token: int) -> Output:
         row = seat.row
         seat.done += 1
         output = row.push(token)
@@ -204,7 +204,7 @@ class Path:
             self._end(seat)
         return row, output
 
-    def _end(self, seat: Seat) -> None:
+    def _end(self, seat: BatchSlot) -> None:
         key = seat.row.key
         self.leave(key)
         self._scheduler.finish_request(key)
@@ -229,7 +229,7 @@ class Path:
         self.give_back()
         return outputs
 
-    def _lay(self, seat: Seat) -> None:
+    def _lay(self, seat: BatchSlot) -> None:
         pages = self._pages_of(seat.row.key)
         seat.room = len(pages) * self.pages.size
         self._seats.lay(seat, pages)
@@ -239,7 +239,7 @@ class Path:
 
     # ---- on the device
 
-    def _run(self, manner: Manner) -> list[Seat]:
+    def _run(self, manner: SamplingMode) -> list[BatchSlot]:
         """Start a step of all that are seated; they are returned."""
         self._seats.upload()
         size = bucket(self._seats.reach, self._seats.count)
@@ -250,7 +250,7 @@ class Path:
             seat.started += 1
         return riders
 
-    def _work(self, size: int, manner: Manner) -> None:
+    def _work(self, size: int, manner: SamplingMode) -> None:
         """The step itself: nothing here depends on anything but tensors, and waits for none."""
         ints, floats = self._seats.ints[:size], self._seats.floats[:size]
         logits = self._forward(ints, self._seats.table[:size])
@@ -293,6 +293,6 @@ def _advance(ints: Tensor) -> None:
     ints[:, batch_slots.POSITION : batch_slots.COUNT + 1].add_(ints[:, batch_slots.ALIVE :])
 
 
-def _ending(seat: Seat) -> bool:
+def _ending(seat: BatchSlot) -> bool:
     """Its last token is under way."""
     return seat.row.remaining <= seat.started - seat.done

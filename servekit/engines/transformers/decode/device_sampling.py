@@ -21,7 +21,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 _MASK32 = 0xFFFFFFFF
 
 
-class Manner(NamedTuple):
+class SamplingMode(NamedTuple):
     """What a step has to be able to do beside taking the best token. `free`: it chooses none."""
 
     plain: bool = False
@@ -29,7 +29,7 @@ class Manner(NamedTuple):
     free: bool = False
 
 
-FREE = Manner(free=True)
+FREE = SamplingMode(free=True)
 
 
 def careful(row: Row, vocab_size: int) -> bool:
@@ -48,7 +48,7 @@ def kind_of(row: Row) -> int:
     return batch_slots.RANKED if row.sampling.ranked else batch_slots.PLAIN
 
 
-def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: Manner) -> Tensor:
+def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: SamplingMode) -> Tensor:
     """A token for each seat, [seats] int64; see `sampling.best` where logits are NaN.
 
     `logits` [seats, vocabulary] float32 are kept.

@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 
 from servekit.engines.transformers.batching import kv_cache, paged_attention
 from servekit.engines.transformers.decode import kernels
-from servekit.engines.transformers.decode.decode_loop import Wish
+from servekit.engines.transformers.decode.decode_loop import StepOptions
 from servekit.protocol.messages import WorkerSpec
 
 
-def wish(model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int) -> Wish:
+def wish(model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int) -> StepOptions:
     """How to decode this model. Raises LookupError: the library is to do it, and why.
 
     On a CPU there is nothing to gain from starting steps early: there it is done only when asked.
@@ -38,4 +38,4 @@ def wish(model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int
         named = "reference"
     kernel = kernels.choose(named, asked)
     on_gpu = device.type == "cuda"
-    return Wish(kernel, context, graphs=on_gpu and kernel.captured, ahead=on_gpu)
+    return StepOptions(kernel, context, graphs=on_gpu and kernel.captured, ahead=on_gpu)

@@ -132,7 +132,7 @@ class Step:
         return self._owners
 
 
-class Mixing:
+class BatchedLora:
     """Puts adapters into a model that runs, and takes them out; between steps only."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -235,7 +235,7 @@ class _Wrapped:
 class MixedLayer:
     """A linear layer of the base, and what each adapter adds to it."""
 
-    def __init__(self, mixing: Mixing, module: nn.Module) -> None:
+    def __init__(self, mixing: BatchedLora, module: nn.Module) -> None:
         self._mixing = mixing
         self._factors: dict[int, Factors] = {}
         self._stack: Stack | None = None

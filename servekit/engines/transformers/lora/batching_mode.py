@@ -19,7 +19,7 @@ from torch import nn
 from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.adapter import Factors
 from servekit.engines.transformers.lora.adapter_files import PARAM
-from servekit.engines.transformers.lora.module_clone import Skeletons
+from servekit.engines.transformers.lora.module_clone import ModuleClones
 from servekit.engines.transformers.lora.peft_model import NAME
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterMode
@@ -41,7 +41,7 @@ class Choice:
     why: str  # a sentence
 
 
-def choose(kind: str, model: Any, skeletons: Skeletons) -> Choice:
+def choose(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
     """The mode for a PeftModel of this kind; its weights are loaded."""
     if kind in PROMPTS:
         return Choice("mixed", "Its virtual tokens stand before the prompt as tokens of its own.")
@@ -99,7 +99,7 @@ def copied_bytes(model: Any) -> int:
     return sum(p.numel() * p.element_size() for base in bases for p in base.parameters())
 
 
-def _unmixable(kind: str, model: Any, skeletons: Skeletons) -> str:
+def _unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
     """Why tokens of this adapter cannot share a step with others, or ""."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -124,7 +124,7 @@ def _plain(layer: Any) -> bool:
     return bare and not layer.lora_variant and not layer.lora_bias[NAME]
 
 
-def _changes_the_base(inner: nn.Module, skeletons: Skeletons) -> bool:
+def _changes_the_base(inner: nn.Module, skeletons: ModuleClones) -> bool:
     marks = ("lora_", f".{NAME}")
     return any(
         not skeletons.owns(tensor) and not any(mark in name for mark in marks)
@@ -132,7 +132,7 @@ def _changes_the_base(inner: nn.Module, skeletons: Skeletons) -> bool:
     )
 
 
-def _free_bytes(skeletons: Skeletons) -> int:
+def _free_bytes(skeletons: ModuleClones) -> int:
     device = next(skeletons.base.parameters()).device
     if device.type != "cuda":
         return kv_cache.available_host_bytes()

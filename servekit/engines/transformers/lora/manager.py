@@ -33,7 +33,7 @@ from servekit.engines.transformers.lora import (
     verify,
 )
 from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.module_clone import Skeletons, logits_of
+from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
 from servekit.engines.transformers.request_row import Row
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
@@ -55,7 +55,7 @@ class Host(Protocol):
         """Run rows to their end, in the engine's own batches, and emit nothing of them."""
 
 
-class Shelf:
+class AdapterManager:
     """One model's adapters. `load` and `unload` come from one thread at a time."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Shelf:
         self._runner = runner
         self._spec = spec
         self._host = host
-        self._skeletons: Skeletons | None = None
+        self._skeletons: ModuleClones | None = None
         embedding: Any = model.get_input_embeddings()
         self._vocab_size = int(embedding.weight.shape[0])
         self._tolerance = tolerance.of(model.device, model.dtype)
@@ -107,7 +107,7 @@ class Shelf:
             )
             if not spec.any_base:
                 config_checks.require_base(found.config, self._names, self._spec.model)
-            skeletons = self._skeletons or Skeletons(self._model, self._attention)
+            skeletons = self._skeletons or ModuleClones(self._model, self._attention)
             self._skeletons = skeletons
             with peft_model.explained(self._spec.model), skeletons.unchanged():
                 return self._load(spec, found, skeletons)
@@ -138,7 +138,7 @@ class Shelf:
     # ---------------------------------------------------------------- in steps
 
     def _load(
-        self, spec: AdapterSpec, found: adapter_files.AdapterFiles, skeletons: Skeletons
+        self, spec: AdapterSpec, found: adapter_files.AdapterFiles, skeletons: ModuleClones
     ) -> AdapterInfo:
         peft, kind = peft_model.build(found, skeletons, self._spec.model)
         alone = verify.alone(peft, skeletons, self._vocab_size, self._tolerance)
@@ -176,7 +176,7 @@ class Shelf:
         return adapter
 
     def _install(
-        self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: Skeletons
+        self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: ModuleClones
     ) -> dict[str, float]:
         """Put it into the running model, and serve it once it has proved itself there."""
         if adapter.model is not None:
@@ -194,7 +194,7 @@ class Shelf:
         return figures
 
     def _try_in_batch(
-        self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: Skeletons
+        self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: ModuleClones
     ) -> tuple[dict[str, float], verify.Said]:
         neighbours = list(self._served.values())[-_NEIGHBOURS:]
         own = [self._row(adapter, length) for length in verify.LENGTHS]

@@ -25,7 +25,7 @@ class BaseChanged(RuntimeError):
     """The base model's own weights are not what they were; nothing it says can be trusted."""
 
 
-class Skeletons:
+class ModuleClones:
     """Makes skeletons of one model, which run with the model's plain attention."""
 
     def __init__(self, model: PreTrainedModel, attention: str | None) -> None:

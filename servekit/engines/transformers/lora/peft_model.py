@@ -16,7 +16,7 @@ from torch import nn
 
 from servekit.engines.transformers.lora import boft
 from servekit.engines.transformers.lora.adapter_files import PARAM, WEIGHTS, AdapterFiles
-from servekit.engines.transformers.lora.module_clone import BaseChanged, Skeletons
+from servekit.engines.transformers.lora.module_clone import BaseChanged, ModuleClones
 from servekit.errors import LoadError, RequestError
 
 #: PEFT's name for the one adapter that each of its models holds.
@@ -24,7 +24,7 @@ NAME = "default"
 _PREFIX = "base_model.model."
 
 
-def build(files: AdapterFiles, skeletons: Skeletons, base: str) -> tuple[Any, str]:
+def build(files: AdapterFiles, skeletons: ModuleClones, base: str) -> tuple[Any, str]:
     """A PeftModel over a skeleton, its weights loaded, and its kind ("LORA", "DORA", …).
 
     `base` is what to call the model.
@@ -43,7 +43,7 @@ def build(files: AdapterFiles, skeletons: Skeletons, base: str) -> tuple[Any, st
     return model.eval(), kind
 
 
-def _layers(files: AdapterFiles, skeletons: Skeletons) -> tuple[Any, str]:
+def _layers(files: AdapterFiles, skeletons: ModuleClones) -> tuple[Any, str]:
     import peft
     from peft import PeftConfig, PeftModelForCausalLM
 
@@ -92,7 +92,7 @@ def _plain(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def _load(files: AdapterFiles, model: Any, skeletons: Skeletons) -> None:
+def _load(files: AdapterFiles, model: Any, skeletons: ModuleClones) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -102,7 +102,7 @@ def _load(files: AdapterFiles, model: Any, skeletons: Skeletons) -> None:
     set_peft_model_state_dict(model, state, NAME)
 
 
-def _give_own_memory(model: Any, names: Container[str], skeletons: Skeletons) -> None:
+def _give_own_memory(model: Any, names: Container[str], skeletons: ModuleClones) -> None:
     """Where the file holds weights of the base itself, they must not be written into the base."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name in names and skeletons.owns(parameter):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from servekit.engines.transformers.lora import layer_checks
 from servekit.engines.transformers.lora.adapter_files import PARAM
-from servekit.engines.transformers.lora.module_clone import Skeletons, logits_of
+from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
 from servekit.engines.transformers.lora.tolerance import Tolerance, error
 from servekit.errors import RequestError
 
@@ -54,7 +54,7 @@ def prompt(length: int, vocab_size: int) -> list[int]:
     return [(7919 * (index + length)) % vocab_size for index in range(length)]
 
 
-def alone(model: Any, skeletons: Skeletons, vocab_size: int, tolerance: Tolerance) -> Alone:
+def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance) -> Alone:
     """Verify a PeftModel by itself. Raises RequestError with what is wrong."""
     ids = prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from servekit.engines.transformers.runner_factory import Runner
-from servekit.engines.transformers.sleep.weight_offload import Bed
+from servekit.engines.transformers.sleep.weight_offload import WeightStore
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import LoadError
 
 _NO_ROOM = (MemoryError, torch.OutOfMemoryError, LoadError)
 
 
-class Rest:
+class SleepState:
     """One engine's sleep."""
 
-    def __init__(self, runner: Runner[Any], bed: Bed, ranks: Ranks | None) -> None:
+    def __init__(self, runner: Runner[Any], bed: WeightStore, ranks: Ranks | None) -> None:
         self._runner = runner
         self._bed = bed
         self._ranks = ranks

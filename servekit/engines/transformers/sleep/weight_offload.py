@@ -34,7 +34,7 @@ _SMAPS = Path("/proc/self/smaps")
 Tensors = Callable[[], Iterable[Tensor]]
 
 
-class Bed(Protocol):
+class WeightStore(Protocol):
     """Weights, awake or asleep. Both calls may come twice."""
 
     def sleep(self) -> None:
@@ -61,17 +61,17 @@ def bed_for(
     device: torch.device,
     more: Tensors = list,
     load: Callable[[], nn.Module] | None = None,
-) -> Bed:
+) -> WeightStore:
     """Where this model sleeps, and on a GPU `more` with it; `load` makes it once more."""
     if device.type == "cuda":
-        return HostBed(lambda: chain(tensors_of(model), more()))
-    return DiskBed(model, load)
+        return HostOffload(lambda: chain(tensors_of(model), more()))
+    return DiskReload(model, load)
 
 
 # ---------------------------------------------------------------- on a GPU
 
 
-class HostBed:
+class HostOffload:
     """Weights of GPUs, which sleep in the host's memory."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -166,7 +166,7 @@ def _empty_caches() -> None:
 # ---------------------------------------------------------------- on a CPU
 
 
-class DiskBed:
+class DiskReload:
     """Weights of the CPU. `load` makes the model once more; None: only what is mapped can go."""
 
     def __init__(self, model: nn.Module, load: Callable[[], nn.Module] | None) -> None:

@@ -40,7 +40,7 @@ class Follower:
         self._model: Any = None
         self._attention = ""  # as the library would run it
         self._spec: WorkerSpec
-        self._bed: weight_offload.Bed
+        self._bed: weight_offload.WeightStore
         self._processor: Any = None
         self._past: Any = None  # of the request that runs alone, where none share a batch
 

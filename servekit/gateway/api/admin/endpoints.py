@@ -33,7 +33,7 @@ from servekit.protocol.messages import (
     ToSupervisor,
     Why,
 )
-from servekit.protocol.residency import Reside, Want
+from servekit.protocol.residency import SetResidency, Want
 from servekit.protocol.transport.rpc import Way, put
 from servekit.protocol.types import as_builtins
 
@@ -109,7 +109,7 @@ class Supervisor:
         """As `servekit load NAME` and its like. Raises Forbidden, and what `answer_to` raises."""
         caller = self._access.require_admin()
         log.info(f"{want} asked for over HTTP", model=name, key=caller.rule.name)
-        wish = Reside(name, want, wait)
+        wish = SetResidency(name, want, wait)
         done = await self.answer_to(wish, Accepted, RESIDE_S, NothingSuch)
         return _json({"message": done.message})
 

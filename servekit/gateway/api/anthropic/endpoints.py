@@ -14,13 +14,13 @@ from servekit.gateway.api.anthropic.request import (
 )
 from servekit.gateway.api.anthropic.response import MessageForm, refuse
 from servekit.gateway.api.anthropic.tools import tool_choice, tools
-from servekit.gateway.api.endpoint import Door, Endpoint, Refuse
+from servekit.gateway.api.endpoint import Endpoint, EndpointFactory, Refuse
 from servekit.gateway.api.openai.embeddings import Asked
 from servekit.gateway.api.openai.schema import decode
-from servekit.gateway.api.responder import Form
-from servekit.gateway.generation.generation import Ask
+from servekit.gateway.api.responder import ResponseEncoder
+from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.request_limits import check_free
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools, choose
 from servekit.protocol.messages import Delta, SamplingParams
@@ -33,18 +33,18 @@ class Anthropic:
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        door = Door(router, max_body_bytes, refuse)
+        door = EndpointFactory(router, max_body_bytes, refuse)
         self.routes: dict[str, Endpoint] = {
             "/v1/messages": door.turn(self._message),
             "/v1/messages/count_tokens": door.calls(self._count),
         }
         self.envelopes: dict[str, Refuse] = dict.fromkeys(self.routes, refuse)
 
-    def _message(self, body: bytes, key: str) -> tuple[Ask, Form]:
+    def _message(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
         request = decode(MessagesRequest, body)
         talk = conversation(request)
         choice, parallel = tool_choice(request.tool_choice, request.tools)
-        ask = Ask(
+        ask = GenerationRequest(
             model=request.model,
             params=sampling(request),
             messages=talk.messages,
@@ -71,7 +71,9 @@ class Anthropic:
             "tools": [*chosen],
         }
         params = SamplingParams()
-        call = Call(request.model, params, messages=talk.messages, stream=False, key=key, more=more)
+        call = InflightRequest(
+            request.model, params, messages=talk.messages, stream=False, key=key, more=more
+        )
         return Asked(self._router, [call], None), _count_of
 
 

@@ -12,11 +12,11 @@ import msgspec
 
 from servekit.errors import ServekitError
 from servekit.gateway.api.openai.response import new_id
-from servekit.gateway.api.responder import Form
+from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.api.tool_arguments import arguments_of
-from servekit.gateway.generation.generation import Choice, Piece, Turn
+from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
 from servekit.gateway.http.asgi import Send, error_headers, send_json
-from servekit.gateway.tool_parsing import CallArguments, CallBegins, Event, Reasoning, Text
+from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import ToolCall
 
 _encode = msgspec.json.Encoder().encode
@@ -50,7 +50,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), _encode(data))
 
 
-class MessageForm(Form):
+class MessageForm(ResponseEncoder):
     """The answer to POST /v1/messages. `thoughts`: they were asked for; else they are left out."""
 
     def __init__(self, *, thoughts: bool, max_tokens: int) -> None:
@@ -61,7 +61,7 @@ class MessageForm(Form):
         self._open = ""  # its type, while it is open
         self._space = ""  # white space that may yet be between calls only, where it says nothing
         self._called = False
-        self._last = Piece(0, [])
+        self._last = GenerationChunk(0, [])
 
     async def refuse(self, send: Send, error: ServekitError) -> None:
         await refuse(send, error)
@@ -69,7 +69,7 @@ class MessageForm(Form):
     def late_error(self, error: ServekitError) -> bytes:
         return _event(error_object(error))
 
-    def _message(self, turn: Turn, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self, turn: Generation, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -81,7 +81,7 @@ class MessageForm(Form):
             "usage": _usage(turn),
         }
 
-    def _end(self, turn: Turn, finish: str | None, stop: str, called: bool) -> dict[str, Any]:
+    def _end(self, turn: Generation, finish: str | None, stop: str, called: bool) -> dict[str, Any]:
         """Why it ended. The context's end is one reason, the limit that was asked for another."""
         if finish == "length":
             cut = turn.completion_tokens < self._max_tokens
@@ -92,7 +92,7 @@ class MessageForm(Form):
 
     # ---- whole
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         content: list[dict[str, Any]] = []
         if choice.reasoning and self._thoughts:
@@ -107,12 +107,12 @@ class MessageForm(Form):
 
     # ---- streamed
 
-    def opening(self, turn: Turn) -> bytes:
+    def opening(self, turn: Generation) -> bytes:
         message = self._message(turn, [])
         message["usage"]["output_tokens"] = 0  # some clients add the counts of the end to these
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         self._last = pieces[-1]
         return b"".join([self._tell(event) for piece in pieces for event in piece.events])
 
@@ -123,7 +123,7 @@ class MessageForm(Form):
             case Reasoning(text) if self._thoughts:
                 begun = self._begin("thinking")
                 return begun + self._delta({"type": "thinking_delta", "thinking": text})
-            case CallBegins(_, id, name):
+            case ToolCallStart(_, id, name):
                 self._called = True
                 return self._begin("tool_use", _tool_use(ToolCall(id, name, "")))
             case CallArguments(_, text):
@@ -157,7 +157,7 @@ class MessageForm(Form):
         self._open = ""
         return _event({"type": "content_block_stop", "index": self._index})
 
-    def closing(self, turn: Turn) -> bytes:
+    def closing(self, turn: Generation) -> bytes:
         rest = b""
         if self._index < 0 or (self._space and not self._called):
             rest, space = b"", self._space
@@ -182,7 +182,7 @@ def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-def _usage(turn: Turn) -> dict[str, int]:
+def _usage(turn: Generation) -> dict[str, int]:
     return {  # there the prompt is the sum of what is new and what was cached
         "input_tokens": turn.prompt_tokens - turn.cached_tokens,
         "output_tokens": turn.completion_tokens,

@@ -10,8 +10,8 @@ import msgspec
 from servekit.errors import ContextLengthExceeded
 from servekit.gateway.api.ollama.response import TimedCall
 from servekit.gateway.api.openai.embeddings import GROUP, Asked, Input, numbers, shortened
-from servekit.gateway.routing.model_queue import Route
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta, SamplingParams
 
@@ -24,7 +24,7 @@ class Embedding:
     """The calls of one request. Raises what `Router.open` does."""
 
     def __init__(
-        self, router: Router, route: Route, key: str, inputs: Sequence[str], *, truncate: bool
+        self, router: Router, route: ModelQueue, key: str, inputs: Sequence[str], *, truncate: bool
     ) -> None:
         self._router = router
         self._route = route
@@ -73,7 +73,7 @@ class Embedding:
             if len(text.encode()) + _ADDED <= limit:  # no token is less than a byte
                 found.append(text)
                 continue
-            calls: list[Call] = [self._call("tokenize", text)]
+            calls: list[InflightRequest] = [self._call("tokenize", text)]
             self._asked = Asked(self._router, calls, None)
             [answer] = await self._asked.answers()
             ids = answer.token_ids

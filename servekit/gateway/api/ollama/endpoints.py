@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from servekit import __version__
 from servekit.errors import Unsupported
-from servekit.gateway.api.endpoint import Door, Endpoint, Refuse
+from servekit.gateway.api.endpoint import Endpoint, EndpointFactory, Refuse
 from servekit.gateway.api.ollama import models
 from servekit.gateway.api.ollama.embeddings import Embedding, write_one
 from servekit.gateway.api.ollama.keep_alive import stay_s
@@ -30,10 +30,10 @@ from servekit.gateway.api.ollama.request import (
 )
 from servekit.gateway.api.ollama.response import OllamaForm, TimedCall, refuse
 from servekit.gateway.api.openai.schema import decode
-from servekit.gateway.api.responder import Form
-from servekit.gateway.generation.generation import Ask
+from servekit.gateway.api.responder import ResponseEncoder
+from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
-from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta
 
@@ -47,7 +47,7 @@ class Ollama:
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        door = Door(router, max_body_bytes, refuse)
+        door = EndpointFactory(router, max_body_bytes, refuse)
         self.routes: dict[str, Endpoint] = {
             "/api/chat": door.turn(self._chat),
             "/api/generate": door.turn(self._generate),
@@ -62,7 +62,7 @@ class Ollama:
 
     # ---- generating
 
-    def _chat(self, body: bytes, key: str) -> tuple[Ask, Form] | bytes:
+    def _chat(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder] | bytes:
         request = decode(ChatRequest, body)
         route, form = self._begin(request, chat=True)
         if not request.messages:
@@ -72,7 +72,7 @@ class Ollama:
         ask.tools = request.tools or []
         return ask, form
 
-    def _generate(self, body: bytes, key: str) -> tuple[Ask, Form] | bytes:
+    def _generate(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder] | bytes:
         request = decode(GenerateRequest, body)
         check_generate(request)
         route, form = self._begin(request, chat=False)
@@ -86,7 +86,7 @@ class Ollama:
             ask.messages = generate_messages(request)
         return ask, form
 
-    def _begin(self, request: Common, *, chat: bool) -> tuple[Route, OllamaForm]:
+    def _begin(self, request: Common, *, chat: bool) -> tuple[ModelQueue, OllamaForm]:
         route = models.find(self._router, request.model)
         self._keep(route, request.keep_alive)
         form = OllamaForm(
@@ -97,13 +97,13 @@ class Ollama:
         )
         return route, form
 
-    def _keep(self, route: Route, keep_alive: float | str | None) -> None:
+    def _keep(self, route: ModelQueue, keep_alive: float | str | None) -> None:
         """Pass on how long the model is to stay. Raises RequestError, Forbidden."""
         if keep_alive is not None:
             self._router.access.require_model(route.status.name, base_of(route))
             self._router.demand.keep(route, stay_s(keep_alive))
 
-    def _without_a_question(self, request: Common, route: Route, form: OllamaForm) -> bytes:
+    def _without_a_question(self, request: Common, route: ModelQueue, form: OllamaForm) -> bytes:
         """Ollama's way to have a model loaded, or with `keep_alive` 0 unloaded. It is begun."""
         self._router.access.require_model(route.status.name, base_of(route))
         stays_s = None if request.keep_alive is None else stay_s(request.keep_alive)
@@ -113,9 +113,9 @@ class Ollama:
         self._router.demand.keep(route, stays_s, loads=True)
         return form.loaded()
 
-    def _ask(self, request: Common, route: Route, key: str) -> Ask:
+    def _ask(self, request: Common, route: ModelQueue, key: str) -> GenerationRequest:
         status = route.status
-        return Ask(
+        return GenerationRequest(
             model=status.name,
             params=sampling(request),
             template=template(request.think, status.name, status.info),
@@ -157,7 +157,7 @@ class Ollama:
             route.check_loaded()
         return _encode({"status": "success"})
 
-    def _named(self, body: bytes) -> Route:
+    def _named(self, body: bytes) -> ModelQueue:
         request = decode(NameRequest, body)
         route = models.find(self._router, request.model or request.name)
         self._router.access.require_model(route.status.name, base_of(route))

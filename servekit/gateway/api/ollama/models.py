@@ -10,7 +10,7 @@ from typing import Any
 from servekit.errors import ModelNotFound
 from servekit.gateway.api.ollama.response import timestamp
 from servekit.gateway.routing.adapter_route import base_of
-from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import ModelInfo
 
@@ -28,7 +28,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 _FOR_EVER_S = 1e9
 
 
-def find(router: Router, name: str) -> Route:
+def find(router: Router, name: str) -> ModelQueue:
     """The route of a model as Ollama's clients name it, with a tag or without.
 
     Raises ModelNotFound.
@@ -51,7 +51,7 @@ def running(router: Router) -> dict[str, Any]:
     return {"models": [_running(route) for route in router.models() if route.ready]}
 
 
-def _entry(route: Route) -> dict[str, Any]:
+def _entry(route: ModelQueue) -> dict[str, Any]:
     status = route.status
     name = status.name if ":" in status.name else status.name + LATEST
     identity = f"{status.name}\n{status.engine}\n{status.path}"
@@ -65,7 +65,7 @@ def _entry(route: Route) -> dict[str, Any]:
     }
 
 
-def _running(route: Route) -> dict[str, Any]:
+def _running(route: ModelQueue) -> dict[str, Any]:
     gpu_bytes = sum(replica.gpu_bytes for replica in route.status.replicas)
     info = route.status.info
     more = {
@@ -76,7 +76,7 @@ def _running(route: Route) -> dict[str, Any]:
     return _entry(route) | more
 
 
-def _expires_at(route: Route) -> str:
+def _expires_at(route: ModelQueue) -> str:
     """When it goes if nobody asks it, as far as is known at this gateway."""
     residence = route.status.residence
     stays_s = None if residence is None else residence.stays_s
@@ -92,7 +92,7 @@ def _size_bytes(info: ModelInfo | None) -> int:
     return info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
 
 
-def details(route: Route) -> dict[str, Any]:
+def details(route: ModelQueue) -> dict[str, Any]:
     """A model in a few words; empty ones while it loads for the first time."""
     status = route.status
     info = status.info
@@ -128,7 +128,7 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def show(route: Route) -> dict[str, Any]:
+def show(route: ModelQueue) -> dict[str, Any]:
     """/api/show: one model."""
     status = route.status
     return {

@@ -11,12 +11,12 @@ import msgspec
 
 from servekit.errors import ServekitError
 from servekit.gateway.api.openai.response import logprob_of
-from servekit.gateway.api.responder import Form
+from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.api.tool_arguments import arguments_of
-from servekit.gateway.generation.generation import Choice, Piece, Turn
+from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
 from servekit.gateway.http.asgi import Send, error_headers, send_json
-from servekit.gateway.routing.request import Call
-from servekit.gateway.tool_parsing import CallArguments, CallBegins, Event, Reasoning, Text
+from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import Delta, Generate, TokenLogprob, ToolCall
 
 _encode = msgspec.json.Encoder().encode
@@ -55,7 +55,7 @@ def timestamp(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
 
 
-class TimedCall(Call):
+class TimedCall(InflightRequest):
     """A call that knows when it was given to a worker, and when its first token came."""
 
     __slots__ = ("first_s", "started_s")
@@ -86,7 +86,7 @@ class TimedCall(Call):
         return {name: round(span_s * 1e9) for name, span_s in spans.items()}
 
 
-class OllamaForm(Form):
+class OllamaForm(ResponseEncoder):
     """The answer to POST /api/chat, or to /api/generate. `thoughts`: they are to be told."""
 
     headers = LINES
@@ -107,7 +107,7 @@ class OllamaForm(Form):
 
     # ---- whole
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         thoughts = choice.reasoning if self._thoughts else ""
         head = self._said(choice.text, thoughts, [_called(call) for call in choice.calls])
@@ -115,7 +115,7 @@ class OllamaForm(Form):
 
     # ---- streamed
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         lines: list[dict[str, Any]] = []
         for piece in pieces:
             said = [line for event in piece.events for line in self._tell(event)]
@@ -133,7 +133,7 @@ class OllamaForm(Form):
                 call = self._call
                 self._call = ToolCall(call.id, call.name, call.arguments + text)
                 return
-            case CallBegins(_, id, name):
+            case ToolCallStart(_, id, name):
                 yield from self._whole_call()
                 self._call = ToolCall(id, name, "")
             case Text(text):
@@ -147,7 +147,7 @@ class OllamaForm(Form):
         if call is not None:
             yield self._said("", "", [_called(call)])
 
-    def closing(self, turn: Turn) -> bytes:
+    def closing(self, turn: Generation) -> bytes:
         lines = [line | {"done": False} for line in self._whole_call()]
         lines.append(self._said("") | self._end(turn, self._finish))
         return b"".join([_encode(line) + b"\n" for line in lines])
@@ -167,7 +167,7 @@ class OllamaForm(Form):
     def _told(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": [logprob_of(one) for one in logprobs]} if self._logprobs else {}
 
-    def _end(self, turn: Turn, finish: str | None) -> dict[str, Any]:
+    def _end(self, turn: Generation, finish: str | None) -> dict[str, Any]:
         call = turn.first
         durations = call.durations() if isinstance(call, TimedCall) else {}
         counts = {

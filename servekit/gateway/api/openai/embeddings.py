@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
-from servekit.gateway.api.endpoint import Door, Endpoint
+from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
 from servekit.gateway.api.openai.request import chat_messages
 from servekit.gateway.api.openai.schema import InMessage, Timeout, TokenId, decode
 from servekit.gateway.http.asgi import send_error
 from servekit.gateway.http.request_limits import check_free
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools
 from servekit.protocol.messages import Delta, SamplingParams
@@ -66,7 +66,9 @@ class DetokenizeRequest(msgspec.Struct):
 class Asked:
     """Calls of one HTTP request that are answered together, or fail together."""
 
-    def __init__(self, router: Router, calls: Sequence[Call], timeout_s: float | None) -> None:
+    def __init__(
+        self, router: Router, calls: Sequence[InflightRequest], timeout_s: float | None
+    ) -> None:
         self._calls = calls
         for call in calls:
             try:
@@ -92,7 +94,7 @@ class Vectors:
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        door = Door(router, max_body_bytes, send_error)
+        door = EndpointFactory(router, max_body_bytes, send_error)
         self.routes: dict[str, Endpoint] = {
             "/v1/embeddings": door.calls(self._embed),
             "/tokenize": door.calls(self._tokenize),
@@ -149,13 +151,13 @@ class Vectors:
         return asked, lambda answers: _encode({"prompt": answers[0].text})
 
 
-def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[Call]:
+def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[InflightRequest]:
     """The calls that have the vectors of all inputs, in order."""
     return [_call(model, key, task="embed", inputs=group) for group in _groups(inputs)]
 
 
-def _call(model: str, key: str, **more: Any) -> Call:
-    return Call(model, SamplingParams(), stream=False, key=key, more=more)
+def _call(model: str, key: str, **more: Any) -> InflightRequest:
+    return InflightRequest(model, SamplingParams(), stream=False, key=key, more=more)
 
 
 def _inputs(given: str | list[int | str | list[int]]) -> list[Input]:

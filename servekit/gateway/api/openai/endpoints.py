@@ -32,10 +32,15 @@ from servekit.gateway.api.openai.schema import (
     CompletionRequest,
     decode,
 )
-from servekit.gateway.api.responder import Form, OverExchange, Watch, respond
-from servekit.gateway.generation.generation import Ask, Turn, open_turn
-from servekit.gateway.generation.openai_encoder import CHAT, COMPLETION, Answer, Shape
-from servekit.gateway.generation.stream_writer import Pump
+from servekit.gateway.api.responder import (
+    DisconnectWatcher,
+    FastResponseAsgi,
+    ResponseEncoder,
+    respond,
+)
+from servekit.gateway.generation.generation import Generation, GenerationRequest, open_turn
+from servekit.gateway.generation.openai_encoder import CHAT, COMPLETION, OpenAIEncoder, Shape
+from servekit.gateway.generation.stream_writer import StreamWriter
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
     SESSION,
@@ -50,15 +55,15 @@ from servekit.gateway.http.asgi import (
     send_json,
     session_of,
 )
-from servekit.gateway.http.end_of_tick import Cork
-from servekit.gateway.http.fast_response import Exchange, Handler
-from servekit.gateway.routing.request import Call, Deltas
+from servekit.gateway.http.end_of_tick import EndOfTick
+from servekit.gateway.http.fast_response import FastResponse, Handler
+from servekit.gateway.routing.request import Deltas, InflightRequest
 from servekit.gateway.routing.router import Router
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-Plain = tuple[Shape, Common, Call]
-Rich = tuple[Ask, Form]
+Plain = tuple[Shape, Common, InflightRequest]
+Rich = tuple[GenerationRequest, ResponseEncoder]
 Parse = Callable[[bytes, str], Plain | Rich]
 
 STREAM_STARTS = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM}
@@ -71,7 +76,7 @@ class OpenAI:
         self._router = router
         self._max_body_bytes = max_body_bytes
         self._tasks: set[asyncio.Task[None]] = set()
-        self._cork = Cork()
+        self._cork = EndOfTick()
         self.routes: dict[str, Callable[[Scope, Receive, Send], Any]] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
@@ -91,7 +96,7 @@ class OpenAI:
         request = decode(ChatRequest, body)
         if not self._is_plain(request):
             return self._rich_chat(request, key)
-        call = Call(
+        call = InflightRequest(
             request.model,
             chat_sampling(request),
             messages=chat_messages(request.messages),
@@ -134,7 +139,7 @@ class OpenAI:
         prompts = completion_prompts(request)
         if self._is_rich(request, len(prompts)):
             return self._rich_completion(request, prompts, key)
-        call = Call(
+        call = InflightRequest(
             request.model,
             completion_sampling(request),
             prompt=prompts[0],
@@ -163,7 +168,7 @@ class OpenAI:
         )
         return ask, form
 
-    def _begin(self, parse: Parse, exchange: Exchange) -> None:
+    def _begin(self, parse: Parse, exchange: FastResponse) -> None:
         """Take a request on the short way; raises ServekitError for what is wrong with it."""
         key = str(exchange.header(b"authorization"), "latin-1")
         body, exchange.body = bytes(exchange.body), b""
@@ -176,19 +181,23 @@ class OpenAI:
             if status.info is None and status.residence is not None:
                 self._spawn(exchange, self._begin_later(ask, form, exchange))
                 return
-            over = OverExchange(exchange)
-            self._spawn(exchange, respond(Turn(self._router, ask), form, over.receive, over.send))
+            over = FastResponseAsgi(exchange)
+            self._spawn(
+                exchange, respond(Generation(self._router, ask), form, over.receive, over.send)
+            )
             return
         shape, request, call = parsed
         if self._router.chooses:
             call.session = _session(exchange) or request.prompt_cache_key or ""
         self._router.open(call, request.timeout_s)
-        pump = Pump(exchange, call, self._answer_to(shape, request, call), self._cork)
+        pump = StreamWriter(exchange, call, self._answer_to(shape, request, call), self._cork)
         if call.stream and (options := request.stream_options) and options.queue_position:
             self._router.follow(call)
             pump.tell_places()
 
-    async def _begin_later(self, ask: Ask, form: Form, exchange: Exchange) -> None:
+    async def _begin_later(
+        self, ask: GenerationRequest, form: ResponseEncoder, exchange: FastResponse
+    ) -> None:
         """Take a request for a model of which nothing is known before it is loaded."""
         opening = asyncio.ensure_future(open_turn(self._router, ask))
         exchange.on_gone = partial(_give_up, opening)
@@ -199,24 +208,24 @@ class OpenAI:
             return
         except asyncio.CancelledError:
             return  # nobody is left to read it
-        over = OverExchange(exchange)
+        over = FastResponseAsgi(exchange)
         await respond(turn, form, over.receive, over.send)
 
-    def _spawn(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, exchange: FastResponse, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(partial(self._on_done, exchange))
 
-    def _on_done(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+    def _on_done(self, exchange: FastResponse, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("unexpected error", exc_info=error)
             exchange.fail(ServekitError("an internal error; see the logs"))
 
-    def _answer_to(self, shape: Shape, request: Common, call: Call) -> Answer:
+    def _answer_to(self, shape: Shape, request: Common, call: InflightRequest) -> OpenAIEncoder:
         options = request.stream_options
         model = self._router.find(call.model).status.name
-        return Answer(shape, model, bool(options and options.include_usage), call.stream)
+        return OpenAIEncoder(shape, model, bool(options and options.include_usage), call.stream)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send, parse: Parse) -> None:
         """Answer one request; what goes wrong before its first byte gets the envelope."""
@@ -244,11 +253,11 @@ class OpenAI:
             await self._answer(shape, request, call, receive, send)
 
     async def _answer(
-        self, shape: Shape, request: Common, call: Call, receive: Receive, send: Send
+        self, shape: Shape, request: Common, call: InflightRequest, receive: Receive, send: Send
     ) -> None:
         options = request.stream_options
         answer = self._answer_to(shape, request, call)
-        watch = Watch(call, receive)
+        watch = DisconnectWatcher(call, receive)
         try:
             if not call.stream:
                 await whole(answer, call, send)
@@ -262,15 +271,15 @@ class OpenAI:
             call.cancel()
 
 
-def _give_up(opening: asyncio.Future[Turn]) -> None:
+def _give_up(opening: asyncio.Future[Generation]) -> None:
     opening.cancel()
 
 
-def _session(exchange: Exchange) -> str:
+def _session(exchange: FastResponse) -> str:
     return str(exchange.header(SESSION), "latin-1")
 
 
-async def whole(answer: Answer, call: Call, send: Send) -> None:
+async def whole(answer: OpenAIEncoder, call: InflightRequest, send: Send) -> None:
     """Answer in one body, once all is there."""
     try:
         deltas = await call.deltas()
@@ -285,7 +294,9 @@ def _text(deltas: Deltas) -> str:
     return deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
 
 
-async def stream(answer: Answer, call: Call, send: Send, *, started: bool = False) -> None:
+async def stream(
+    answer: OpenAIEncoder, call: InflightRequest, send: Send, *, started: bool = False
+) -> None:
     """Answer as server-sent events; an error after the first byte is an event of its own.
 
     `send` waits while the client does not read, and with it this request alone: what comes
@@ -312,7 +323,7 @@ async def stream(answer: Answer, call: Call, send: Send, *, started: bool = Fals
         await send({"type": "http.response.body", "body": event})
 
 
-async def stream_with_places(answer: Answer, call: Call, send: Send) -> None:
+async def stream_with_places(answer: OpenAIEncoder, call: InflightRequest, send: Send) -> None:
     """As `stream`, after a comment for each new place in the queue; it starts at once."""
     await send(STREAM_STARTS)
     place = call.place

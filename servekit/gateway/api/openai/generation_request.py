@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to an `Ask`: the long way, which the endpoints and the page share."""
+"""Make a `GenerationRequest` of an OpenAI body, for the endpoints and for the chat page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from servekit.gateway.api.openai.request import (
     template_arguments,
 )
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest
-from servekit.gateway.generation.generation import Ask
+from servekit.gateway.generation.generation import GenerationRequest
 
 
-def chat_ask(request: ChatRequest, key: str) -> Ask:
+def chat_ask(request: ChatRequest, key: str) -> GenerationRequest:
     """A chat. Raises RequestError for what is wrong with it."""
     options = request.stream_options
-    return Ask(
+    return GenerationRequest(
         model=request.model,
         params=chat_sampling(request),
         messages=chat_messages(request.messages),
@@ -37,10 +37,12 @@ def chat_ask(request: ChatRequest, key: str) -> Ask:
     )
 
 
-def completion_ask(request: CompletionRequest, prompts: list[Prompt], key: str) -> Ask:
+def completion_ask(
+    request: CompletionRequest, prompts: list[Prompt], key: str
+) -> GenerationRequest:
     """Completions of `prompts`. Raises RequestError for what is wrong with it."""
     options = request.stream_options
-    return Ask(
+    return GenerationRequest(
         model=request.model,
         params=completion_sampling(request),
         prompts=prompts,

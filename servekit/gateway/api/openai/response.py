@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from servekit.gateway.api.responder import Form
-from servekit.gateway.generation.generation import Choice, Piece, Turn
-from servekit.gateway.tool_parsing import CallArguments, CallBegins, Event, Reasoning, Text
+from servekit.gateway.api.responder import ResponseEncoder
+from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
+from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import Prompt, PromptToken, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
@@ -33,7 +33,7 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def usage(turn: Turn) -> dict[str, Any]:
+def usage(turn: Generation) -> dict[str, Any]:
     """Tokens; those from the prefix cache only where there are some, as on the short way."""
     prompt, completion = turn.prompt_tokens, turn.completion_tokens
     counts = {
@@ -70,7 +70,7 @@ def _ranked(one: PromptToken, best: int) -> dict[str, Any] | None:
     }
 
 
-def stop_reason(turn: Turn, ended: Piece | Choice) -> dict[str, Any]:
+def stop_reason(turn: Generation, ended: GenerationChunk | Choice) -> dict[str, Any]:
     """vLLM's `stop_reason`, for requests with `stop_token_ids`: the string or token that ended it.
 
     None is the end of the sequence, or the limit.
@@ -81,7 +81,7 @@ def stop_reason(turn: Turn, ended: Piece | Choice) -> dict[str, Any]:
     return {"stop_reason": ended.stop or token}
 
 
-class ChatForm(Form):
+class ChatForm(ResponseEncoder):
     """The answer to POST /v1/chat/completions."""
 
     def __init__(self, *, usage: bool, logprobs: bool, prompt_logprobs: int | None = None) -> None:
@@ -91,18 +91,18 @@ class ChatForm(Form):
         self._usage = usage
         self._logprobs = logprobs
 
-    def _head(self, turn: Turn, kind: str) -> dict[str, Any]:
+    def _head(self, turn: Generation, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": turn.model}
 
     # ---- whole
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         head = self._head(turn, "chat.completion")
         listed = [self._whole(turn, index, choice) for index, choice in enumerate(choices)]
         told = prompt_of(choices[0], self._prompt_logprobs)
         return _encode(head | {"choices": listed, "usage": usage(turn)} | told)
 
-    def _whole(self, turn: Turn, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole(self, turn: Generation, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": choice.text if choice.text or not choice.calls else None,
@@ -124,14 +124,14 @@ class ChatForm(Form):
 
     # ---- streamed
 
-    def opening(self, turn: Turn) -> bytes:
+    def opening(self, turn: Generation) -> bytes:
         first = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(turn, index, first) for index in range(turn.ask.n))
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         return b"".join([chunk for piece in pieces for chunk in self._chunks(turn, piece)])
 
-    def _chunks(self, turn: Turn, piece: Piece) -> list[bytes]:
+    def _chunks(self, turn: Generation, piece: GenerationChunk) -> list[bytes]:
         deltas = [delta_of(event) for event in piece.events]
         if piece.logprobs and not deltas:
             deltas = [{"content": ""}]
@@ -147,7 +147,7 @@ class ChatForm(Form):
 
     def _chunk(
         self,
-        turn: Turn,
+        turn: Generation,
         index: int,
         delta: dict[str, Any],
         logprobs: list[TokenLogprob] | None = None,
@@ -164,7 +164,7 @@ class ChatForm(Form):
         head = self._head(turn, "chat.completion.chunk") | {"choices": [choice]}
         return event(head | {"usage": None} if self._usage else head)
 
-    def closing(self, turn: Turn) -> bytes:
+    def closing(self, turn: Generation) -> bytes:
         if not self._usage:
             return DONE
         head = self._head(turn, "chat.completion.chunk")
@@ -188,7 +188,7 @@ def delta_of(event: Event) -> dict[str, Any]:
             return {"content": text}
         case Reasoning(text):
             return {"reasoning_content": text}
-        case CallBegins(index, id, name):
+        case ToolCallStart(index, id, name):
             return {"tool_calls": [{"index": index, **called(id, name, "")}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
@@ -208,7 +208,7 @@ def _token(token: bytes, logprob: float) -> dict[str, Any]:
     }
 
 
-class CompletionForm(Form):
+class CompletionForm(ResponseEncoder):
     """The answer to POST /v1/completions. `echo`: each answer begins with its prompt.
 
     With `logprobs`, and of token ids, what is echoed is what the worker says of the prompt.
@@ -232,7 +232,7 @@ class CompletionForm(Form):
         self._echoed: set[int] = set()  # choices whose stream has begun with their prompt
         self._offsets: dict[int, int] = {}  # characters of each choice so far
 
-    def _head(self, turn: Turn) -> dict[str, Any]:
+    def _head(self, turn: Generation) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "text_completion",
@@ -240,7 +240,7 @@ class CompletionForm(Form):
             "model": turn.model,
         }
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         listed = [
             self._choice(
                 index,
@@ -255,7 +255,7 @@ class CompletionForm(Form):
         ]
         return _encode(self._head(turn) | {"choices": listed, "usage": usage(turn)})
 
-    def opening(self, turn: Turn) -> bytes:
+    def opening(self, turn: Generation) -> bytes:
         if not self._echo or turn.ask.params.echo:
             return b""
         count = len(turn.ask.prompts) * turn.ask.n
@@ -263,7 +263,7 @@ class CompletionForm(Form):
             self._chunk(turn, index, self._prompt(turn, index), [], None) for index in range(count)
         )
 
-    def _prompt(self, turn: Turn, index: int, told: Prompt | None = None) -> str:
+    def _prompt(self, turn: Generation, index: int, told: Prompt | None = None) -> str:
         """The text of a prompt: what the client sent, or of token ids what the worker says."""
         if not self._echo:
             return ""
@@ -272,7 +272,7 @@ class CompletionForm(Form):
             return prompt
         return "" if told is None else told.text
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         chunks = []
         for piece in pieces:
             text = "".join(event.text for event in piece.events if isinstance(event, Text))
@@ -285,7 +285,7 @@ class CompletionForm(Form):
                 chunks.append(self._chunk(turn, *args, more, told))
         return b"".join(chunks)
 
-    def _new(self, piece: Piece) -> Prompt | None:
+    def _new(self, piece: GenerationChunk) -> Prompt | None:
         """What a stream's first piece says of its prompt: one that goes on elsewhere repeats it."""
         if piece.prompt is None or piece.choice in self._echoed or not self._echo:
             return None
@@ -294,7 +294,7 @@ class CompletionForm(Form):
 
     def _chunk(
         self,
-        turn: Turn,
+        turn: Generation,
         index: int,
         text: str,
         logprobs: list[TokenLogprob],
@@ -343,7 +343,7 @@ class CompletionForm(Form):
             "text_offset": offsets,
         }
 
-    def closing(self, turn: Turn) -> bytes:
+    def closing(self, turn: Generation) -> bytes:
         if not self._usage:
             return DONE
         return event(self._head(turn) | {"choices": [], "usage": usage(turn)}) + DONE

@@ -9,15 +9,20 @@ from typing import Any
 import msgspec
 
 from servekit.errors import ServekitError
-from servekit.gateway.api.endpoint import Door, Endpoint
+from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
 from servekit.gateway.api.openai.response import logprob_of, new_id
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import decode
-from servekit.gateway.api.responder import Form
-from servekit.gateway.generation.generation import Ask, Choice, Piece, Turn
+from servekit.gateway.api.responder import ResponseEncoder
+from servekit.gateway.generation.generation import (
+    Choice,
+    Generation,
+    GenerationChunk,
+    GenerationRequest,
+)
 from servekit.gateway.http.asgi import send_error
 from servekit.gateway.routing.router import Router
-from servekit.gateway.tool_parsing import CallArguments, CallBegins, Event, Reasoning, Text
+from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
@@ -28,16 +33,16 @@ class Responses:
     """The endpoint, as an ASGI route by path."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
-        door = Door(router, max_body_bytes, send_error)
+        door = EndpointFactory(router, max_body_bytes, send_error)
         self.routes: dict[str, Endpoint] = {"/v1/responses": door.turn(_asked)}
 
 
-def _asked(body: bytes, key: str) -> tuple[Ask, Form]:
+def _asked(body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
     request = decode(ResponsesRequest, body)
     return ask_of(request, key), ResponsesForm(request)
 
 
-class ResponsesForm(Form):
+class ResponsesForm(ResponseEncoder):
     """One response: items of output, each with the events of its life."""
 
     def __init__(self, request: ResponsesRequest) -> None:
@@ -50,7 +55,7 @@ class ResponsesForm(Form):
 
     # ---- whole
 
-    def whole(self, turn: Turn, choices: list[Choice]) -> bytes:
+    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         [choice] = choices
         if choice.reasoning:
             self._begin(_reasoning())
@@ -74,7 +79,7 @@ class ResponsesForm(Form):
         if self._output:
             self._output[-1]["status"] = _status(finish)
 
-    def _response(self, turn: Turn, status: str, error: ServekitError | None = None) -> Json:
+    def _response(self, turn: Generation, status: str, error: ServekitError | None = None) -> Json:
         request, params = self._request, turn.ask.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -109,16 +114,16 @@ class ResponsesForm(Form):
 
     # ---- streamed
 
-    def opening(self, turn: Turn) -> bytes:
+    def opening(self, turn: Generation) -> bytes:
         response = self._response(turn, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def events(self, turn: Turn, pieces: list[Piece]) -> bytes:
+    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
         return b"".join(data for piece in pieces for data in self._of_piece(turn, piece))
 
-    def _of_piece(self, turn: Turn, piece: Piece) -> Iterator[bytes]:
+    def _of_piece(self, turn: Generation, piece: GenerationChunk) -> Iterator[bytes]:
         logprobs = piece.logprobs
         for event in piece.events:
             yield from self._of_event(event, logprobs)
@@ -141,14 +146,14 @@ class ResponsesForm(Form):
                 yield from self._turn_to("reasoning")
                 self._item["content"][0]["text"] += text
                 yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
-            case CallBegins(_, id, name):
+            case ToolCallStart(_, id, name):
                 yield from self._close("completed")
                 yield from self._add(_function_call(id, name))
             case CallArguments(_, text):
                 self._item["arguments"] += text
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
-    def _last(self, turn: Turn, finish: str) -> Iterator[bytes]:
+    def _last(self, turn: Generation, finish: str) -> Iterator[bytes]:
         status = _status(finish)
         if not self._output:
             yield from self._turn_to("message")
@@ -258,7 +263,7 @@ def _format(request: ResponsesRequest) -> Any:
     return {"type": "text"} if format is None else msgspec.to_builtins(format)
 
 
-def _usage(turn: Turn) -> Json:
+def _usage(turn: Generation) -> Json:
     prompt, completion = turn.prompt_tokens, turn.completion_tokens
     return {
         "input_tokens": prompt,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import Count, Priority, Temperature, Timeout, TopP
-from servekit.gateway.generation.generation import Ask
+from servekit.gateway.generation.generation import GenerationRequest
 from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
 
 
@@ -115,7 +115,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 
-def ask_of(request: ResponsesRequest, key: str) -> Ask:
+def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:
     """What the body asks for; raises RequestError that names the field."""
     for name in STATEFUL:
         if getattr(request, name):
@@ -123,7 +123,7 @@ def ask_of(request: ResponsesRequest, key: str) -> Ask:
                 f"{name}: servekit keeps no responses; send the whole conversation as input",
                 param=name,
             )
-    return Ask(
+    return GenerationRequest(
         model=request.model,
         params=_params(request),
         messages=_messages(request),

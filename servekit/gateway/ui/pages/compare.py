@@ -11,20 +11,20 @@ import gradio as gr
 
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame
 from servekit.gateway.ui.widgets.answer_html import answer
-from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, Wish, merged
+from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions, merged
 
 SIDES = ("a", "b")
 
 
-def wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> Wish:
+def wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> RequestOptions:
     """What one side asks for: a chat, or a completion of a model without a chat template."""
     given = zip(("temperature", "max_tokens", "seed"), settings, strict=True)
     more = {name: value for name, value in given if value is not None}
     info = frame.router.find(model or "").status.info
     if info is not None and not info.chat:
-        return Wish(COMPLETIONS, {"model": model, "prompt": prompt, **more})
+        return RequestOptions(COMPLETIONS, {"model": model, "prompt": prompt, **more})
     messages = [{"role": "user", "content": prompt}]
-    return Wish(CHAT, {"model": model, "messages": messages, **more})
+    return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
 
 
 def build(frame: Frame, blocks: gr.Blocks) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 from msgspec.structs import replace
 
-from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.ui.pages.page_layout import NOW, Frame
 from servekit.gateway.ui.widgets import log_tail, machine_tables
 from servekit.gateway.ui.widgets.stat_cards import figures as draw
@@ -87,7 +87,7 @@ def _log(frame: Frame, blocks: gr.Blocks) -> None:
     whose.change(tick, [whose, held, seen], shown, **NOW)
 
 
-async def _lines(frame: Frame, caller: Caller | None, name: str) -> tuple[tuple[str, ...], str]:
+async def _lines(frame: Frame, caller: ApiKey | None, name: str) -> tuple[tuple[str, ...], str]:
     """The processes that have written, and the last lines; only a sentence for who may not."""
     if caller is None or not caller.rule.admin:
         words = frame.say("log.admins" if frame.router.access.closed else "log.no_keys")
@@ -96,7 +96,7 @@ async def _lines(frame: Frame, caller: Caller | None, name: str) -> tuple[tuple[
     return names, log_tail.html(await frame.tail.lines(name), frame.say)
 
 
-async def render(frame: Frame, caller: Caller | None) -> tuple[str, str, str, str]:
+async def render(frame: Frame, caller: ApiKey | None) -> tuple[str, str, str, str]:
     """The parts of the page as they are now, of the models that a visitor may use.
 
     Figures and gateways are of all models: who may use some only is shown neither.

@@ -13,7 +13,7 @@ from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, visit
 from servekit.gateway.ui.status_html import error_note, note
 from servekit.gateway.ui.widgets import similarity_matrix
-from servekit.gateway.ui.widgets.request_runner import Wish
+from servekit.gateway.ui.widgets.request_runner import RequestOptions
 
 #: Texts at once: more make a table that nobody reads.
 MOST_TEXTS = 40
@@ -29,9 +29,9 @@ def texts_of(given: str) -> list[str]:
     return texts
 
 
-def wish(model: str, given: str) -> Wish:
+def wish(model: str, given: str) -> RequestOptions:
     """The request as code."""
-    return Wish("/v1/embeddings", {"model": model, "input": texts_of(given)})
+    return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
 
 
 def build(frame: Frame, blocks: gr.Blocks) -> None:

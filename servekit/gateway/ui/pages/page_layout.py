@@ -14,15 +14,15 @@ from gradio.components import Navbar
 
 from servekit.errors import RequestError
 from servekit.gateway.api.admin.endpoints import Supervisor
-from servekit.gateway.auth.api_key import Caller
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import Visit
 from servekit.gateway.ui.pages import snippets
 from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, root
 from servekit.gateway.ui.status_html import choices, error_note, may_see, progress_note
 from servekit.gateway.ui.widgets.log_tail import Tail
-from servekit.gateway.ui.widgets.request_runner import Runs, Shown, Wish
-from servekit.gateway.ui.widgets.status_poller import Watch
+from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Shown
+from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
 MODELS_EVERY_S = 5.0
 #: Characters of a prompt: it is shown as code, too, and sent with each event.
@@ -53,7 +53,7 @@ class Frame:
     router: Router
     say: Say
     supervisor: Supervisor
-    watch: Watch
+    watch: StatusPoller
     runs: Runs
     tail: Tail
 
@@ -105,11 +105,11 @@ class Frame:
         value = found[0][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
 
-    def sees(self, caller: Caller | None, model: str) -> bool:
+    def sees(self, caller: ApiKey | None, model: str) -> bool:
         """Whether a visitor may be told of a model; see `caller`."""
         return may_see(self.router, caller, model)
 
-    def sees_all(self, caller: Caller | None) -> bool:
+    def sees_all(self, caller: ApiKey | None) -> bool:
         """Whether a visitor may be told of all models: by the key's own, or as administrator."""
         if not self.router.access.closed:
             return True
@@ -129,7 +129,7 @@ class Frame:
         blocks.load(tick, [seen, *models], [seen, *models], **NOW)
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
 
-    async def caller(self, request: gr.Request) -> Caller | None:
+    async def caller(self, request: gr.Request) -> ApiKey | None:
         """Whose key it is; None where none is needed, or it is not known (any more)."""
         access = self.router.access
         if not access.closed:
@@ -143,7 +143,7 @@ class Frame:
     # ---- a request
 
     async def show(
-        self, request: gr.Request, make: Callable[[], Wish], slot: str = ""
+        self, request: gr.Request, make: Callable[[], RequestOptions], slot: str = ""
     ) -> AsyncGenerator[tuple[Shown | None, str]]:
         """Run what `make` wishes for: where it is, and a note about it, as HTML.
 
@@ -179,7 +179,7 @@ class Frame:
         stop.click(end, None, None, **NOW)
         blocks.unload(leave)
 
-    def code(self, make: Callable[..., Wish], inputs: Sequence[Any]) -> None:
+    def code(self, make: Callable[..., RequestOptions], inputs: Sequence[Any]) -> None:
         """The request that the page would send, as `curl` and Python, while it is unfolded."""
         with gr.Accordion(self.say("code.title"), open=False, elem_classes="sk-fold") as fold:
             block = gr.HTML("", elem_classes="sk-codes")

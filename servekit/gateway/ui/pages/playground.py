@@ -13,7 +13,7 @@ from servekit.errors import RequestError
 from servekit.gateway.ui.pages.page_layout import QUIET, Frame
 from servekit.gateway.ui.widgets import token_html
 from servekit.gateway.ui.widgets.answer_html import plain
-from servekit.gateway.ui.widgets.request_runner import COMPLETIONS, Wish
+from servekit.gateway.ui.widgets.request_runner import COMPLETIONS, RequestOptions
 
 #: Tokens of one completion here: each is an element of the page, with its alternatives.
 MOST_TOKENS = 512
@@ -21,14 +21,14 @@ MOST_PROMPT_CHARS = 20_000
 NAMES = ("max_tokens", "logprobs", "temperature", "top_p", "seed")
 
 
-def wish(model: str, prompt: str, *settings: float | None) -> Wish:
+def wish(model: str, prompt: str, *settings: float | None) -> RequestOptions:
     """A completion with log probabilities. Raises RequestError for one that is too long here."""
     given = dict(zip(NAMES, settings, strict=True))
     given["top_p"] = given["top_p"] or None  # what an empty field is, for a moment at first
     if (given["max_tokens"] or 0) > MOST_TOKENS:
         raise RequestError(f"max_tokens: at most {MOST_TOKENS} on this page")
     more = {name: value for name, value in given.items() if value is not None}
-    return Wish(COMPLETIONS, {"model": model, "prompt": prompt, **more})
+    return RequestOptions(COMPLETIONS, {"model": model, "prompt": prompt, **more})
 
 
 def build(frame: Frame, blocks: gr.Blocks) -> None:

@@ -7,7 +7,7 @@ import shlex
 from html import escape
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, Wish
+from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions
 
 #: The variable of the environment that holds the key.
 KEY = "SERVEKIT_API_KEY"
@@ -42,7 +42,7 @@ _EMBED = "embeddings.create"
 _SHOW_EMBED = "print(len(answer.data[0].embedding))"
 
 
-def curl(origin: str, wish: Wish, *, closed: bool) -> str:
+def curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
     """A command line. `closed`: a key is needed."""
     body = json.dumps(wish.body, ensure_ascii=False, indent=2)
     lines = [f"curl {shlex.quote(origin + wish.path)}", "-H 'Content-Type: application/json'"]
@@ -51,7 +51,7 @@ def curl(origin: str, wish: Wish, *, closed: bool) -> str:
     return " \\\n  ".join([*lines, f"-d {shlex.quote(body)}"])
 
 
-def python(origin: str, wish: Wish, *, closed: bool) -> str:
+def python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
     """A program with OpenAI's client."""
     named = {key: value for key, value in wish.body.items() if key in _OPENAI}
     more = {key: value for key, value in wish.body.items() if key not in _OPENAI}
@@ -73,7 +73,7 @@ def python(origin: str, wish: Wish, *, closed: bool) -> str:
     )
 
 
-def html(origin: str, wish: Wish, say: Say, *, closed: bool) -> str:
+def html(origin: str, wish: RequestOptions, say: Say, *, closed: bool) -> str:
     """Both, as HTML, each with a button that copies it."""
     note = f'<p class="sk-quiet">{escape(say("code.key", name=KEY))}</p>' if closed else ""
     shell = _block("curl", curl(origin, wish, closed=closed), say)

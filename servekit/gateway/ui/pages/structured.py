@@ -14,7 +14,7 @@ from servekit.errors import RequestError
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame
 from servekit.gateway.ui.widgets.answer_html import clipped, plain, thoughts
-from servekit.gateway.ui.widgets.request_runner import CHAT, Shown, Wish
+from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions, Shown
 from servekit.gateway.ui.widgets.schema_check import checked, json_of, verdict
 
 EXAMPLE_SCHEMA = """{
@@ -44,14 +44,16 @@ EXAMPLE_TOOLS = """[
 CHOICES = ("auto", "required", "none")
 
 
-def schema_wish(model: str, prompt: str, text: str, limit: float | None) -> Wish:
+def schema_wish(model: str, prompt: str, text: str, limit: float | None) -> RequestOptions:
     """An answer by a schema. Raises RequestError unless it is one."""
     schema = checked(json_of(text, "the schema"), "the schema")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return _chat(model, prompt, limit, {"response_format": form})
 
 
-def tools_wish(model: str, prompt: str, text: str, choice: str, limit: float | None) -> Wish:
+def tools_wish(
+    model: str, prompt: str, text: str, choice: str, limit: float | None
+) -> RequestOptions:
     """An answer with tools. Raises RequestError unless their definitions are some."""
     tools = json_of(text, "the tools")
     for name, schema in schemas_of(tools).items():
@@ -69,10 +71,12 @@ def schemas_of(tools: Any) -> dict[str, Any]:
     return {one["name"]: one.get("parameters", {}) for one in functions if isinstance(one, dict)}
 
 
-def _chat(model: str, prompt: str, limit: float | None, more: Mapping[str, Any]) -> Wish:
+def _chat(model: str, prompt: str, limit: float | None, more: Mapping[str, Any]) -> RequestOptions:
     messages = [{"role": "user", "content": prompt}]
     length = {} if limit is None else {"max_tokens": limit}
-    return Wish(CHAT, {"model": model, "messages": messages, "temperature": 0, **length, **more})
+    return RequestOptions(
+        CHAT, {"model": model, "messages": messages, "temperature": 0, **length, **more}
+    )
 
 
 # ---- what came of it

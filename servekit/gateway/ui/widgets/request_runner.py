@@ -20,7 +20,13 @@ from servekit.gateway.api.openai.generation_request import chat_ask, completion_
 from servekit.gateway.api.openai.request import completion_prompts
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.generation.generation import Ask, Choice, Piece, Turn, open_turn
+from servekit.gateway.generation.generation import (
+    Choice,
+    Generation,
+    GenerationChunk,
+    GenerationRequest,
+    open_turn,
+)
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import UPDATE_PER_ANSWER_S, UPDATE_S, Progress, Visit
 from servekit.protocol.types import FinishReason
@@ -34,13 +40,13 @@ CHARS_PER_UPDATE = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RequestOptions:
     """A request as a client would send it: a path, and its JSON body."""
 
     path: str
     body: Mapping[str, Any]
 
-    def ask(self, key: str) -> Ask:
+    def ask(self, key: str) -> GenerationRequest:
         """What it asks for, streamed. Raises RequestError for what is wrong with it."""
         streamed = {"stream": True, "stream_options": {"queue_position": True}}
         body = msgspec.json.encode({**self.body, **streamed})
@@ -67,7 +73,9 @@ class Runs:
         self._router = router
         self._runs: dict[tuple[str, str], Run] = {}
 
-    async def follow(self, visit: Visit, wish: Wish, slot: str = "") -> AsyncGenerator[Shown, None]:
+    async def follow(
+        self, visit: Visit, wish: RequestOptions, slot: str = ""
+    ) -> AsyncGenerator[Shown, None]:
         """Run a request, and tell how it goes; the last that is told is not `busy`.
 
         Cancels in the engine when it is stopped, dropped, followed by another in its slot, or
@@ -112,7 +120,7 @@ class Runs:
                 run.stopped = run.dropped = True
                 run.cancel()
 
-    async def _opened(self, run: Run, visit: Visit, wish: Wish) -> Turn:
+    async def _opened(self, run: Run, visit: Visit, wish: RequestOptions) -> Generation:
         caller = await self._router.access.visitor(visit.authorization)
         ask = wish.ask(visit.client)
         before = ACTING.set(caller)
@@ -153,8 +161,8 @@ class Run:
 
     def __init__(self) -> None:
         self.choice = Choice()
-        self.opening: asyncio.Future[Turn] | None = None
-        self.turn: Turn | None = None
+        self.opening: asyncio.Future[Generation] | None = None
+        self.turn: Generation | None = None
         self.stopped = self.dropped = self.finished = False
         self._asked_s = time.monotonic()
         self._first_s: float | None = None
@@ -167,7 +175,7 @@ class Run:
         if self.turn is not None:
             self.turn.cancel()
 
-    def take(self, turn: Turn, pieces: list[Piece]) -> None:
+    def take(self, turn: Generation, pieces: list[GenerationChunk]) -> None:
         for piece in pieces:
             self.choice.add(piece)
             self.finished = self.finished or piece.finish is not None

@@ -48,7 +48,7 @@ class Happening:
 
 
 @dataclass(slots=True)
-class Watch:
+class StatusPoller:
     """Looks once a second, for as long as `live` runs."""
 
     router: Router

@@ -13,7 +13,7 @@ from servekit.cli.init.config_template import (
     DEMO,
     DEMO_NAME,
     FIRST,
-    Wish,
+    TemplateOptions,
     compose,
     name_of,
     write,
@@ -55,13 +55,13 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wish",
     [
-        Wish(),
-        Wish("Qwen/Qwen3-0.6B", "qwen3", engine="auto", gpus=(), machine="one, two"),
-        Wish("org/name", "on", engine="auto", gpus=(0, 2), port=0),
-        Wish("org/name", "1e3", host="0.0.0.0", key=("me", keys.new("me")[1])),
+        TemplateOptions(),
+        TemplateOptions("Qwen/Qwen3-0.6B", "qwen3", engine="auto", gpus=(), machine="one, two"),
+        TemplateOptions("org/name", "on", engine="auto", gpus=(0, 2), port=0),
+        TemplateOptions("org/name", "1e3", host="0.0.0.0", key=("me", keys.new("me")[1])),
     ],
 )
-def test_whatever_is_wished_for_the_file_loads(tmp_path: Path, wish: Wish) -> None:
+def test_whatever_is_wished_for_the_file_loads(tmp_path: Path, wish: TemplateOptions) -> None:
     path = tmp_path / "servekit.yaml"
     write(path, compose(wish))
     config = load(path)
@@ -77,7 +77,7 @@ def test_a_path_with_odd_characters_is_quoted(tmp_path: Path) -> None:
     folder = tmp_path / "models: #1 'x' \"y\" ü"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    write(tmp_path / "a.yaml", compose(Wish(str(folder), name_of(str(folder)))))
+    write(tmp_path / "a.yaml", compose(TemplateOptions(str(folder), name_of(str(folder)))))
     [model] = load(tmp_path / "a.yaml").models
     assert model.path == str(folder)
     assert model.name == "models-1-x-y"

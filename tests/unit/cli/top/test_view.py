@@ -13,7 +13,7 @@ from servekit.cli.top.view import _HEAD, lines
 from servekit.event_store import Event
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
-from servekit.protocol.residency import Residence
+from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.types import GpuStatus
 
 GIB = 2**30
@@ -96,7 +96,9 @@ def test_a_tall_window_has_no_limit_and_all_days() -> None:
 
 
 def test_models_that_are_away_or_failed() -> None:
-    away = replace(MODEL, replicas=(), residence=Residence("on_demand", "asleep", "asleep since 9"))
+    away = replace(
+        MODEL, replicas=(), residence=ResidencyStatus("on_demand", "asleep", "asleep since 9")
+    )
     failed = replace(MODEL, name="bad", replicas=(worker("bad/0", state="failed", pid=0),))
     gone = replace(MODEL, name="gone", replicas=())
     shown = text(View(status(away, failed, gone), at=time.time()), 120)

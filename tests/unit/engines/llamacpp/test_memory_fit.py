@@ -9,8 +9,8 @@ import pytest
 
 from servekit.engines.llamacpp.memory_fit import (
     HEADROOM_BYTES,
+    FitOptions,
     Shape,
-    Wish,
     _masks,
     _workspace,
     fit,
@@ -33,7 +33,7 @@ SHAPE = Shape(
     vocabulary=4 * 128_000,
     own_context=8192,
 )
-WISH = Wish(
+WISH = FitOptions(
     slots=8,
     batch=512,
     max_context=None,
@@ -44,7 +44,7 @@ WISH = Wish(
 )
 
 
-def taken(shape: Shape, wish: Wish, gpu_layers: int, tokens: int) -> int:
+def taken(shape: Shape, wish: FitOptions, gpu_layers: int, tokens: int) -> int:
     layers = min(gpu_layers, len(shape.layers))
     weights = layers * shape.layers[0] + (shape.output if gpu_layers > layers else 0)
     cache = tokens * shape.cached * layers

@@ -13,8 +13,8 @@ import pytest
 from servekit.engines.remote import client as module
 from servekit.engines.remote.client import Address, Endpoint
 from servekit.engines.remote.errors import Refused
-from servekit.engines.remote.rate_limiter import Pace
-from servekit.engines.remote.request_builder import Errand, Manner, errand
+from servekit.engines.remote.rate_limiter import RateLimiter
+from servekit.engines.remote.request_builder import EndpointTraits, Errand, errand
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
 from tests.unit.engines.remote.liar import (
@@ -36,7 +36,7 @@ KEY = "sk-very-secret-0123456789"
 
 def asking() -> Errand:
     request = Generate(1, SamplingParams(), messages=[ChatMessage("user", "Hi")])
-    return errand(request, Manner("kimi", {}))
+    return errand(request, EndpointTraits("kimi", {}))
 
 
 def address(url: str, **fields: Any) -> Address:
@@ -55,7 +55,7 @@ def address(url: str, **fields: Any) -> Address:
 
 @contextlib.asynccontextmanager
 async def reaching(url: str, **fields: Any) -> AsyncIterator[Endpoint]:
-    endpoint = Endpoint(address(url, **fields), Pace(None, None))
+    endpoint = Endpoint(address(url, **fields), RateLimiter(None, None))
     try:
         yield endpoint
     finally:

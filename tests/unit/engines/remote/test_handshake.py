@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.engines.remote.handshake import Greeted, greet
-from servekit.engines.remote.request_builder import Manner
+from servekit.engines.remote.request_builder import EndpointTraits
 from servekit.errors import LoadError
 from tests.unit.engines.remote.liar import (
     Script,
@@ -21,7 +21,7 @@ from tests.unit.engines.remote.liar import (
 )
 from tests.unit.engines.remote.test_client import address
 
-MANNER = Manner("kimi", {"temperature": 0.3, "max_tokens": 9999})
+MANNER = EndpointTraits("kimi", {"temperature": 0.3, "max_tokens": 9999})
 
 
 async def greeted(url: str, *, embeds: bool = False, **fields: Any) -> Greeted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.engines.remote.errors import Refused, refused, unreachable
-from servekit.engines.remote.health import Watch
+from servekit.engines.remote.health import HealthWatcher
 
 DOWN = unreachable("http://x/v1", "connection refused")
 
@@ -14,8 +14,8 @@ def status(code: int) -> Refused:
     return refused(code, {}, b"")
 
 
-def watch(*, lists: bool = True) -> Watch:
-    return Watch(lists=lists, now_s=0.0)
+def watch(*, lists: bool = True) -> HealthWatcher:
+    return HealthWatcher(lists=lists, now_s=0.0)
 
 
 def test_a_list_costs_nothing_and_is_asked_for_when_idle() -> None:

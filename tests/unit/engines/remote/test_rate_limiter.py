@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from servekit.engines.remote import rate_limiter
-from servekit.engines.remote.rate_limiter import Pace, Window
+from servekit.engines.remote.rate_limiter import RateLimiter, Window
 
 
 def test_as_many_requests_as_allowed_in_any_minute() -> None:
@@ -52,7 +52,7 @@ def test_without_limits_nothing_is_kept() -> None:
 
 async def test_who_waits_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limiter, "WINDOW_S", 0.1)
-    gate, order = Pace(2, None), list[int]()
+    gate, order = RateLimiter(2, None), list[int]()
 
     async def ask(number: int) -> None:
         await gate.admit(1)
@@ -67,7 +67,7 @@ async def test_who_waits_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_one_who_gives_up_lets_the_next_one_go() -> None:
-    gate = Pace(1, None)
+    gate = RateLimiter(1, None)
     await gate.admit(1)
     first, second = (asyncio.ensure_future(gate.admit(1)) for _ in range(2))
     await asyncio.sleep(0)
@@ -81,7 +81,7 @@ async def test_one_who_gives_up_lets_the_next_one_go() -> None:
 
 
 async def test_tokens_that_were_not_needed_are_free_at_once() -> None:
-    gate = Pace(None, 100)
+    gate = RateLimiter(None, 100)
     sent = await gate.admit(100)
     waiting = asyncio.ensure_future(gate.admit(50))
     await asyncio.sleep(0)
@@ -91,7 +91,7 @@ async def test_tokens_that_were_not_needed_are_free_at_once() -> None:
 
 
 async def test_all_wait_while_the_endpoint_wants_to_be_left_alone() -> None:
-    gate = Pace(None, None)
+    gate = RateLimiter(None, None)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     gate.hold(0.05)

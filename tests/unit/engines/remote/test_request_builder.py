@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.request_builder import Manner, errand
+from servekit.engines.remote.request_builder import EndpointTraits, errand
 from servekit.errors import Unsupported
 from servekit.protocol.messages import (
     ChatMessage,
@@ -17,7 +17,7 @@ from servekit.protocol.messages import (
     ToolCall,
 )
 
-MANNER = Manner("kimi", {})
+MANNER = EndpointTraits("kimi", {})
 USER = [ChatMessage("user", "Hello")]
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
@@ -26,7 +26,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def body(
-    manner: Manner = MANNER, params: SamplingParams | None = None, **fields: Any
+    manner: EndpointTraits = MANNER, params: SamplingParams | None = None, **fields: Any
 ) -> dict[str, Any]:
     fields.setdefault("messages", USER)
     found: dict[str, Any] = json.loads(
@@ -89,7 +89,7 @@ def test_sampling_by_its_own_names() -> None:
 
 
 def test_the_file_s_sampling_where_the_request_is_silent() -> None:
-    manner = Manner("kimi", {"temperature": 0.3, "top_p": 0.9, "max_tokens": 100})
+    manner = EndpointTraits("kimi", {"temperature": 0.3, "top_p": 0.9, "max_tokens": 100})
     told = body(manner, SamplingParams(temperature=0.0))
     assert (told["temperature"], told["top_p"], told["max_tokens"]) == (0.0, 0.9, 100)
 
@@ -100,7 +100,7 @@ def test_what_is_off_is_not_said() -> None:
 
 
 def test_as_openai_s_newer_models_want_it_and_without_counts() -> None:
-    manner = Manner("o", {}, usage=False, limit="max_completion_tokens")
+    manner = EndpointTraits("o", {}, usage=False, limit="max_completion_tokens")
     told = body(manner, SamplingParams(max_tokens=9))
     assert told["max_completion_tokens"] == 9
     assert not {"max_tokens", "stream_options"} & told.keys()
@@ -167,7 +167,7 @@ def test_thinking_as_the_endpoint_knows_it() -> None:
     wish = {"enable_thinking": True, "thinking": True, "thinking_budget": 9}
     assert body(template=wish) == body()
     assert body(template=wish | {"reasoning_effort": "low"}) == body() | {"reasoning_effort": "low"}
-    templated = Manner("qwen", {}, template_arguments=True)
+    templated = EndpointTraits("qwen", {}, template_arguments=True)
     told = body(templated, template=wish | {"reasoning_effort": "low", "tone": "kind"})
     assert told["chat_template_kwargs"] == wish | {"tone": "kind"}
     assert told["reasoning_effort"] == "low"

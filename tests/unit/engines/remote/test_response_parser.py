@@ -11,10 +11,10 @@ from servekit.engines.remote.response_parser import Answer
 from servekit.errors import EndpointFailed, RequestError
 from servekit.gateway.tool_parsing import (
     CallArguments,
-    CallBegins,
     Event,
     Reasoning,
     Text,
+    ToolCallStart,
     parser,
 )
 from servekit.protocol.messages import Dialect, Generate, SamplingParams
@@ -90,9 +90,9 @@ def test_thoughts_text_and_calls_each_to_the_last_blank() -> None:
     assert found == [
         Reasoning(" \n hm, so\n\n"),
         Text("\n  Let me see. \n"),
-        CallBegins(0, "call_1", "f"),
+        ToolCallStart(0, "call_1", "f"),
         CallArguments(0, ' {"a": 1} '),
-        CallBegins(1, "call_2", "g"),
+        ToolCallStart(1, "call_2", "g"),
         CallArguments(1, '{"b": "</tool_call>"}'),
         Text(" \nThen"),
         Reasoning("and more"),
@@ -114,7 +114,7 @@ def test_data_never_becomes_a_call_or_a_thought(text: str) -> None:
     [thought] = events(answer(), {"reasoning_content": text})
     assert thought == Reasoning(harmless)
     begins, arguments = events(answer(), called(0, text, text, text))
-    assert begins == CallBegins(0, harmless, harmless)
+    assert begins == ToolCallStart(0, harmless, harmless)
     assert arguments == CallArguments(0, harmless)
 
 
@@ -125,14 +125,14 @@ def test_arguments_in_other_forms() -> None:
 
 def test_several_calls_that_all_claim_the_first_place() -> None:
     found = events(answer(), called(0, "a", "f", "{}"), called(0, "b", "g", "{}"))
-    assert [e.name for e in found if isinstance(e, CallBegins)] == ["f", "g"]
+    assert [e.name for e in found if isinstance(e, ToolCallStart)] == ["f", "g"]
 
 
 def test_calls_without_places_or_ids() -> None:
     found = events(answer(), called(None, "a", "f", "{"), called(None, None, None, "}"))
-    assert found == [CallBegins(0, "a", "f"), CallArguments(0, "{}")]
+    assert found == [ToolCallStart(0, "a", "f"), CallArguments(0, "{}")]
     begins, _ = events(answer(), called(0, None, "f", "{}"))
-    assert isinstance(begins, CallBegins)
+    assert isinstance(begins, ToolCallStart)
     assert begins.id.startswith("call_")
 
 

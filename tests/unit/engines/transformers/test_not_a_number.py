@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from servekit.engines.api.job_state import NOT_A_NUMBER
 from servekit.engines.transformers.decode import batch_slots, device_sampling
-from servekit.engines.transformers.decode.device_sampling import Manner
+from servekit.engines.transformers.decode.device_sampling import SamplingMode
 from tests.unit.engines.harness import Harness, reference
 
 Make = Callable[..., Harness]
@@ -112,8 +112,8 @@ def _scores(engine: Harness, job: int) -> list[float]:
     return [value for value in (*prompt, *chosen) if value is not None]
 
 
-@pytest.mark.parametrize("manner", [Manner(), Manner(plain=True, ranked=True)])
-def test_a_step_on_the_device_says_which_rows_are_not_numbers(manner: Manner) -> None:
+@pytest.mark.parametrize("manner", [SamplingMode(), SamplingMode(plain=True, ranked=True)])
+def test_a_step_on_the_device_says_which_rows_are_not_numbers(manner: SamplingMode) -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 50)
     logits[1, 7] = torch.nan

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from servekit.engines.model_files import file_lock
 from servekit.engines.transformers import packed_linear
 from servekit.engines.transformers.batching import kv_cache
-from servekit.engines.transformers.lora.module_clone import Skeletons
+from servekit.engines.transformers.lora.module_clone import ModuleClones
 from servekit.engines.transformers.packed_linear import PackedLinear, pack, packed_in
-from servekit.engines.transformers.sleep.weight_offload import DiskBed
+from servekit.engines.transformers.sleep.weight_offload import DiskReload
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, write_tiny_llama
@@ -115,7 +115,7 @@ def test_a_copy_is_plain_and_goes_its_own_way(wide: Path) -> None:
     model = load(wide)
     before = logits(model)
     pack(model, spec_of(wide))
-    twin = Skeletons(model, "sdpa").new()
+    twin = ModuleClones(model, "sdpa").new()
     assert not packed_in(twin) and packed_in(model)
     assert torch.equal(logits(twin), before)
     layer, other = model.model.layers[0].mlp.up_proj, twin.model.layers[0].mlp.up_proj
@@ -157,7 +157,7 @@ def test_asleep_the_copy_is_given_back(wide: Path) -> None:
     model = load(wide, torch.bfloat16)
     pack(model, spec_of(wide))
     before = logits(model)
-    bed = DiskBed(model, lambda: load(wide, torch.bfloat16))
+    bed = DiskReload(model, lambda: load(wide, torch.bfloat16))
     for _ in range(2):
         bed.sleep()
         bed.sleep()
@@ -175,7 +175,7 @@ def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
     model = load(wide)
     before = logits(model)
     pack(model, spec_of(wide))
-    bed = DiskBed(model, lambda: load(wide))
+    bed = DiskReload(model, lambda: load(wide))
     bed.sleep()
 
     def refuse(weight: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 from servekit.engines.api.base import EmbedJob, StepOutput
 from servekit.engines.api.job_validation import Limits
 from servekit.engines.vllm.embedding_batches import BATCH, Texts
-from servekit.engines.vllm.request_table import Embedding, Held
+from servekit.engines.vllm.request_table import Embedding, RequestTable
 from tests.unit.engines.vllm.recording import RecordingCore
 
 COUNT = 3 * BATCH + 1
@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.core = RecordingCore()
-        self.held = Held(lambda: None)
+        self.held = RequestTable(lambda: None)
         self.failed: list[StepOutput] = []
         core: Any = self.core
         self.texts = Texts(core, self.held, Limits(100, 8), lambda name, ids: name, self._fail)

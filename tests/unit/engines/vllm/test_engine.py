@@ -12,7 +12,7 @@ from servekit.engines.api.base import StepOutput
 from servekit.engines.vllm.engine import VllmEngine
 from servekit.engines.vllm.generation_defaults import Stated
 from servekit.engines.vllm.request_table import Embedding
-from servekit.engines.vllm.sleep import Broken, Slumber
+from servekit.engines.vllm.sleep import Broken, SleepControl
 from servekit.errors import LoadError, WorkerLost
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.vllm.recording import RecordingCore
@@ -33,7 +33,7 @@ class Bench:
         self.engine._embeds = embeds
         self.asked: list[Any] = []
         self.engine._probes = SimpleNamespace(take=self.asked.append, fail=lambda error: None)
-        self.engine._slumber = Slumber(self.engine._core, 1, lambda: None)
+        self.engine._slumber = SleepControl(self.engine._core, 1, lambda: None)
         self.outputs: list[StepOutput] = []
         self.engine.start(self.outputs.extend)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from servekit.engines.api.base import StepOutput
-from servekit.engines.vllm.request_table import Embedding, Held
+from servekit.engines.vllm.request_table import Embedding, RequestTable
 from servekit.errors import RequestError, WorkerLost
 
 
@@ -30,8 +30,8 @@ def told() -> Told:
 
 
 @pytest.fixture
-def held() -> Held:
-    held = Held(lambda: None)
+def held() -> RequestTable:
+    held = RequestTable(lambda: None)
     for job_id in (1, 2, 3):
         held.begin(job_id, [f"{job_id}#0"])
     return held
@@ -41,13 +41,15 @@ def step(*ids: int) -> list[StepOutput]:
     return [StepOutput(job_id, [7]) for job_id in ids]
 
 
-def test_a_step_is_told_as_it_came(held: Held, told: Told) -> None:
+def test_a_step_is_told_as_it_came(held: RequestTable, told: Told) -> None:
     made = step(1, 2, 3)
     held.tell(made, held.left, told)
     assert told.outputs == made and len(held) == 3
 
 
-def test_what_was_cancelled_since_the_step_was_made_is_left_out(held: Held, told: Told) -> None:
+def test_what_was_cancelled_since_the_step_was_made_is_left_out(
+    held: RequestTable, told: Told
+) -> None:
     since, made = held.left, step(1, 2, 3)
     assert held.cancel(2) == ["2#0"]
     held.tell(made, since, told)
@@ -56,7 +58,7 @@ def test_what_was_cancelled_since_the_step_was_made_is_left_out(held: Held, told
     assert told.ids == [1, 3]
 
 
-def test_a_cancellation_waits_for_the_step_that_is_being_told(held: Held) -> None:
+def test_a_cancellation_waits_for_the_step_that_is_being_told(held: RequestTable) -> None:
     telling, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
     order: list[str] = []
 
@@ -83,7 +85,7 @@ def test_a_cancellation_waits_for_the_step_that_is_being_told(held: Held) -> Non
 
 
 def test_under_fire_nothing_comes_after_a_cancellation() -> None:
-    held, over = Held(lambda: None), threading.Event()
+    held, over = RequestTable(lambda: None), threading.Event()
     gone: set[int] = set()
     late: list[int] = []
 
@@ -107,7 +109,7 @@ def test_under_fire_nothing_comes_after_a_cancellation() -> None:
     assert late == []
 
 
-def test_who_is_told_may_cancel(held: Held) -> None:
+def test_who_is_told_may_cancel(held: RequestTable) -> None:
     def emit(outputs: Sequence[StepOutput]) -> None:
         held.cancel(outputs[0].id)
 
@@ -115,13 +117,13 @@ def test_who_is_told_may_cancel(held: Held) -> None:
     assert 1 not in held
 
 
-def test_what_has_ended_is_forgotten(held: Held, told: Told) -> None:
+def test_what_has_ended_is_forgotten(held: RequestTable, told: Told) -> None:
     held.tell([StepOutput(1, [7], "stop"), StepOutput(2, [], error="no")], held.left, told)
     assert told.ids == [1, 2] and len(held) == 1 and list(held.jobs) == ["3#0"]
     assert held.cancel(1) == []
 
 
-def test_a_job_with_texts_goes_as_a_whole(held: Held) -> None:
+def test_a_job_with_texts_goes_as_a_whole(held: RequestTable) -> None:
     names = ["4#1.0", "4#1.1"]
     held.begin(4, names, Embedding.of(names))
     assert held.jobs["4#1.1"] == 4 and held.embeddings[4].left == 2
@@ -129,12 +131,12 @@ def test_a_job_with_texts_goes_as_a_whole(held: Held) -> None:
     assert 4 not in held.embeddings and "4#1.0" not in held.jobs
 
 
-def test_an_id_is_held_once(held: Held) -> None:
+def test_an_id_is_held_once(held: RequestTable) -> None:
     with pytest.raises(RequestError, match="already in flight"):
         held.begin(1, ["1#9"])
 
 
-def test_after_its_end_nobody_is_told_and_nobody_is_taken(held: Held, told: Told) -> None:
+def test_after_its_end_nobody_is_told_and_nobody_is_taken(held: RequestTable, told: Told) -> None:
     since, made = held.left, step(1, 2, 3)
     held.end()
     held.tell(made, since, told)
@@ -145,7 +147,7 @@ def test_after_its_end_nobody_is_told_and_nobody_is_taken(held: Held, told: Told
 
 def test_who_comes_first_is_noticed() -> None:
     firsts: list[None] = []
-    held = Held(lambda: firsts.append(None))
+    held = RequestTable(lambda: firsts.append(None))
     for job_id in (1, 2):
         held.begin(job_id, [f"{job_id}#0"])
     assert len(firsts) == 1

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.vllm.sleep import Broken, Slumber
+from servekit.engines.vllm.sleep import Broken, SleepControl
 from servekit.errors import LoadError
 from tests.unit.engines.vllm.recording import RecordingCore
 
 ROOM = ("collective_rpc", "lacking_bytes", None, (), None)
 
 
-def slumber(level: int, lacking: list[int], fails: str = "") -> tuple[Slumber, RecordingCore]:
+def slumber(level: int, lacking: list[int], fails: str = "") -> tuple[SleepControl, RecordingCore]:
     def answer(*told: Any) -> Any:
         if told == ROOM:
             return lacking
@@ -23,7 +23,7 @@ def slumber(level: int, lacking: list[int], fails: str = "") -> tuple[Slumber, R
 
     core = RecordingCore(answer)
     taken: Any = core
-    return Slumber(taken, level, lambda: core.calls.append(("restored",))), core
+    return SleepControl(taken, level, lambda: core.calls.append(("restored",))), core
 
 
 def test_room_is_looked_for_before_anything_is_woken() -> None:

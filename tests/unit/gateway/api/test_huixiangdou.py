@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from servekit.gateway.api.huixiangdou import Stream, event
 from servekit.gateway.app import Application
-from servekit.gateway.generation.generation import Piece
+from servekit.gateway.generation.generation import Generation, GenerationChunk
 from servekit.gateway.tool_parsing import Text
 from servekit.protocol.messages import (
     AccessRules,
@@ -218,10 +218,11 @@ def test_a_line_break_is_a_line_of_the_same_event(text: str, written: str) -> No
 
 
 def test_white_space_goes_with_what_follows() -> None:
-    form, turn = Stream(), None
-    said = [form.events(turn, [Piece(0, [Text(text)])]) for text in ("a \r", "\n", "b", " ")]  # type: ignore[arg-type]
+    form, turn = Stream(), cast(Generation, None)
+    pieces = [[GenerationChunk(0, [Text(text)])] for text in ("a \r", "\n", "b", " ")]
+    said = [form.events(turn, piece) for piece in pieces]
     assert said == [event("a"), b"", event(" \r\nb"), b""]
-    assert form.closing(turn) == event(" ")  # type: ignore[arg-type]
+    assert form.closing(turn) == event(" ")
 
 
 async def test_a_stream_that_fails_is_cut_off(service: Service) -> None:

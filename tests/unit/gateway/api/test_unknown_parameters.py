@@ -13,15 +13,15 @@ from servekit.gateway.api import unknown_parameters
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
 from servekit.gateway.api.unknown_parameters import UNKNOWN
 from servekit.gateway.auth.authorization import Access
-from servekit.gateway.http.request_context import ORIGIN, Origin
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.protocol.access import AccessRules
 
 BODY: dict[str, Any] = {"prompt": "a", "model": "m"}
 
 
 @pytest.fixture
-def origin() -> Iterator[Origin]:
-    made = Origin([])
+def origin() -> Iterator[RequestContext]:
+    made = RequestContext([])
     before = ORIGIN.set(made)
     yield made
     ORIGIN.reset(before)
@@ -32,20 +32,20 @@ def read(**more: Any) -> CompletionRequest:
     return decode(CompletionRequest, json.dumps(BODY | more).encode())
 
 
-def test_the_answer_is_to_name_them(origin: Origin) -> None:
+def test_the_answer_is_to_name_them(origin: RequestContext) -> None:
     assert read(temperature=0.5, foo=1, bar={"a": [1]}).temperature == 0.5
     assert origin.warning == b"unknown parameters: bar, foo"
     assert dict(origin.headers)[b"servekit-warning"] == origin.warning
 
 
-def test_what_is_known_needs_no_word(origin: Origin) -> None:
+def test_what_is_known_needs_no_word(origin: RequestContext) -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     read(**harmless, logprobs=1)
     decode(ChatRequest, b'{"messages": [{"role": "user", "content": "a", "odd": 1}]}')
     assert origin.warning == b"" and origin.headers == [origin.header]
 
 
-def test_a_hostile_name_harms_no_header(origin: Origin) -> None:
+def test_a_hostile_name_harms_no_header(origin: RequestContext) -> None:
     read(**{"a\r\nset-cookie: x=1": 1, "é" * 1000: 2, **{f"p{at:03}": at for at in range(100)}})
     assert b"\r" not in origin.warning and b"\n" not in origin.warning
     assert (
@@ -55,14 +55,14 @@ def test_a_hostile_name_harms_no_header(origin: Origin) -> None:
     assert origin.warning.isascii() and b"and 94 more" in origin.warning
 
 
-def test_what_is_wrong_besides_is_told_first(origin: Origin) -> None:
+def test_what_is_wrong_besides_is_told_first(origin: RequestContext) -> None:
     with pytest.raises(RequestError, match="temperature"):
         read(foo=1, temperature="hot")
     with pytest.raises(RequestError, match="prompt is required"):
         decode(CompletionRequest, b'{"foo": 1}')
 
 
-def test_the_file_can_have_them_refused_or_passed_over(origin: Origin) -> None:
+def test_the_file_can_have_them_refused_or_passed_over(origin: RequestContext) -> None:
     Access().apply(AccessRules(unknown_parameters="refuse"))
     with pytest.raises(RequestError, match="unknown parameter: foo;") as error:
         read(foo=1)

@@ -7,25 +7,25 @@ import time
 import pytest
 
 from servekit.errors import Forbidden, InvalidKey, RateLimited
-from servekit.gateway.auth.api_key import FORGET_S, Caller
+from servekit.gateway.auth.api_key import FORGET_S, ApiKey
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import AccessRules, KeyRule, KeyUse, SamplingParams
 from tests.unit.gateway.conftest import Service, until
 
 DIGEST = b"d" * 32
 
 
-def caller(**rule: object) -> Caller:
-    return Caller(KeyRule("alice", digest=DIGEST, **rule), time.monotonic())  # type: ignore[arg-type]
+def caller(**rule: object) -> ApiKey:
+    return ApiKey(KeyRule("alice", digest=DIGEST, **rule), time.monotonic())  # type: ignore[arg-type]
 
 
-def call(tokens: int = 5, *, model: str = "m", priority: int = 0) -> Call:
+def call(tokens: int = 5, *, model: str = "m", priority: int = 0) -> InflightRequest:
     params = SamplingParams(max_tokens=tokens)
-    return Call(model, params, prompt="hello", key="as sent", priority=priority)
+    return InflightRequest(model, params, prompt="hello", key="as sent", priority=priority)
 
 
-def let_in(service: Service, *rules: KeyRule) -> dict[str, Caller]:
+def let_in(service: Service, *rules: KeyRule) -> dict[str, ApiKey]:
     service.router.access.apply(AccessRules(rules, salt=b"s" * 32))
     return service.router.access.callers
 

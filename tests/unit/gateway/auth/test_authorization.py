@@ -9,9 +9,9 @@ import pytest
 from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway.auth.authorization import ACTING, Access, key_of
-from servekit.gateway.auth.middleware import Gate
-from servekit.gateway.http.fast_response import Exchange
-from servekit.gateway.routing.request import Call
+from servekit.gateway.auth.middleware import AuthMiddleware
+from servekit.gateway.http.fast_response import FastResponse
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import AccessRules, KeyRule, SamplingParams
 
 SALT = b"s" * 32
@@ -75,7 +75,7 @@ async def test_whose_prefixes_a_call_may_share(by_key: bool) -> None:
     access.apply(AccessRules(tuple(rules), salt=SALT, prefixes_by_key=by_key))
     salts = []
     for name in ("alice", "bob", "alice"):
-        call = Call("m", SamplingParams(), prompt="Hello")
+        call = InflightRequest("m", SamplingParams(), prompt="Hello")
         ACTING.set(await access.verify(name.encode()))
         access.admit(call, "m")
         salts.append(call.request(1).cache_salt)
@@ -83,11 +83,11 @@ async def test_whose_prefixes_a_call_may_share(by_key: bool) -> None:
 
 
 async def test_without_rules_nothing_stands_in_the_way() -> None:
-    def handler(exchange: Exchange) -> None:
+    def handler(exchange: FastResponse) -> None:
         raise AssertionError
 
     access = Access()
-    gate = Gate(access, {b"/x": handler})
+    gate = AuthMiddleware(access, {b"/x": handler})
     assert (gate.open, gate.exchanges[b"/x"]) == (True, handler)
     rule = KeyRule("a", digest=fast_digest(b"a", SALT))
     access.apply(AccessRules((rule,), salt=SALT))

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from servekit.errors import Forbidden
-from servekit.gateway.auth.csrf import Strangers
+from servekit.gateway.auth.csrf import CsrfCheck
 
-OURS = Strangers(("localhost", "gpu1", "llm.example.com"), ("https://app.example",))
+OURS = CsrfCheck(("localhost", "gpu1", "llm.example.com"), ("https://app.example",))
 
 
 def came(host: str, origin: str = "") -> bool:
@@ -53,14 +53,14 @@ def test_pages(origin: str, taken: bool) -> None:
 
 
 def test_any_page_where_the_file_says_so() -> None:
-    anybody = Strangers(("localhost",), ("*",))
+    anybody = CsrfCheck(("localhost",), ("*",))
     anybody.refuse([(b"host", b"localhost"), (b"origin", b"https://evil.example")])
     with pytest.raises(Forbidden, match=r"server\.hosts"):
         anybody.refuse([(b"host", b"evil.example")])
 
 
 def test_many_names_take_no_memory() -> None:
-    strangers = Strangers((), ())
+    strangers = CsrfCheck((), ())
     for number in range(1000):
         strangers.refuse([(b"host", b"10.0.0.1:%d" % number)])
     assert len(strangers._known) <= 256

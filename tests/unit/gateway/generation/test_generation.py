@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from servekit.errors import Unsupported
-from servekit.gateway.generation.generation import Ask, Turn
+from servekit.gateway.generation.generation import Generation, GenerationRequest
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import (
     ChatMessage,
@@ -70,7 +70,7 @@ async def test_stop_strings_do_not_cut_a_call_that_was_ordered(
     router: Router, choice: Any, finish: str
 ) -> None:
     """As OpenAI has it, one that was ordered by name is finished by "stop" all the same."""
-    asked = Ask(
+    asked = GenerationRequest(
         model="m",
         params=SamplingParams(max_tokens=400, seed=3, temperature=1.0, stop=("n", "pick", "<")),
         messages=[ChatMessage("user", "Pick.")],
@@ -79,7 +79,7 @@ async def test_stop_strings_do_not_cut_a_call_that_was_ordered(
         parallel=False,
     )
     async with asyncio.timeout(6 * DEADLINE_S):
-        [answer] = await Turn(router, asked).whole()
+        [answer] = await Generation(router, asked).whole()
     [call] = answer.calls
     assert call.name == "pick"
     assert json.loads(call.arguments) in ({"n": 1}, {"n": 2})
@@ -111,7 +111,7 @@ async def test_a_call_can_be_asked_for_of_any_model(
     params = SamplingParams(max_tokens=400, seed=3, temperature=1.0)
     asked = ask(params=params, tools=[TOOL, other], tool_choice=choice, stream=stream)
     async with asyncio.timeout(6 * DEADLINE_S):
-        [answer] = await Turn(plain, asked).whole()
+        [answer] = await Generation(plain, asked).whole()
     assert answer.text == "" and answer.calls
     assert {call.name for call in answer.calls} <= {"pick", "other"}
     assert all(isinstance(json.loads(call.arguments), dict) for call in answer.calls)
@@ -124,14 +124,14 @@ async def test_a_call_that_is_cut_off_leaves_no_markup(plain: Router) -> None:
         params = SamplingParams(max_tokens=limit, seed=3, temperature=1.0)
         asked = ask(params=params, tool_choice=NAMED)
         async with asyncio.timeout(6 * DEADLINE_S):
-            [answer] = await Turn(plain, asked).whole()
+            [answer] = await Generation(plain, asked).whole()
         assert answer.text == ""
         assert answer.finish == "length" or json.loads(answer.calls[0].arguments)
 
 
 async def test_calls_that_nothing_asks_for_are_refused_with_the_way_out(plain: Router) -> None:
     with pytest.raises(Unsupported, match='such as "required"'):
-        Turn(plain, ask())
+        Generation(plain, ask())
 
 
 # ---------------------------------------------------------------- of an engine that is told
@@ -143,9 +143,9 @@ async def far(tmp_path: Path) -> AsyncIterator[tuple[Liar, Router]]:
         yield liar, router
 
 
-def ask(**more: Any) -> Ask:
+def ask(**more: Any) -> GenerationRequest:
     known: dict[str, Any] = {"params": SamplingParams(stop=("n",)), "tools": [TOOL]}
-    return Ask(model="m", messages=[ChatMessage("user", "Pick.")], **known | more)
+    return GenerationRequest(model="m", messages=[ChatMessage("user", "Pick.")], **known | more)
 
 
 async def test_what_it_is_told_instead_of_a_grammar(far: tuple[Liar, Router]) -> None:
@@ -159,7 +159,7 @@ async def test_what_it_is_told_instead_of_a_grammar(far: tuple[Liar, Router]) ->
         ("required", True, "tool_calls"),
         (named, True, "stop"),
     ):
-        [answer] = await Turn(router, ask(tool_choice=choice, parallel=parallel)).whole()
+        [answer] = await Generation(router, ask(tool_choice=choice, parallel=parallel)).whole()
         assert [(one.id, one.name) for one in answer.calls] == [("c1", "pick")]
         assert (json.loads(answer.calls[0].arguments), answer.finish) == ({"n": 1}, finish)
     bodies = [asked.body for asked in liar.asked]
@@ -171,7 +171,7 @@ async def test_what_it_is_told_instead_of_a_grammar(far: tuple[Liar, Router]) ->
 async def test_its_grammar_is_the_client_s_own(far: tuple[Liar, Router]) -> None:
     liar, router = far
     params = SamplingParams(grammar=Grammar("json_schema", '{"enum":[1]}'))
-    await Turn(router, ask(params=params, template={"enable_thinking": True})).whole()
+    await Generation(router, ask(params=params, template={"enable_thinking": True})).whole()
     [asked] = liar.asked
     assert asked.body["response_format"]["json_schema"]["schema"] == {"enum": [1]}
 
@@ -180,6 +180,6 @@ async def test_its_grammar_is_the_client_s_own(far: tuple[Liar, Router]) -> None
 async def test_no_mark_is_ever_told(far: tuple[Liar, Router], reasoning: bool) -> None:
     liar, router = far
     liar.answers += [said({"reasoning_content": "hm"}, "yes")]
-    [answer] = await Turn(router, ask(reasoning=reasoning, tools=[])).whole()
+    [answer] = await Generation(router, ask(reasoning=reasoning, tools=[])).whole()
     expected = ("yes", "hm") if reasoning else ("<think>\nhm\n</think>\n\nyes", "")
     assert (answer.text, answer.reasoning) == expected

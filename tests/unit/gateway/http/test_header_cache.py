@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.fast_response import Exchange
+from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.header_cache import Head
 from servekit.gateway.http.limits import Limits
 from tests.unit.gateway.conftest import until
@@ -78,7 +78,7 @@ Talk = Callable[[list[bytes]], Awaitable[bytes]]
 parsed: list[tuple[bytes, bytes, bytes]] = []
 
 
-def answer(exchange: Exchange) -> None:
+def answer(exchange: FastResponse) -> None:
     seen = exchange.path, exchange.header(b"authorization"), bytes(exchange.body)
     parsed.append(seen)
     exchange.answer(msgspec.json.encode([part.decode() for part in seen]))

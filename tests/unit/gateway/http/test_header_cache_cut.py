@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.fast_response import Exchange
+from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.limits import LIMITS
 from servekit.gateway.http.protocol import Http
 
@@ -107,7 +107,7 @@ class Connection:
         self.known += taken
         return taken
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: FastResponse) -> None:
         loop = asyncio.get_running_loop()
         headers = [pair for pair in exchange.headers if pair[0] != b"content-length"]
         self.taken.append((exchange.path, headers, bytes(exchange.body)))

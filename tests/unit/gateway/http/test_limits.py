@@ -20,7 +20,7 @@ from servekit.gateway.http.asgi import (
     send_error,
     send_json,
 )
-from servekit.gateway.http.fast_response import Exchange
+from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.limits import Bodies, LimitedProtocol, Limits
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.server import serving
@@ -106,11 +106,11 @@ async def watch(receive: Receive) -> None:
 ODD = {"/slow": slow, "/stream": stream, "/long": long, "/huge": huge, "/huge_stream": huge_stream}
 
 
-def count_hot(exchange: Exchange) -> None:
+def count_hot(exchange: FastResponse) -> None:
     exchange.answer(b"%d" % len(exchange.body))
 
 
-def slow_hot(exchange: Exchange) -> None:
+def slow_hot(exchange: FastResponse) -> None:
     Seen.begun.set()
     if exchange.body == b"wait":
         exchange.on_gone = Seen.gone.set
@@ -119,7 +119,7 @@ def slow_hot(exchange: Exchange) -> None:
         asyncio.get_running_loop().call_later(0.05, lambda: exchange.answer(b"%d" % length))
 
 
-def long_hot(exchange: Exchange, word: bytes = b"one ") -> None:
+def long_hot(exchange: FastResponse, word: bytes = b"one ") -> None:
     if Seen.enough.is_set():
         exchange.stream(b"end", last=True)
         return

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.fast_response import Exchange
+from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.server import serving
 from tests.unit.gateway.conftest import until
@@ -24,7 +24,7 @@ async def test_a_connection_that_ends_leaves_nothing_for_the_collector(reset: bo
     """Gateways freeze what they begin with, and collections are rare: cycles would pile up."""
     seen: list[weakref.ref[Http]] = []
 
-    def answer(exchange: Exchange) -> None:
+    def answer(exchange: FastResponse) -> None:
         seen.append(weakref.ref(exchange.protocol))
         exchange.answer(b"{}")
 

@@ -15,7 +15,7 @@ from servekit.gateway.http.request_limits import (
     check_images,
     check_schema,
 )
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.access import RequestLimits
 from servekit.protocol.messages import AccessRules, ChatMessage, SamplingParams
 from servekit.protocol.types import Grammar
@@ -111,16 +111,16 @@ async def test_the_router_looks_at_grammars(service: Service) -> None:
     await service.up()
     deep = Grammar("json_schema", msgspec.json.encode(schema(20)).decode())
     with pytest.raises(RequestError, match="limit of 16"):
-        service.router.open(Call("m", SamplingParams(grammar=deep), prompt="x"))
+        service.router.open(InflightRequest("m", SamplingParams(grammar=deep), prompt="x"))
 
 
 def test_counts() -> None:
     stop = SamplingParams(stop=("a", "b"))
     messages = [ChatMessage("user", "x")] * 3
     with pytest.raises(RequestError, match="messages: 3 are over the limit of 2"):
-        check_call(Call("m", SamplingParams(), messages=messages), LIMITS)
+        check_call(InflightRequest("m", SamplingParams(), messages=messages), LIMITS)
     with pytest.raises(RequestError, match="stop: 2 are over the limit of 1"):
-        check_call(Call("m", stop, prompt="x"), LIMITS)
+        check_call(InflightRequest("m", stop, prompt="x"), LIMITS)
     with pytest.raises(RequestError, match="images"):
         check_images(2, LIMITS)
     check_images(1, LIMITS)
@@ -130,6 +130,6 @@ async def test_the_router_keeps_them(service: Service) -> None:
     await service.up()
     service.router.access.apply(AccessRules(limits=LIMITS))
     with pytest.raises(RequestError, match=r"see server\.limits\.stop_strings"):
-        service.router.open(Call("m", SamplingParams(stop=("a", "b")), prompt="x"))
-    asked = service.router.open(Call("m", SamplingParams(max_tokens=2), prompt="x"))
+        service.router.open(InflightRequest("m", SamplingParams(stop=("a", "b")), prompt="x"))
+    asked = service.router.open(InflightRequest("m", SamplingParams(max_tokens=2), prompt="x"))
     assert [delta async for delta in asked]

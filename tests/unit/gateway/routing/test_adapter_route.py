@@ -14,9 +14,9 @@ from servekit.errors import Forbidden, InvalidKey, ModelNotFound, ModelUnavailab
 from servekit.gateway.app import Application
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.routing.adapter_route import AdapterRoute
-from servekit.gateway.routing.model_queue import Route
+from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.quarantine import fingerprint
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.ui.status_html import choices
 from servekit.protocol.adapters import (
     AdapterInfo,
@@ -60,11 +60,11 @@ async def up(service: Service, folder: Path, workers: int = 1, **options: Any) -
     return started
 
 
-def ask(model: str, prompt: str = "abc", tokens: int = 3) -> Call:
-    return Call(model, SamplingParams(max_tokens=tokens), prompt=prompt, stream=False)
+def ask(model: str, prompt: str = "abc", tokens: int = 3) -> InflightRequest:
+    return InflightRequest(model, SamplingParams(max_tokens=tokens), prompt=prompt, stream=False)
 
 
-async def text(call: Call) -> str:
+async def text(call: InflightRequest) -> str:
     return "".join([delta.text for delta in await call.deltas()])
 
 
@@ -206,7 +206,7 @@ async def test_how_it_is_listed(service: Service, tmp_path: Path) -> None:
 def test_virtual_tokens_take_room_in_its_context() -> None:
     base = ModelStatus("m", "echo", "-", 7, (), ModelInfo(100, 4, True, "echo", "none", "cpu"))
     info = AdapterInfo("x", "PROMPT_TUNING", "mixed", "", virtual_tokens=5)
-    adapted = AdapterRoute(Route(base), replace(status(), info=info, since=9.5)).status
+    adapted = AdapterRoute(ModelQueue(base), replace(status(), info=info, since=9.5)).status
     assert adapted.info is not None
     assert adapted.info.max_context == 95
     assert adapted.created == 9

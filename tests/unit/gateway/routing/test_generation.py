@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from servekit.engines.echo.run import EchoCodec
 from servekit.errors import ContextLengthExceeded, ModelChanged
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, ReplicaStatus, SamplingParams
 from tests.unit.gateway.conftest import EchoWorker, Service, until
 from tests.unit.gateway.routing.test_router import answer, ask, echo
@@ -129,7 +129,9 @@ async def test_a_prompt_is_rendered_once(service: Service) -> None:
         worker.engine.codec.now = now
     await connect(service, first)
     messages = [ChatMessage("user", "bcdefg")]
-    call = service.router.open(Call("m", SamplingParams(max_tokens=60), messages=messages))
+    call = service.router.open(
+        InflightRequest("m", SamplingParams(max_tokens=60), messages=messages)
+    )
     task = asyncio.create_task(answer(call))
     await until(lambda: len(call.emitted) > 3)
     await connect(service, first, second)

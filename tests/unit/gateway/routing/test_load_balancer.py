@@ -22,7 +22,7 @@ from servekit.gateway.routing.balancing_policy import (
 )
 from servekit.gateway.routing.load_balancer import LOOK, Account, Balancer
 from servekit.gateway.routing.prefix_index import BLOCK_TOKENS, Prompt, read
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, ModelStatus, SamplingParams
 from tests.unit.gateway.conftest import EchoWorker, Service, until
 from tests.unit.gateway.routing.test_router import answer, ask
@@ -174,7 +174,7 @@ def test_sessions_stay_where_they_are_also_without_anything_known() -> None:
 
     def load(name: str) -> Request:
         message = ChatMessage("user", "hi")
-        call = Call("m", SamplingParams(max_tokens=4), messages=[message], session=name)
+        call = InflightRequest("m", SamplingParams(max_tokens=4), messages=[message], session=name)
         return Request(call, 4, at_s=serial.pop())
 
     serial = [1.0 * at for at in range(400, 0, -1)]
@@ -183,7 +183,7 @@ def test_sessions_stay_where_they_are_also_without_anything_known() -> None:
     sent: dict[str, set[str]] = {}
     route = balanced()
 
-    def noted(replicas: Sequence[Seen], call: Call) -> Seen | None:
+    def noted(replicas: Sequence[Seen], call: InflightRequest) -> Seen | None:
         chosen = route(replicas, call)
         assert chosen is not None
         sent.setdefault(call.session, set()).add(chosen.name)
@@ -201,8 +201,8 @@ def seen(name: str = "m/0") -> Seen:
     return Seen(SimulatedReplica(name), 1)
 
 
-def long_call(text: str, tokens: int = 10, session: str = "") -> Call:
-    return Call("m", SamplingParams(max_tokens=tokens), prompt=text, session=session)
+def long_call(text: str, tokens: int = 10, session: str = "") -> InflightRequest:
+    return InflightRequest("m", SamplingParams(max_tokens=tokens), prompt=text, session=session)
 
 
 def text(seed: int, tokens: int = 1024) -> str:
@@ -259,16 +259,16 @@ def test_how_long_answers_are_is_learnt() -> None:
     balancer: Balancer[Seen] = Balancer()
     one, other = seen("m/0"), seen("m/1")
     for _ in range(100):
-        call = Call("m", SamplingParams(), prompt="x")
+        call = InflightRequest("m", SamplingParams(), prompt="x")
         chosen = balancer.choose([one, other], call)
         assert chosen is not None
         chosen.take(Request(call, 10))
         call.emitted += [1] * 40
         chosen.end(chosen.last_id)
-    call = Call("m", SamplingParams(), prompt="x")
+    call = InflightRequest("m", SamplingParams(), prompt="x")
     assert balancer._expected(call) == pytest.approx(40.0, abs=1.0)
     assert balancer._expected(ask("x", 5)) == 5.0
-    assert balancer._expected(Call("m", SamplingParams(), more={"task": "embed"})) == 0.0
+    assert balancer._expected(InflightRequest("m", SamplingParams(), more={"task": "embed"})) == 0.0
 
 
 def test_calls_from_before_there_was_a_choice_count() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from servekit.gateway.routing.model_queue import Route
-from servekit.gateway.routing.request import Call
-from servekit.protocol.messages import Alone, Generate, SamplingParams
+from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.request import InflightRequest
+from servekit.protocol.messages import Generate, IsolationStarted, SamplingParams
 from tests.unit.gateway.conftest import Service, until
 from tests.unit.gateway.routing.test_router import answer, ask, scripted
 from tests.unit.gateway.scripted import ScriptedWorker
 
 
-def suspect(service: Service) -> Call:
+def suspect(service: Service) -> InflightRequest:
     """A call that has just lost its second worker, and waits for a turn."""
     call = ask("ab", 6)
     for _ in range(2):
@@ -23,7 +23,7 @@ def suspect(service: Service) -> Call:
     return call
 
 
-def route(service: Service) -> Route:
+def route(service: Service) -> ModelQueue:
     return service.router.routes["m"]
 
 
@@ -69,7 +69,7 @@ async def test_what_was_held_for_another_gateways_suspect_is_innocent(service: S
     worker.generate(1, 2)
     await until(lambda: proven.proven)
     held = service.router.open(ask("he", 6))
-    worker.peers[-1].send(Alone())
+    worker.peers[-1].send(IsolationStarted())
     [replica] = route(service).replicas.values()
     await until(lambda: replica.alone == 0)
     assert replica.credits <= 0

@@ -19,7 +19,7 @@ from servekit.gateway.routing.prefix_index import (
     Prompt,
     read,
 )
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, SamplingParams, ToolCall
 
 TEXT = "".join(f"{number:08d}" for number in range(1000))
@@ -28,7 +28,7 @@ SYSTEM = ChatMessage("system", TEXT[:1000])
 
 def known(prompt: Any = None, messages: Any = None, **more: Any) -> Prompt:
     salt = more.pop("cache_salt", "")
-    call = Call("m", SamplingParams(), prompt=prompt, messages=messages, more=more)
+    call = InflightRequest("m", SamplingParams(), prompt=prompt, messages=messages, more=more)
     call.cache_salt = salt
     return read(call, head=True)
 

@@ -7,9 +7,9 @@ import time
 from msgspec.structs import replace
 
 from servekit.errors import RequestQuarantined, SourceQuarantined
-from servekit.gateway.http.request_context import Origin
+from servekit.gateway.http.request_context import RequestContext
 from servekit.gateway.routing.quarantine import Quarantine, fingerprint
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import (
     ChatMessage,
     ModelInfo,
@@ -22,8 +22,8 @@ PARAMS = SamplingParams(max_tokens=3, seed=1)
 STATUS = ModelStatus("m", "echo", "-", 0, (), quarantine_s=60.0)
 
 
-def ask(text: str = "x", params: SamplingParams = PARAMS, **who: object) -> Call:
-    return Call("m", params, prompt=text, key=str(who.get("key", "")), stream=bool(who))
+def ask(text: str = "x", params: SamplingParams = PARAMS, **who: object) -> InflightRequest:
+    return InflightRequest("m", params, prompt=text, key=str(who.get("key", "")), stream=bool(who))
 
 
 def test_a_fingerprint_is_of_what_is_asked_not_of_who_asks() -> None:
@@ -34,8 +34,8 @@ def test_a_fingerprint_is_of_what_is_asked_not_of_who_asks() -> None:
         fingerprint("n", ask()),
         fingerprint("m", ask("y")),
         fingerprint("m", ask(params=replace(PARAMS, seed=2))),
-        fingerprint("m", Call("m", PARAMS, prompt=[120])),
-        fingerprint("m", Call("m", PARAMS, messages=[ChatMessage("user", "x")])),
+        fingerprint("m", InflightRequest("m", PARAMS, prompt=[120])),
+        fingerprint("m", InflightRequest("m", PARAMS, messages=[ChatMessage("user", "x")])),
     ]
     assert len({mark, *others}) == 6
 
@@ -86,7 +86,7 @@ def test_what_differs_in_its_numbers_alone_is_refused_after_three_of_its_kind() 
     assert isinstance(error, RequestQuarantined)
     assert "3 requests" in error.message and "57 s" in error.message
     assert quarantine.error(STATUS, ask("boom a 77"), 3.0) is None
-    assert quarantine.error(STATUS, Call("m", PARAMS, prompt=[1, 2]), 3.0) is None
+    assert quarantine.error(STATUS, InflightRequest("m", PARAMS, prompt=[1, 2]), 3.0) is None
     assert quarantine.error(STATUS, ask("boom a77"), 60.0) is None
 
 
@@ -114,11 +114,11 @@ def test_a_long_word_without_a_digit_takes_no_time_to_compare() -> None:
 
 def test_a_source_is_refused_with_the_time_to_wait() -> None:
     quarantine, call = Quarantine(), ask()
-    call.origin = Origin((), ("10.0.0.1", 5))
+    call.origin = RequestContext((), ("10.0.0.1", 5))
     entry = quarantine.commit_source(STATUS, "address:10.0.0.1", 30.0, 0.0)
     error = quarantine.error(STATUS, call, 10.0)
     assert isinstance(error, SourceQuarantined) and error.retry_after_s == 20.0
     assert "the address '10.0.0.1'" in error.message and "20 s" in error.message
-    call.origin = Origin((), ("10.0.0.2", 5))
+    call.origin = RequestContext((), ("10.0.0.2", 5))
     assert quarantine.error(STATUS, call, 10.0) is None
     assert entry.for_s == 30.0

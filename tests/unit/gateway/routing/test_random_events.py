@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from servekit.errors import RequestError
 from servekit.gateway.routing.quarantine import fingerprint
 from servekit.gateway.routing.router import Router
-from servekit.gateway.routing.worker_connection import Replica
+from servekit.gateway.routing.worker_connection import WorkerConnection
 from servekit.protocol.messages import (
     ModelStatus,
     Quarantined,
@@ -227,7 +227,7 @@ class Service(RuleBasedStateMachine):
     # ---- what always holds
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[WorkerConnection]:
         return list(self.router.routes["m"].replicas.values())
 
     @invariant()

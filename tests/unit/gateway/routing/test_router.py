@@ -23,8 +23,8 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.http.request_context import Origin
-from servekit.gateway.routing.request import Call, Deltas
+from servekit.gateway.http.request_context import RequestContext
+from servekit.gateway.routing.request import Deltas, InflightRequest
 from servekit.gateway.routing.suspect_sources import Suspect
 from servekit.protocol.messages import (
     AccessRules,
@@ -46,8 +46,12 @@ from tests.unit.gateway.conftest import (
 from tests.unit.gateway.scripted import ScriptedWorker
 
 
-def ask(text: str = "hello ", tokens: int = 24, key: str = "", *, stream: bool = True) -> Call:
-    return Call("m", SamplingParams(max_tokens=tokens), prompt=text, key=key, stream=stream)
+def ask(
+    text: str = "hello ", tokens: int = 24, key: str = "", *, stream: bool = True
+) -> InflightRequest:
+    return InflightRequest(
+        "m", SamplingParams(max_tokens=tokens), prompt=text, key=key, stream=stream
+    )
 
 
 def busy(worker: EchoWorker) -> bool:
@@ -58,7 +62,7 @@ def echo(text: str, tokens: int) -> str:
     return (text * (tokens // len(text) + 1))[:tokens]
 
 
-async def answer(call: Call, within_s: float = DEADLINE_S) -> str:
+async def answer(call: InflightRequest, within_s: float = DEADLINE_S) -> str:
     async with asyncio.timeout(within_s):
         return "".join([delta.text async for delta in call])
 
@@ -72,7 +76,9 @@ async def test_streamed_and_whole_answers_are_the_same(service: Service) -> None
 
 async def test_a_chat_by_its_alias(service: Service) -> None:
     await service.up()
-    call = Call("alias", SamplingParams(max_tokens=2), messages=[ChatMessage("user", "hi")])
+    call = InflightRequest(
+        "alias", SamplingParams(max_tokens=2), messages=[ChatMessage("user", "hi")]
+    )
     assert await answer(service.router.open(call)) == "hi"
 
 
@@ -124,7 +130,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_worker_dies(
 async def test_a_seeded_answer_is_the_same_after_a_death(service: Service) -> None:
     first, _ = await service.up(2, step_s=0.002)
     params = SamplingParams(max_tokens=50, temperature=1.0, seed=4)
-    call = service.router.open(Call("m", params, prompt="abcdef"))
+    call = service.router.open(InflightRequest("m", params, prompt="abcdef"))
     task = asyncio.create_task(answer(call))
     await until(lambda: len(call.emitted) > 3)
     first.kill()
@@ -270,7 +276,7 @@ async def test_errors_of_the_worker_reach_their_own_request_only(service: Servic
         await answer(router.open(ask("x" * 40)))
     with pytest.raises(RequestError, match="empty"):
         await answer(router.open(ask("")))
-    bad_ids = Call("m", SamplingParams(max_tokens=2), prompt=[1, 2**31 - 1])
+    bad_ids = InflightRequest("m", SamplingParams(max_tokens=2), prompt=[1, 2**31 - 1])
     with pytest.raises(RequestError, match="token ids"):
         await answer(router.open(bad_ids))
     assert await answer(router.open(ask(tokens=4))) == "hell"
@@ -280,7 +286,7 @@ async def test_errors_of_the_worker_reach_their_own_request_only(service: Servic
 async def test_what_cannot_cross_the_wire_is_refused_and_holds_nothing(service: Service) -> None:
     [worker] = await service.up(slots=1)
     for value in (2**64, "\ud800"):
-        call = Call("m", SamplingParams(), prompt="x", more={"template": {"a": value}})
+        call = InflightRequest("m", SamplingParams(), prompt="x", more={"template": {"a": value}})
         with pytest.raises(RequestError, match="cannot be passed on") as error:
             await answer(service.router.open(call))
         assert error.value.status == 400
@@ -322,7 +328,7 @@ async def test_what_is_not_served_is_404_or_503(service: Service) -> None:
     with pytest.raises(ModelUnavailable, match="no such file"):
         service.router.open(ask())
     with pytest.raises(ModelNotFound, match="served are: m"):
-        service.router.open(Call("other", SamplingParams(), prompt="x"))
+        service.router.open(InflightRequest("other", SamplingParams(), prompt="x"))
 
 
 def two_models(*rules: KeyRule, default: str = "") -> Topology:
@@ -375,7 +381,7 @@ async def test_draining_lets_what_is_in_flight_finish(service: Service) -> None:
 async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     params = SamplingParams(max_tokens=ENDLESS_TOKENS, stop=("lo he",))
-    call = service.router.open(Call("m", params, prompt="hello "))
+    call = service.router.open(InflightRequest("m", params, prompt="hello "))
     assert await answer(call) == "hel"
     await until(lambda: worker.running == 0)
 
@@ -405,7 +411,7 @@ async def test_a_stop_string_that_straddles_the_break(
     """The worker dies after `at` tokens, before, amid and after the string's beginning."""
     [first] = await service.up(step_s=0.001)
     params = SamplingParams(max_tokens=100, stop=("efghab",))
-    call = service.router.open(Call("m", params, prompt="abcdefgh", stream=stream))
+    call = service.router.open(InflightRequest("m", params, prompt="abcdefgh", stream=stream))
     replica = call.replica
     assert replica is not None
     await until(lambda: len(call.emitted) >= at)
@@ -542,7 +548,7 @@ async def test_a_gateway_that_has_just_started_waits_for_its_connections(
 
 async def test_identical_requests_that_wait_are_quarantined_too(service: Service) -> None:
     router = service.router
-    poison: Call | None = None
+    poison: InflightRequest | None = None
     for _ in range(3):
         [worker] = await scripted(service)
         poison = poison or router.open(ask("poison"))
@@ -581,9 +587,9 @@ async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service)
 ADDRESS = "10.0.0.1"
 
 
-def ask_from_address(text: str = "hello ", key: str = "", tokens: int = 24) -> Call:
+def ask_from_address(text: str = "hello ", key: str = "", tokens: int = 24) -> InflightRequest:
     call = ask(text, tokens, key)
-    call.origin = Origin((), (ADDRESS, 5))
+    call.origin = RequestContext((), (ADDRESS, 5))
     return call
 
 
@@ -636,8 +642,8 @@ def limit_queue(service: Service, size_bytes: int) -> None:
     service.router.access.apply(AccessRules(max_queue_bytes=size_bytes))
 
 
-def large(key: str = "", mib: int = 1) -> Call:
-    return Call("m", SamplingParams(max_tokens=2), prompt="x" * (mib * MIB), key=key)
+def large(key: str = "", mib: int = 1) -> InflightRequest:
+    return InflightRequest("m", SamplingParams(max_tokens=2), prompt="x" * (mib * MIB), key=key)
 
 
 async def test_what_waits_is_bounded_in_bytes(service: Service) -> None:
@@ -697,14 +703,14 @@ async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> N
     running = service.router.open(ask())
     for prompt in ("é" * 3000, [1] * 1001):
         with pytest.raises(ContextLengthExceeded, match="context is 1000 tokens") as refused:
-            service.router.open(Call("m", SamplingParams(), prompt=prompt))
+            service.router.open(InflightRequest("m", SamplingParams(), prompt=prompt))
         assert refused.value.param == "prompt"
-    fits: list[Call] = [
-        Call("m", SamplingParams(), prompt="x" * 3999),
-        Call("m", SamplingParams(), prompt="x y" + " " * 99_999),
-        Call("m", SamplingParams(), prompt=[1] * 999),
-        Call("m", SamplingParams(), messages=[ChatMessage("assistant", "x" * 9999)]),
-        Call("m", SamplingParams(), prompt="x" * 9999, more={"task": "tokenize"}),
+    fits: list[InflightRequest] = [
+        InflightRequest("m", SamplingParams(), prompt="x" * 3999),
+        InflightRequest("m", SamplingParams(), prompt="x y" + " " * 99_999),
+        InflightRequest("m", SamplingParams(), prompt=[1] * 999),
+        InflightRequest("m", SamplingParams(), messages=[ChatMessage("assistant", "x" * 9999)]),
+        InflightRequest("m", SamplingParams(), prompt="x" * 9999, more={"task": "tokenize"}),
     ]
     for call in [running, *(service.router.open(call) for call in fits)]:
         call.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import ModelStatus, SamplingParams, Topology
 from tests.unit.gateway.conftest import until
@@ -25,8 +25,10 @@ async def service(path: Path) -> tuple[Worker, Router, Router]:
     return worker, *routers
 
 
-def ask(router: Router, count: int) -> list[Call]:
-    calls = [Call("m", SamplingParams(max_tokens=50), prompt="abc") for _ in range(count)]
+def ask(router: Router, count: int) -> list[InflightRequest]:
+    calls = [
+        InflightRequest("m", SamplingParams(max_tokens=50), prompt="abc") for _ in range(count)
+    ]
     return [router.open(call) for call in calls]
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.gateway.routing.throughput import LEAST_S, MOST_S, UNKNOWN_S, Pace
+from servekit.gateway.routing.throughput import LEAST_S, MOST_S, UNKNOWN_S, ThroughputEstimator
 
 
-def steady(rate: float, for_s: float, start: float = 1000.0) -> tuple[Pace, float]:
-    pace = Pace()
+def steady(rate: float, for_s: float, start: float = 1000.0) -> tuple[ThroughputEstimator, float]:
+    pace = ThroughputEstimator()
     pace.resume(start)
     count = int(rate * for_s)
     for n in range(1, count + 1):
@@ -30,7 +30,7 @@ def test_retry_after_is_the_queue_over_the_rate_within_its_bounds() -> None:
     assert pace.wait_s(300, now) == pytest.approx(30.0, rel=0.1)
     assert pace.wait_s(1, now) == LEAST_S
     assert pace.wait_s(10**6, now) == MOST_S
-    assert Pace().wait_s(10, now) == UNKNOWN_S
+    assert ThroughputEstimator().wait_s(10, now) == UNKNOWN_S
 
 
 def test_an_hour_without_work_does_not_count_but_a_stall_does() -> None:
@@ -43,7 +43,7 @@ def test_an_hour_without_work_does_not_count_but_a_stall_does() -> None:
 
 @given(st.lists(st.floats(0, 1e4), max_size=30), st.integers(0, 10**9))
 def test_it_is_within_its_bounds_whatever_happens(gaps: list[float], ahead: int) -> None:
-    pace, now = Pace(), 0.0
+    pace, now = ThroughputEstimator(), 0.0
     for gap in gaps:
         now += gap
         pace.completed(now)

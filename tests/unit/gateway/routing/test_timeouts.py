@@ -6,13 +6,13 @@ import asyncio
 import time
 
 from servekit.errors import DeadlineExceeded
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.timeouts import Deadlines
 from servekit.protocol.messages import SamplingParams
 
 
-def call(limit_s: float) -> Call:
-    made = Call("m", SamplingParams())
+def call(limit_s: float) -> InflightRequest:
+    made = InflightRequest("m", SamplingParams())
     made.limit_s = limit_s
     return made
 
@@ -22,7 +22,7 @@ async def test_each_call_expires_at_its_own_deadline_whatever_the_order() -> Non
     late_s: dict[float, float] = {}
     over = asyncio.Event()
 
-    def expire(expired: Call) -> None:
+    def expire(expired: InflightRequest) -> None:
         calls.remove(expired)
         expired.fail(DeadlineExceeded("late"))
         late_s[expired.limit_s] = time.monotonic() - expired.created_s - expired.limit_s
@@ -40,10 +40,10 @@ async def test_each_call_expires_at_its_own_deadline_whatever_the_order() -> Non
 
 
 async def test_a_call_that_ends_in_time_does_not_expire_and_the_next_one_does() -> None:
-    calls: set[Call] = set()
-    expired: asyncio.Queue[Call] = asyncio.Queue()
+    calls: set[InflightRequest] = set()
+    expired: asyncio.Queue[InflightRequest] = asyncio.Queue()
 
-    def expire(late: Call) -> None:
+    def expire(late: InflightRequest) -> None:
         calls.remove(late)
         expired.put_nowait(late)
 

@@ -12,12 +12,12 @@ import pytest
 from servekit import metrics
 from servekit.errors import ClientClosed, ModelNotFound, QueueFull
 from servekit.gateway.routing import step_delivery
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.step_delivery import take_one_each
 from servekit.gateway.telemetry import metrics as measures
-from servekit.gateway.telemetry.metrics import MOST_ADAPTERS, OTHER, Measures, status_of
-from servekit.protocol.messages import ChatMessage, Delta, OneEach, SamplingParams
+from servekit.gateway.telemetry.metrics import MOST_ADAPTERS, OTHER, RequestMetrics, status_of
+from servekit.protocol.messages import ChatMessage, Delta, SamplingParams, TokenBatch
 
 KIND = ("chat", "servekit", "m", "m")
 
@@ -43,16 +43,18 @@ def route(name: str = "m") -> Any:
     return SimpleNamespace(status=SimpleNamespace(name=name))
 
 
-def begun(counted: Measures, clock: Clock, *, stream: bool = True, **asked: Any) -> Call:
+def begun(
+    counted: RequestMetrics, clock: Clock, *, stream: bool = True, **asked: Any
+) -> InflightRequest:
     """A call that the router has just taken."""
     messages = None if "prompt" in asked else [ChatMessage("user", "hi")]
-    call = Call("m", SamplingParams(), messages=messages, stream=stream, **asked)
+    call = InflightRequest("m", SamplingParams(), messages=messages, stream=stream, **asked)
     call.created_s = clock.now
     call.meter = counted.meter(route(), call)
     return call
 
 
-def told(counted: Measures) -> dict[tuple[str, tuple[str, ...]], list[float]]:
+def told(counted: RequestMetrics) -> dict[tuple[str, tuple[str, ...]], list[float]]:
     """All that would be told the supervisor now, each with as many figures as its metric has."""
     found = counted.take()
     series = () if found is None else found.series
@@ -73,7 +75,7 @@ def observed(figures: list[float], metric: str) -> dict[float, float]:
 
 
 def test_a_streamed_request_from_its_arrival_to_its_end(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock)
     clock.now += 0.2
     call.request(1)
@@ -81,7 +83,7 @@ def test_a_streamed_request_from_its_arrival_to_its_end(clock: Clock) -> None:
     call.take(Delta(1, "a", [1], prompt_tokens=7, cached_tokens=4))
     for gap_s in (0.02, 0.03, 0.7):
         clock.now += gap_s
-        take_one_each({1: call}, OneEach([1], ["b"], [2]))
+        take_one_each({1: call}, TokenBatch([1], ["b"], [2]))
     clock.now += 0.25
     call.take(Delta(1, "", [3], "length", 7, 5, cached_tokens=4))
     found = told(counted)
@@ -113,16 +115,16 @@ def test_a_streamed_request_from_its_arrival_to_its_end(clock: Clock) -> None:
 
 
 def test_a_step_is_counted_for_each_stream_by_when_its_last_token_came(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     calls = {id: begun(counted, clock) for id in (1, 2, 3)}
     for id, call in calls.items():
         call.request(id)
         clock.now += 0.1
         call.take(Delta(id, "a", [1]))
     clock.now += 0.02
-    take_one_each(calls, OneEach([1, 2, 3, 4], list("bcde"), [2, 3, 4, 5]))  # 4 was cancelled
+    take_one_each(calls, TokenBatch([1, 2, 3, 4], list("bcde"), [2, 3, 4, 5]))  # 4 was cancelled
     clock.now += 0.03
-    take_one_each(calls, OneEach([3, 1], ["g", "f"], [7, 6]))
+    take_one_each(calls, TokenBatch([3, 1], ["g", "f"], [7, 6]))
     gaps = told(counted)["servekit_inter_token_seconds", ("m", "")]
     found = observed(gaps, "servekit_inter_token_seconds")
     assert found == {0.025: 1, 0.05: 2, 0.15: 1, 0.3: 1}
@@ -131,13 +133,13 @@ def test_a_step_is_counted_for_each_stream_by_when_its_last_token_came(clock: Cl
 
 
 def test_what_is_not_streamed_has_no_gaps_but_a_first_token_and_a_pace(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock, stream=False, prompt="x")
     call.request(1)
     clock.now += 0.03
     call.take(Delta(1, "a", [1], prompt_tokens=2))
     clock.now += 0.5
-    take_one_each({1: call}, OneEach([1], ["b"], [2]))
+    take_one_each({1: call}, TokenBatch([1], ["b"], [2]))
     call.take(Delta(1, "c", [3], "stop", 2, 3))
     found = told(counted)
     kind = ("text_completion", "servekit", "m", "m")
@@ -151,20 +153,20 @@ _FIRST = "gen_ai_server_time_to_first_token_seconds"
 
 
 def test_a_stream_goes_on_in_the_same_figures_after_it_was_told_of(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock)
     call.request(1)
     call.take(Delta(1, "a", [1]))
     told(counted)
     clock.now += 0.02
-    take_one_each({1: call}, OneEach([1], ["b"], [2]))
+    take_one_each({1: call}, TokenBatch([1], ["b"], [2]))
     found = told(counted)
     assert list(found) == [("servekit_inter_token_seconds", ("m", ""))]
     assert found["servekit_inter_token_seconds", ("m", "")][-1] == pytest.approx(0.02)
 
 
 def test_failures_are_counted_by_their_codes_and_have_no_pace(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock)
     call.request(1)
     call.take(Delta(1, "ab", [1, 2], prompt_tokens=7))
@@ -181,7 +183,7 @@ def test_failures_are_counted_by_their_codes_and_have_no_pace(clock: Clock) -> N
 
 
 def test_retries_and_continuations_are_told_apart(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock)
     call.request(1)
     call.request(2)  # its worker died before it had said anything
@@ -195,7 +197,7 @@ def test_retries_and_continuations_are_told_apart(clock: Clock) -> None:
 
 
 def test_the_label_of_a_key_is_its_name_and_never_the_key(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     unknown = begun(counted, clock, key="Bearer sk-secret")
     unknown.take(Delta(1, "a", [1], "stop", 1, 1))
     known = begun(counted, clock, key="team-a")
@@ -208,7 +210,7 @@ def test_the_label_of_a_key_is_its_name_and_never_the_key(clock: Clock) -> None:
 
 
 def test_an_adapter_is_a_label_and_the_name_that_was_asked_for(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock, more={"adapter": "polite"})
     call.take(Delta(1, "a", [1], "stop", 1, 1))
     found = told(counted)
@@ -218,7 +220,7 @@ def test_an_adapter_is_a_label_and_the_name_that_was_asked_for(clock: Clock) -> 
 
 
 def test_adapters_without_end_share_a_label(clock: Clock) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     for number in range(MOST_ADAPTERS + 5):
         for _ in range(2):
             call = begun(counted, clock, more={"adapter": f"a{number}"})
@@ -235,7 +237,7 @@ def test_adapters_without_end_share_a_label(clock: Clock) -> None:
 def test_operations_have_the_names_of_the_convention(
     clock: Clock, task: str, operation: str
 ) -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     call = begun(counted, clock, prompt="x", more={"task": task})
     call.take(Delta(1, "", finish="stop", prompt_tokens=3))
     kinds = {labels[0] for metric, labels in told(counted) if metric.startswith("gen_ai_server")}
@@ -245,7 +247,7 @@ def test_operations_have_the_names_of_the_convention(
 async def test_what_a_router_does_not_take_is_counted_without_the_name_it_was_given() -> None:
     router = Router("test")
     with pytest.raises(ModelNotFound):
-        router.open(Call("made-up-by-a-client", SamplingParams(), prompt="x"))
+        router.open(InflightRequest("made-up-by-a-client", SamplingParams(), prompt="x"))
     found = told(router.measures)
     key = "servekit_requests_total", ("", "", "", "404", "model_not_found")
     assert found == {key: [1]}
@@ -257,7 +259,7 @@ def test_the_statuses_of_outcomes() -> None:
 
 
 def test_answers_are_told_by_path_and_status() -> None:
-    counted = Measures()
+    counted = RequestMetrics()
     counted.answers[b"/v1/completions", 200] += 2
     counted.answers["/livez", 200] += 1
     found = told(counted)

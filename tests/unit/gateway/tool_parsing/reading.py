@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from servekit.gateway.tool_parsing import (
     CallArguments,
-    CallBegins,
     Event,
     Parser,
     Reasoning,
     Text,
+    ToolCallStart,
     parser,
 )
 from servekit.protocol.messages import Dialect
@@ -51,7 +51,7 @@ def joined(events: Sequence[Event]) -> Said:
     kinds: list[object] = []
     for event in events:
         msgspec.json.encode(event)  # it is going to be
-        if isinstance(event, CallBegins):
+        if isinstance(event, ToolCallStart):
             assert event.index == sum(isinstance(kind, int) for kind in kinds)
             said.append([event.name, ""])
             kinds.append(event.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.gateway.tool_parsing import CallBegins, parser
+from servekit.gateway.tool_parsing import ToolCallStart, parser
 from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import ARGUMENTS, CALL, FRAMED, NAME, TEXT, THOUGHT
 from tests.unit.gateway.tool_parsing.reading import all_cuts_agree, feed, read
@@ -41,8 +41,8 @@ def test_a_call_that_is_cut_off_within_its_head_is_none(size: int) -> None:
 
 def test_calls_keep_their_ids_and_one_without_gets_one() -> None:
     events = feed(parser(DIALECT, tools=True, reasoning=True), ANSWER, [3])
-    ids = [event.id for event in events if isinstance(event, CallBegins)]
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
     assert ids == ["c1", "c2"]
     [begins] = feed(parser(DIALECT, tools=True, reasoning=True), f"{CALL}{NAME}f{ARGUMENTS}", [9])
-    assert isinstance(begins, CallBegins)
+    assert isinstance(begins, ToolCallStart)
     assert begins.id.startswith("call_")

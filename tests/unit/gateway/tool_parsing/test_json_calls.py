@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.gateway.tool_parsing import CallBegins, Text, parser
+from servekit.gateway.tool_parsing import Text, ToolCallStart, parser
 from servekit.protocol.messages import Dialect
 from tests.unit.gateway.tool_parsing.reading import CUTS, all_cuts_agree, feed, read
 
@@ -114,7 +114,7 @@ def test_a_closing_marker_cut_short_is_markup() -> None:
 def test_arguments_go_out_as_they_come() -> None:
     parse = parser(HERMES, tools=True, reasoning=False)
     begun = parse.feed('<tool_call>{"name": "f", "arguments": {"a": "lo')
-    assert isinstance(begun[0], CallBegins)
+    assert isinstance(begun[0], ToolCallStart)
     assert re.fullmatch(r"call_[0-9a-f]{24}", begun[0].id)
     assert [getattr(event, "text", "") for event in begun[1:]] == ['{"a": "lo']
     assert [getattr(event, "text", "") for event in parse.feed("ng")] == ["ng"]
@@ -182,5 +182,5 @@ def test_however_it_is_cut_the_same_is_said(text: str, sizes: list[int]) -> None
 @settings(deadline=None, max_examples=300)
 def test_no_character_of_what_is_no_call_is_lost(text: str) -> None:
     events = feed(parser(HERMES, tools=True, reasoning=False), text, [3])
-    if not any(isinstance(event, CallBegins) for event in events):
+    if not any(isinstance(event, ToolCallStart) for event in events):
         assert "".join(getattr(event, "text", "") for event in events) == text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.gateway.tool_parsing import FAMILIES, CallBegins, begins_thinking, parser
+from servekit.gateway.tool_parsing import FAMILIES, ToolCallStart, begins_thinking, parser
 from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import MARKERS
 from tests.unit.gateway.tool_parsing.reading import (
@@ -197,7 +197,7 @@ def test_what_a_limit_leaves_of_a_call(tools: str, text: str, said: Said) -> Non
 
 def test_mistral_gets_ids_that_its_template_takes() -> None:
     events = feed(parser(dialect("mistral"), tools=True, reasoning=False), CALLS[4][1], [100])
-    ids = [event.id for event in events if isinstance(event, CallBegins)]
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
     assert all(re.fullmatch(r"[A-Za-z0-9]{9}", id) for id in ids)
     assert len(set(ids)) == 2
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from servekit.gateway.api.admin.endpoints import Supervisor
-from servekit.gateway.routing.request import Call
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.ui.app import UI, _elsewhere, build
 from tests.unit.gateway.conftest import Service
 
@@ -27,7 +27,7 @@ async def test_questions_reach_the_router_on_its_own_loop(
     loops: list[asyncio.AbstractEventLoop] = []
     opened = service.router.open
 
-    def watched(call: Call, timeout_s: float | None = None) -> Call:
+    def watched(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         loops.append(asyncio.get_running_loop())  # raises in a thread of Gradio's
         return opened(call, timeout_s)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from servekit.protocol.messages import Drain, Loading, Ping, Pong, Progress, Stop
-from servekit.protocol.startup_messages import Greeted
-from servekit.protocol.transport.resumable_channel import MOST_KEPT, Kept
+from servekit.protocol.startup_messages import GatewayConnected
+from servekit.protocol.transport.resumable_channel import MOST_KEPT, ReplayBuffer
 
 
 def test_the_peer_is_sent_what_it_has_not_had() -> None:
-    kept = Kept()
-    sent = [Greeted(f"gateway/{n}", 0.0) for n in range(5)]
+    kept = ReplayBuffer()
+    sent = [GatewayConnected(f"gateway/{n}", 0.0) for n in range(5)]
     kept.extend(sent)
     assert kept.after(0) == sent
     assert kept.after(3) == sent[3:]
@@ -20,18 +20,18 @@ def test_the_peer_is_sent_what_it_has_not_had() -> None:
 
 
 def test_what_is_about_the_moment_is_not_repeated() -> None:
-    kept = Kept()
+    kept = ReplayBuffer()
     kept.extend([Ping(1), Stop(), Pong(1, 0.0, 0, 0, 0.0), Loading(Progress("load"))])
     assert kept.after(0) == [Stop()]
 
 
 def test_a_peer_that_has_had_more_than_was_sent_is_of_another_session() -> None:
-    assert Kept().after(1) is None
+    assert ReplayBuffer().after(1) is None
 
 
 def test_no_more_is_kept_than_has_room() -> None:
-    kept = Kept()
-    kept.extend(Greeted("g", float(n)) for n in range(MOST_KEPT + 10))
+    kept = ReplayBuffer()
+    kept.extend(GatewayConnected("g", float(n)) for n in range(MOST_KEPT + 10))
     assert kept.after(0) is None
     missing = kept.after(10)
     assert missing is not None

@@ -22,7 +22,7 @@ from servekit.protocol.messages import Cancel, Generate, SamplingParams
 from servekit.protocol.transport import tcp as module
 from servekit.protocol.transport.address import tcp
 from servekit.protocol.transport.certificate_authority import SKEW_S
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import (
     FIRST_FRAME_BYTES,
     Connection,
@@ -73,7 +73,7 @@ class Listener:
 
 @asynccontextmanager
 async def listening(
-    credentials: Credentials | Identity = WORKER, **how: Any
+    credentials: Credentials | CertificateHolder = WORKER, **how: Any
 ) -> AsyncIterator[Listener]:
     listener = Listener()
     server = await listen("tcp://127.0.0.1:0", listener.connect, credentials, **how)
@@ -299,7 +299,7 @@ async def test_a_clock_that_is_wrong_here_is_named_at_once(
 
 
 async def test_a_renewed_certificate_counts_for_new_connections_and_old_ones_live_on() -> None:
-    worker = Identity(OURS.issue("worker", "m/0", life_s=1.0))
+    worker = CertificateHolder(OURS.issue("worker", "m/0", life_s=1.0))
     async with listening(worker) as listener:
         client = End()
         first = await dial(listener.address, lambda: client.connection, GATEWAY)
@@ -317,7 +317,7 @@ async def test_a_renewed_certificate_counts_for_new_connections_and_old_ones_liv
 
 
 def test_nobody_is_renewed_as_somebody_else() -> None:
-    worker = Identity(WORKER)
+    worker = CertificateHolder(WORKER)
     for other in (OURS.issue("worker", "m/1"), GATEWAY, OTHERS.issue("worker", "m/0")):
         with pytest.raises(WireError, match="cannot be renewed"):
             worker.renew(other)

@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("ray")
 
-from servekit.ray.process.namespace_lock import Job, Tenant, holder
+from servekit.ray.process.namespace_lock import Job, NamespaceOwner, holder
 
 
-def tenant(turn: int = 0, pid: int = 1) -> Tenant:
-    return Tenant(turn, "here", pid, 0.0, "/run/a")
+def tenant(turn: int = 0, pid: int = 1) -> NamespaceOwner:
+    return NamespaceOwner(turn, "here", pid, 0.0, "/run/a")
 
 
-def job(number: int, namespace: str = "n", *, by: Tenant | None = None) -> Job:
+def job(number: int, namespace: str = "n", *, by: NamespaceOwner | None = None) -> Job:
     note = (by or tenant(pid=number)).note.metadata
     return Job(number, namespace, note)
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from servekit.errors import StartError
-from servekit.ray.process.sockets import Doors
+from servekit.ray.process.sockets import Sockets
 
 HERE = "127.0.0.1"
 
 
 @pytest.fixture
-def doors() -> Iterator[Doors]:
-    made = Doors()
+def doors() -> Iterator[Sockets]:
+    made = Sockets()
     yield made
     made.open(())
 
@@ -34,7 +34,7 @@ def reached(port: int) -> bool:
     return True
 
 
-def test_they_stay_open_from_one_gateway_to_the_next(doors: Doors) -> None:
+def test_they_stay_open_from_one_gateway_to_the_next(doors: Sockets) -> None:
     port, legacy = free_port(), free_port()
     first = doors.open(((HERE, port), (HERE, legacy)))
     assert doors.open(((HERE, port), (HERE, legacy))) == first
@@ -43,7 +43,7 @@ def test_they_stay_open_from_one_gateway_to_the_next(doors: Doors) -> None:
     assert reached(port) and not reached(legacy)
 
 
-def test_a_port_that_is_taken_is_told_and_nothing_is_left_open(doors: Doors) -> None:
+def test_a_port_that_is_taken_is_told_and_nothing_is_left_open(doors: Sockets) -> None:
     free = free_port()
     with socket.create_server((HERE, 0)) as holder:
         taken = holder.getsockname()[1]

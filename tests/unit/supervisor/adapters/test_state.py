@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
-from servekit.supervisor.adapters.state import Book, Outcome, Refusal, decide
+from servekit.supervisor.adapters.state import AdapterTable, Outcome, Refusal, decide
 
 X, Y = AdapterSpec("x", "/x"), AdapterSpec("y", "/y")
 INFO = AdapterInfo("x", "LORA", "mixed", "because")
@@ -42,7 +42,7 @@ def test_without_anybody_it_is_the_moment_that_is_wrong(outcomes: tuple[Outcome,
 
 
 def test_workers_begin_with_what_is_expected_and_not_with_what_is_being_decided() -> None:
-    book = Book([X], 1.0)
+    book = AdapterTable([X], 1.0)
     book.ask(Y, 2.0, from_file=False)
     assert book.expected() == (X,)
     book.serve("y", INFO, 3.0)
@@ -58,7 +58,7 @@ def test_workers_begin_with_what_is_expected_and_not_with_what_is_being_decided(
 
 
 def test_it_serves_where_all_workers_of_whichever_version_have_it() -> None:
-    book = Book([X], 1.0)
+    book = AdapterTable([X], 1.0)
     [loading] = book.statuses([])
     assert loading.state == "loading"
     [told] = book.statuses([{"x": INFO}, {}])

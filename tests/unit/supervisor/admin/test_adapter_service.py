@@ -19,9 +19,9 @@ from servekit.protocol.adapters import (
 )
 from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.admin.adapter_service import AdapterDesk
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
-from servekit.supervisor.deployments.replica_host import Yard
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
+from servekit.supervisor.deployments.replica_host import ReplicaHost
 
 Make = Callable[..., AdapterDesk]
 
@@ -46,12 +46,14 @@ def desk(tmp_path: Path) -> Make:
             for name in names
         )
         host: Any = SimpleNamespace(changed=lambda: None, is_unused=lambda adapter: True)
-        yard = cast(Yard, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), start=None))
+        yard = cast(
+            ReplicaHost, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), start=None)
+        )
         plan = SimpleNamespace(config=Config(models=models))
-        served = [Fleet(model, yard) for model in models]
+        served = [Deployment(model, yard) for model in models]
         for fleet in served:
             fleet.wanted = True
-        return AdapterDesk(cast(Fleets, SimpleNamespace(served=served, plan=plan)))
+        return AdapterDesk(cast(DeploymentManager, SimpleNamespace(served=served, plan=plan)))
 
     return make
 

@@ -26,8 +26,8 @@ from servekit.protocol.messages import (
     Why,
 )
 from servekit.protocol.metrics_messages import Figures, GetMetrics, Series
-from servekit.protocol.remote_gateway import Answered, Asked
-from servekit.protocol.residency import Reside
+from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
+from servekit.protocol.residency import SetResidency
 from servekit.supervisor.admin.control_socket import Operators, ask
 
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
@@ -72,7 +72,7 @@ class AdapterDesk:
 class ResidenceDesk:
     """Loads one model."""
 
-    async def reside(self, wish: Reside) -> Accepted | Refused:
+    async def reside(self, wish: SetResidency) -> Accepted | Refused:
         await asyncio.sleep(0)
         if wish.model == "m":
             return Accepted(f"m: {wish.want}, {'done' if wish.wait else 'begun'}")
@@ -109,11 +109,11 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
 
 
 async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> None:
-    desk, told = Desk(), asyncio.Queue[Answered]()
+    desk, told = Desk(), asyncio.Queue[AdminResponse]()
     operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
     questions: list[ToSupervisor] = [GetStatus(), GetWhy("m"), Reload(), Shutdown(True)]
     for id, question in enumerate(questions):
-        operators.hear(Asked(id, question), told.put_nowait)
+        operators.hear(AdminRequest(id, question), told.put_nowait)
     answers = {}
     for _ in range(4):
         answered = await asyncio.wait_for(told.get(), 60)
@@ -128,9 +128,9 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
 
 
 async def test_a_gateway_is_told_that_there_is_no_answer() -> None:
-    told = asyncio.Queue[Answered]()
+    told = asyncio.Queue[AdminResponse]()
     operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
-    operators.hear(Asked(1, GetStatus()), told.put_nowait)
+    operators.hear(AdminRequest(1, GetStatus()), told.put_nowait)
     answered = await asyncio.wait_for(told.get(), 60)
     assert isinstance(answered.answer, Refused)
 
@@ -172,10 +172,10 @@ async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
     operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, Reside("m", "load")) == Accepted("m: load, done")
-    assert await ask(path, Reside("m", "sleep", wait=False)) == Accepted("m: sleep, begun")
+    assert await ask(path, SetResidency("m", "load")) == Accepted("m: load, done")
+    assert await ask(path, SetResidency("m", "sleep", wait=False)) == Accepted("m: sleep, begun")
     with pytest.raises(ConfigError, match="no model is called 'x'"):
-        await ask(path, Reside("x", "wake"))
+        await ask(path, SetResidency("x", "wake"))
     operators.close()
 
 

@@ -17,18 +17,24 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     Status,
 )
-from servekit.supervisor.admin.metrics import Book, Ledger, of_gpus, of_model, of_service
-from servekit.supervisor.lifecycle.managed_process import Life
+from servekit.supervisor.admin.metrics import (
+    CounterTable,
+    ProcessCounters,
+    of_gpus,
+    of_model,
+    of_service,
+)
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.gpu_memory import Vram
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.gpu_memory import WorkerGpuMemory
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Gpu
 
 GIB = 2**30
 RETRIES, WAIT = "servekit_retries_total", "servekit_queue_wait_seconds"
 
 
-def sums(book: Book) -> dict[tuple[str, tuple[str, ...]], list[float]]:
+def sums(book: CounterTable) -> dict[tuple[str, tuple[str, ...]], list[float]]:
     return {(one.metric, one.labels): list(one.figures) for one in book.series()}
 
 
@@ -45,7 +51,7 @@ def flat(series: Any) -> dict[tuple[str, ...], float]:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5)), max_size=30))
 def test_sums_are_of_all_gateways_and_only_grow(told: list[tuple[str, int]]) -> None:
-    book = Book()
+    book = CounterTable()
     last: dict[Any, list[float]] = {}
     for model, count in told:
         book.add(RETRIES, (model,), [count])
@@ -57,7 +63,7 @@ def test_sums_are_of_all_gateways_and_only_grow(told: list[tuple[str, int]]) -> 
 
 
 def test_histograms_are_added_figure_by_figure() -> None:
-    book, width = Book(), metrics.BY_NAME[WAIT].width
+    book, width = CounterTable(), metrics.BY_NAME[WAIT].width
     for _ in range(2):
         book.add(WAIT, ("m",), [1.0, *[0.0] * (width - 3), 2.0, 7.5])
     assert sums(book)[WAIT, ("m",)] == [2.0, *[0.0] * (width - 3), 4.0, 15.0]
@@ -74,7 +80,7 @@ def test_histograms_are_added_figure_by_figure() -> None:
 def test_what_another_version_counts_is_left_out(
     metric: str, labels: tuple[str, ...], figures: list[float]
 ) -> None:
-    book = Book()
+    book = CounterTable()
     book.add(metric, labels, figures)
     assert sums(book) == {}
 
@@ -82,7 +88,7 @@ def test_what_another_version_counts_is_left_out(
 # ---------------------------------------------------------------- the processes' own counters
 
 
-class Worker(Replica):
+class Worker(WorkerProcess):
     """As far as it is read here."""
 
     def __init__(self, name: str) -> None:
@@ -90,7 +96,7 @@ class Worker(Replica):
         self.model = cast(Any, SimpleNamespace(name=name.split("/")[0]))
 
 
-def restarts(book: Book) -> dict[tuple[str, ...], float]:
+def restarts(book: CounterTable) -> dict[tuple[str, ...], float]:
     return {
         labels: figures[0]
         for (metric, labels), figures in sums(book).items()
@@ -99,8 +105,8 @@ def restarts(book: Book) -> dict[tuple[str, ...], float]:
 
 
 def test_restarts_go_on_where_a_successor_of_the_same_name_begins() -> None:
-    book = Book()
-    ledger = Ledger(book)
+    book = CounterTable()
+    ledger = ProcessCounters(book)
     old = Worker("m/0")
     ledger.look([old])
     assert restarts(book) == {("m", "m/0"): 0}, "there from the start, so that 1 is an increase"
@@ -116,7 +122,7 @@ def test_restarts_go_on_where_a_successor_of_the_same_name_begins() -> None:
     assert restarts(book) == {("m", "m/0"): 4}
 
 
-class Door(Life[Any]):
+class Door(ManagedProcess[Any]):
     """A gateway, as far as it is read here."""
 
     command = greet = receive = load = cast(Any, None)
@@ -126,8 +132,8 @@ class Door(Life[Any]):
 
 
 def test_stalls_are_a_workers_and_gateways_have_a_metric_of_their_own() -> None:
-    book = Book()
-    ledger = Ledger(book)
+    book = CounterTable()
+    ledger = ProcessCounters(book)
     worker, gateway = Worker("m/0"), Door("gateway/0")
     ledger.look([worker, gateway])
     worker.stalls, gateway.restarts = 2, 1
@@ -180,7 +186,7 @@ def test_the_service_itself() -> None:
 def test_memory_of_a_worker_by_device_its_own_and_others() -> None:
     first, second = (Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
     place = Assignment("m", 0, (first,), None, (40 * GIB,))
-    vram = Vram(place, (first, second), None, lambda what: None)
+    vram = WorkerGpuMemory(place, (first, second), None, lambda what: None)
     vram.begin(1)
     on = ("m", "m/0", "0", "GPU-0", ""), ("m", "m/0", "1", "GPU-1", "")
     held, claimed, stray = (

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 
 from servekit.supervisor.admin import status
-from servekit.supervisor.deployments.deployment import Fleet
+from servekit.supervisor.deployments.deployment import Deployment
 from tests.unit.supervisor.made_up_fleet import config
 
 
-def fleet_of(**keys: Any) -> Fleet:
+def fleet_of(**keys: Any) -> Deployment:
     nursery = SimpleNamespace(standbys=())
     known: dict[str, Any] = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
-    return cast(Fleet, SimpleNamespace(model=config(**keys), nursery=nursery, **known))
+    return cast(Deployment, SimpleNamespace(model=config(**keys), nursery=nursery, **known))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     Status,
 )
-from servekit.protocol.residency import LoadMode, Residence, Residency
+from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus
 from servekit.protocol.types import WorkerState
 from servekit.supervisor.admin.systemd import (
     Notifier,
@@ -57,7 +57,7 @@ def model(name: str, *replicas: ReplicaStatus, **more: object) -> ModelStatus:
 
 
 def comes(load: LoadMode, tier: Residency, reason: str = "") -> dict[str, object]:
-    return {"residence": Residence(load, tier, reason)}
+    return {"residence": ResidencyStatus(load, tier, reason)}
 
 
 def status(

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.autoscaling.capacity import KEPT_BYTES, Here, NoRoom
+from servekit.supervisor.autoscaling.capacity import KEPT_BYTES, LocalCapacity, NoCapacity
 from servekit.supervisor.deployments.config_diff import Slots
-from servekit.supervisor.deployments.deployment import Fleet
-from servekit.supervisor.deployments.deployment_manager import Fleets
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
@@ -27,7 +27,7 @@ def model(name: str, **keys: Any) -> ModelConfig:
     )
 
 
-def fleet(model: ModelConfig, *slots: int, rss_bytes: int = 0, there: bool = True) -> Fleet:
+def fleet(model: ModelConfig, *slots: int, rss_bytes: int = 0, there: bool = True) -> Deployment:
     """With a replica on each of these GPUs; none: one on the CPU."""
     planned: Slots = tuple((GPUS[index],) for index in slots) or ((),)
     living = [
@@ -35,12 +35,12 @@ def fleet(model: ModelConfig, *slots: int, rss_bytes: int = 0, there: bool = Tru
     ]
     made = SimpleNamespace(model=model, planned=planned, living=living if there else [])
     made.slots = lambda: planned
-    return cast(Fleet, made)
+    return cast(Deployment, made)
 
 
-def one_more(*fleets: Fleet, dead: dict[str, dict[str, int]] | None = None) -> object:
+def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None) -> object:
     """For the first of them: the index of a GPU, () for the CPU, or why not."""
-    ledger = Ledger(GPUS)
+    ledger = GpuReservations(GPUS)
     for name, claim in (dead or {}).items():
         ledger.claim(name, claim)
 
@@ -60,9 +60,9 @@ def one_more(*fleets: Fleet, dead: dict[str, dict[str, int]] | None = None) -> o
             for gpu in slot
         )
 
-    here = Here(
+    here = LocalCapacity(
         cast(
-            Fleets,
+            DeploymentManager,
             SimpleNamespace(
                 plan=SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None))),
                 gpus=GPUS,
@@ -75,7 +75,7 @@ def one_more(*fleets: Fleet, dead: dict[str, dict[str, int]] | None = None) -> o
         )
     )
     found = here.one_more(fleets[0])
-    if isinstance(found, NoRoom):
+    if isinstance(found, NoCapacity):
         return found.reason
     return found[0].index if found else ()
 
@@ -122,7 +122,7 @@ NO_GPU = "no room: no GPU that it may use has what a replica claims"
         ),
     ],
 )
-def test_gpus(fleets: list[Fleet], expected: object) -> None:
+def test_gpus(fleets: list[Deployment], expected: object) -> None:
     assert one_more(*fleets) == expected
 
 

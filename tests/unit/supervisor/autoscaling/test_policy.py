@@ -13,20 +13,22 @@ from servekit.supervisor.autoscaling.policy import (
     HOLD_S,
     NEXT,
     SHY_S,
-    Facts,
     Limits,
     Past,
-    Step,
+    ScalingAction,
+    ScalingInput,
     decide,
 )
 from tests.unit.supervisor.scaled import Model, Outcome, Rate, ramp, sawtooth, steady, step
 
 LIMITS = Limits(1, 8, wait_s=1.0, kv_used=0.9, down_s=100.0)
-WAITS = Facts(serving=2, slots=4, queued=6, waited_s=1.5, running=8)
-CALM = Facts(serving=3, slots=4, running=1)
+WAITS = ScalingInput(serving=2, slots=4, queued=6, waited_s=1.5, running=8)
+CALM = ScalingInput(serving=3, slots=4, running=1)
 
 
-def looked(facts: Facts, for_s: int, past: Past | None = None) -> list[tuple[float, Step]]:
+def looked(
+    facts: ScalingInput, for_s: int, past: Past | None = None
+) -> list[tuple[float, ScalingAction]]:
     """The same facts for a while, as if no step came to anything; when each step was."""
     past, steps = past or Past(), []
     for now in range(for_s + 1):
@@ -36,7 +38,7 @@ def looked(facts: Facts, for_s: int, past: Past | None = None) -> list[tuple[flo
     return steps
 
 
-def first(facts: Facts) -> tuple[float, int] | None:
+def first(facts: ScalingInput) -> tuple[float, int] | None:
     """When the first step is, and which."""
     return next(((at, step.change) for at, step in looked(facts, 300)), None)
 
@@ -73,7 +75,7 @@ def first(facts: Facts) -> tuple[float, int] | None:
         (replace(CALM, serving=0, unborn="no such file"), (0, -1)),
     ],
 )
-def test_each_line(facts: Facts, expected: tuple[float, int] | None) -> None:
+def test_each_line(facts: ScalingInput, expected: tuple[float, int] | None) -> None:
     assert first(facts) == expected
 
 
@@ -87,7 +89,7 @@ def test_each_line(facts: Facts, expected: tuple[float, int] | None) -> None:
         (replace(CALM, wanted_elsewhere="b"), "b waits for its memory"),
     ],
 )
-def test_it_says_why(facts: Facts, reason: str) -> None:
+def test_it_says_why(facts: ScalingInput, reason: str) -> None:
     assert looked(facts, 100)[0][1].reason == reason
 
 
@@ -122,7 +124,7 @@ def test_after_one_that_did_not_come_up_none_is_added_for_longer_each_time() -> 
     past, waited, now = Past(), [], 0.0
     for _ in range(3):
         gone, past = decide(LIMITS, replace(WAITS, unborn="no"), past, now)
-        assert gone == Step(-1, "it did not come up: no")
+        assert gone == ScalingAction(-1, "it did not come up: no")
         begun, added = now, None
         while added is None:
             now += 1
@@ -136,7 +138,7 @@ def test_after_one_that_did_not_come_up_none_is_added_for_longer_each_time() -> 
 # ---------------------------------------------------------------- what always holds
 
 ANY = st.builds(
-    Facts,
+    ScalingInput,
     serving=st.integers(0, 9),
     coming=st.integers(0, 2),
     failing=st.integers(0, 2),
@@ -154,7 +156,7 @@ GAPS = st.floats(0, 200)
 
 @given(st.lists(st.tuples(ANY, GAPS), max_size=25), st.integers(1, 3), st.integers(3, 9))
 @settings(max_examples=60, deadline=None)
-def test_whatever_the_facts(seen: list[tuple[Facts, float]], least: int, most: int) -> None:
+def test_whatever_the_facts(seen: list[tuple[ScalingInput, float]], least: int, most: int) -> None:
     own = Limits(least, most, down_s=60.0)
     past, now, up_at = Past(), 0.0, -math.inf
     for facts, gap_s in seen:

@@ -11,7 +11,7 @@ from servekit.config.schema import ModelConfig
 from servekit.supervisor.lifecycle.breaker import BreakerLimits
 from servekit.supervisor.lifecycle.circuit_breaker import (
     ENDPOINT_S,
-    Circuit,
+    CircuitBreaker,
     circuit_of,
     policy_of,
 )
@@ -32,7 +32,7 @@ def test_after_a_probe_it_says_when_that_was(monkeypatch: pytest.MonkeyPatch) ->
     wall = time.time()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "time", lambda: wall + now - began)
-    circuit = Circuit("m", BreakerLimits(lives=1, first_s=100))
+    circuit = CircuitBreaker("m", BreakerLimits(lives=1, first_s=100))
     circuit.started("m/0")
     circuit.fruitless("m/0", "it broke")
     said = circuit.explain()
@@ -50,7 +50,7 @@ def test_after_a_probe_it_says_when_that_was(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("permanent", [True, False])
 def test_what_would_be_the_same_again_does_not_open_it(permanent: bool) -> None:
     """Such a replica is not tried again; those that were of use close it."""
-    circuit = Circuit("m", BreakerLimits(lives=2))
+    circuit = CircuitBreaker("m", BreakerLimits(lives=2))
     for _ in range(2):
         circuit.started("m/0")
         circuit.died("m/0", "there is no such file", fruitful=False, permanent=permanent)

@@ -4,14 +4,14 @@ import signal
 
 import pytest
 
-from servekit.supervisor.lifecycle.exit_history import History, Known, out_of_memory
+from servekit.supervisor.lifecycle.exit_history import ExitHistory, LastSeen, out_of_memory
 from servekit.supervisor.process.child_process import Exit
 
-KNOWN = Known(pid=7, lived_s=1.5, phase="ready", served=3, running=2, rss_bytes=5, gpu_bytes=6)
+KNOWN = LastSeen(pid=7, lived_s=1.5, phase="ready", served=3, running=2, rss_bytes=5, gpu_bytes=6)
 
 
 def test_a_death_is_kept_with_all_that_was_known() -> None:
-    history = History()
+    history = ExitHistory()
     history.add(Exit(None, signal.SIGKILL, ("last",), stacks=("stack",)), KNOWN, "killed")
     (record,) = history.exits()
     assert (record.pid, record.phase, record.served, record.running) == (7, "ready", 3, 2)
@@ -20,7 +20,7 @@ def test_a_death_is_kept_with_all_that_was_known() -> None:
 
 
 def test_ten_are_kept_the_last_last_and_the_stacks_of_two() -> None:
-    history = History()
+    history = ExitHistory()
     for number in range(15):
         history.add(Exit(number, None, (), stacks=("s",)), KNOWN, str(number))
     assert [record.what for record in history.exits()] == [str(n) for n in range(5, 15)]

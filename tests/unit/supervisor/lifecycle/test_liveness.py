@@ -9,15 +9,15 @@ from servekit.supervisor.lifecycle.liveness import (
     FORGIVEN_S,
     KV_STEP,
     PARDONED_S,
-    Pulse,
+    Liveness,
     Timeouts,
 )
 
 TIMEOUTS = Timeouts(stall_s=10.0, load_s=100.0)
 
 
-def pulse(age_s: float = 0.0, running: int = 0) -> Pulse:
-    one = Pulse(0.0)
+def pulse(age_s: float = 0.0, running: int = 0) -> Liveness:
+    one = Liveness(0.0)
     one.answered(Pong(1, age_s, running, 0, 0.0))
     return one
 
@@ -88,7 +88,7 @@ def test_who_has_loaded_an_adapter_is_pardoned_for_a_while() -> None:
 
 
 def test_pings_are_due_by_the_last_one() -> None:
-    one = Pulse(0.0)
+    one = Liveness(0.0)
     assert not one.due(0.9, 1.0)
     assert one.due(1.0, 1.0)
     one.asked(1.0)

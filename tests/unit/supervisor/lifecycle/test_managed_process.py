@@ -28,12 +28,12 @@ from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.adapters.state import Refusal
 from servekit.supervisor.deployments.deployment import adapters_of
 from servekit.supervisor.lifecycle.breaker import BreakerLimits
-from servekit.supervisor.lifecycle.circuit_breaker import Circuit
+from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
 from servekit.supervisor.lifecycle.restart_policy import Limits, RestartPolicy
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.worker_process import Replica
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
 
@@ -50,7 +50,7 @@ class Host:
         self.mark = "of-a-unit-test"
         self.environ: Mapping[str, str] = {"PATH": os.environ["PATH"]}
         self.states: list[str] = []
-        self.replica: Replica | None = None
+        self.replica: WorkerProcess | None = None
         self._changes = asyncio.Event()
 
     def changed(self) -> None:
@@ -93,7 +93,7 @@ class Host:
 class Stage:
     """One replica, its host, and the task that runs it."""
 
-    def __init__(self, host: Host, replica: Replica) -> None:
+    def __init__(self, host: Host, replica: WorkerProcess) -> None:
         self.host = host
         self.replica = host.replica = replica
         replica.policy = RestartPolicy(lambda: 0.5, Limits(first_s=0.01, longest_s=0.02))
@@ -118,9 +118,9 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
             {"name": "m", "path": "p", "engine": "echo", "options": options, **(settings or {})}
         )
         place = Assignment("m", 0, (), 1)
-        circuit = Circuit("m", BreakerLimits(lives=3, first_s=600))
+        circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
         adapters = Adapters("m", adapters_of(model), host)
-        replica = Replica(model, place, gpus, host, circuit, adapters)
+        replica = WorkerProcess(model, place, gpus, host, circuit, adapters)
         stages.append(Stage(host, replica))
         return stages[-1]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from servekit.protocol.messages import Drain, FromWorker, Load, Ping, Pong, Stop
-from servekit.protocol.startup_messages import Greeted, Phase, Phased
-from servekit.protocol.transport.certificate_holder import Identity
+from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
+from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.tls import Authority, NotTrusted
 from servekit.supervisor.lifecycle import remote_process as module
-from servekit.supervisor.lifecycle.remote_process import Hands, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from tests.unit.gateway.conftest import until
 from tests.unit.worker.test_remote import OURS, READY, SPEC, Line, listening
@@ -49,8 +49,8 @@ class Launcher:
         return ("Thread 1", "  in step")
 
     @property
-    def hands(self) -> Hands:
-        return Hands(self.kill, self.exited, self.dump)
+    def hands(self) -> RemoteControl:
+        return RemoteControl(self.kill, self.exited, self.dump)
 
 
 class Pair:
@@ -66,7 +66,7 @@ class Pair:
         self.child = RemoteChild[FromWorker](
             "m/0",
             self.line.address,
-            Identity(OURS.issue("supervisor", "s")),
+            CertificateHolder(OURS.issue("supervisor", "s")),
             FromWorker,
             self.heard.append,
             self.launcher.hands,
@@ -110,12 +110,12 @@ async def test_a_broken_connection_loses_nothing_either_way() -> None:
             control = line.remote._control
             assert control is not None
             control.abort()
-            line.remote.send(Greeted(f"gateway/{n}", time.monotonic()))
+            line.remote.send(GatewayConnected(f"gateway/{n}", time.monotonic()))
             child.send(Drain())
             child.send(Ping(n))  # about the moment: it may be lost
-            await until(partial(has_heard, both.heard, Greeted, n + 1))
+            await until(partial(has_heard, both.heard, GatewayConnected, n + 1))
             await until(partial(has_heard, line.heard, Drain, n + 1))
-        said = [message.gateway for message in both.heard if isinstance(message, Greeted)]
+        said = [message.gateway for message in both.heard if isinstance(message, GatewayConnected)]
         assert said == ["gateway/0", "gateway/1", "gateway/2"]
         assert line.heard.count(Load(SPEC)) == 1
         assert not child.exited.done()
@@ -146,10 +146,10 @@ async def test_its_times_are_told_by_our_clock(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("servekit.worker.remote.time", ClockAhead(ahead_s))
         child = await both.attach()
         began = time.monotonic()
-        line.remote.send(Phased(Phase("load", began + ahead_s, began + ahead_s + 1)))
+        line.remote.send(PhaseReport(Phase("load", began + ahead_s, began + ahead_s + 1)))
         await until(lambda: both.heard)
         told = both.heard[0]
-        assert isinstance(told, Phased)
+        assert isinstance(told, PhaseReport)
         assert told.phase.began_s == pytest.approx(began, abs=DEADLINE_S)
         child.leave()
 

@@ -6,22 +6,24 @@ import time
 
 import pytest
 
-from servekit.protocol.startup_messages import Greeted, Phase, Phased, Start
-from servekit.supervisor.lifecycle.startup_timing import Occasion, Starting
+from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport, Start
+from servekit.supervisor.lifecycle.startup_timing import StartReason, StartupTiming
 
 
-def begun(cause: str = "up", at_s: float = 100.0, now: float = 101.0) -> Starting:
-    starting = Starting()
-    starting.occasion = Occasion(cause, at_s)  # type: ignore[arg-type]  # parametrised
+def begun(cause: str = "up", at_s: float = 100.0, now: float = 101.0) -> StartupTiming:
+    starting = StartupTiming()
+    starting.occasion = StartReason(cause, at_s)  # type: ignore[arg-type]  # parametrised
     starting.begin(now)
     return starting
 
 
-def told(starting: Starting, name: str, began_s: float, ended_s: float | None, **more: str) -> None:
-    starting.heard(Phased(Phase(name, began_s, ended_s, **more)))  # type: ignore[arg-type]
+def told(
+    starting: StartupTiming, name: str, began_s: float, ended_s: float | None, **more: str
+) -> None:
+    starting.heard(PhaseReport(Phase(name, began_s, ended_s, **more)))  # type: ignore[arg-type]
 
 
-def last(starting: Starting) -> Start:
+def last(starting: StartupTiming) -> Start:
     found = starting.last()
     assert found is not None
     return found
@@ -41,9 +43,9 @@ def test_a_start_is_told_from_what_it_was_for_to_the_last_gateway() -> None:
     told(starting, "warm-up", 103.5, 104.0)
     starting.awaits("admission", 104.0)
     starting.ready(104.25)
-    starting.heard(Greeted("gateway/0", 104.5))
-    starting.heard(Greeted("gateway/1", 105.0))
-    starting.heard(Greeted("gateway/0", 900.0))  # it was restarted
+    starting.heard(GatewayConnected("gateway/0", 104.5))
+    starting.heard(GatewayConnected("gateway/1", 105.0))
+    starting.heard(GatewayConnected("gateway/0", 900.0))  # it was restarted
     start = last(starting)
     assert spans(start) == [
         ("supervisor", 0.0, 1.0),
@@ -113,8 +115,8 @@ def test_a_worker_gone_astray_fills_no_memory() -> None:
 
 
 def test_nothing_is_made_of_facts_before_a_start() -> None:
-    starting = Starting()
-    starting.heard(Greeted("gateway/0", 1.0))
+    starting = StartupTiming()
+    starting.heard(GatewayConnected("gateway/0", 1.0))
     told(starting, "load", 1.0, 2.0)
     starting.ready(3.0)
     starting.died(4.0)
@@ -122,6 +124,6 @@ def test_nothing_is_made_of_facts_before_a_start() -> None:
 
 
 def test_this_process_is_younger_than_the_machine_and_older_than_its_test() -> None:
-    occasion = Occasion.up()
+    occasion = StartReason.up()
     assert occasion.at_s < time.monotonic()
     assert time.monotonic() - occasion.at_s < 24 * 3600

@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from servekit.protocol.messages import Accepted, Refused
-from servekit.protocol.residency import KeepAlive, Reside, Residence, Want, Wanted
-from servekit.supervisor.deployments.deployment_manager import Fleets
+from servekit.protocol.residency import KeepAlive, ModelDemand, ResidencyStatus, SetResidency, Want
+from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.model_swap import manager
-from servekit.supervisor.model_swap.manager import Residents
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.model_swap.manager import SwapManager
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.system import procfs
 from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
 
@@ -25,7 +25,7 @@ class Stage:
 
     def __init__(self, *fleets: MadeUp) -> None:
         self.fleets = fleets
-        self.uses: dict[str, tuple[Wanted, float]] = {}
+        self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.gateway = SimpleNamespace(
             uses=self.uses, on_use=None, state="ready", awaited=lambda: {*self.uses}
         )
@@ -34,26 +34,26 @@ class Stage:
             plan=plan,
             served=list(fleets),
             everyone=lambda: list(fleets),
-            gate=SimpleNamespace(ledger=Ledger(())),
+            gate=SimpleNamespace(ledger=GpuReservations(())),
             gpus=(),
         )
-        self.residents = Residents(cast(Fleets, made), [cast(Gateway, self.gateway)])
+        self.residents = SwapManager(cast(DeploymentManager, made), [cast(Gateway, self.gateway)])
         self.residents.look()
 
     def ask_for(self, model: str, waiting: int = 1, running: int = 0) -> None:
         at = asyncio.get_running_loop().time()
-        self.uses[model] = Wanted(model, waiting, running), at
+        self.uses[model] = ModelDemand(model, waiting, running), at
         self.gateway.on_use(None)
 
     def keep(self, model: str, stay_s: float | None, *, loads: bool = False) -> None:
         self.gateway.on_use(KeepAlive(model, stay_s, loads))
 
-    def told(self, fleet: MadeUp) -> Residence:
+    def told(self, fleet: MadeUp) -> ResidencyStatus:
         found = self.residents.residence(fleet.real)
         assert found is not None
         return found
 
-    async def until(self, fleet: MadeUp, tier: str) -> Residence:
+    async def until(self, fleet: MadeUp, tier: str) -> ResidencyStatus:
         async with asyncio.timeout(10):
             while self.told(fleet).tier != tier:
                 self.residents.look()
@@ -62,7 +62,7 @@ class Stage:
 
     async def reside(self, model: str, want: Want, *, wait: bool = True) -> Accepted | Refused:
         async with asyncio.timeout(10):
-            asking = asyncio.create_task(self.residents.reside(Reside(model, want, wait)))
+            asking = asyncio.create_task(self.residents.reside(SetResidency(model, want, wait)))
             while not asking.done():
                 self.residents.look()
                 await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import pytest
 
 from servekit.supervisor.model_swap import memory_accounting
 from servekit.supervisor.model_swap.memory_accounting import CPU, RAM
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
 from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
@@ -59,7 +59,7 @@ def test_asleep_on_the_cpu_it_holds_what_is_resident() -> None:
 
 
 def test_what_its_workers_keep_is_what_the_ledger_has() -> None:
-    ledger, fleet = Ledger(GPUS), MadeUp(config())
+    ledger, fleet = GpuReservations(GPUS), MadeUp(config())
     fleet.have("asleep", "asleep")
     ledger.claim("a/0", {"GPU-0": GIB, "GPU-1": GIB})
     ledger.claim("a/1", {"GPU-0": 2 * GIB})
@@ -68,7 +68,7 @@ def test_what_its_workers_keep_is_what_the_ledger_has() -> None:
 
 
 def test_free_is_what_nobody_holds_and_nobody_was_promised() -> None:
-    ledger = Ledger(GPUS, "10GiB")
+    ledger = GpuReservations(GPUS, "10GiB")
     held = [{"GPU-0": 40 * GIB}, {CPU: 20 * GIB, RAM: 99 * GIB}, {"GPU-0": 10 * GIB}]
     free = memory_accounting.free(GPUS, "10GiB", held, ledger)
     assert free == {"GPU-0": 40 * GIB, "GPU-1": 90 * GIB, CPU: 30 * GIB, RAM: 29 * GIB}

@@ -7,15 +7,15 @@ import math
 
 import pytest
 
-from servekit.protocol.residency import Residence, Residency, Want
-from servekit.supervisor.model_swap.model_state import Resident
+from servekit.protocol.residency import Residency, ResidencyStatus, Want
+from servekit.supervisor.model_swap.model_state import ModelState
 from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
 
 
-def made(*states: str, **keys: object) -> tuple[Resident, MadeUp]:
+def made(*states: str, **keys: object) -> tuple[ModelState, MadeUp]:
     fleet = MadeUp(config(**keys), info=info())
     fleet.have(*states)
-    one = Resident(fleet.real, 0.0)
+    one = ModelState(fleet.real, 0.0)
     one.observe((), 0.0)
     return one, fleet
 
@@ -190,7 +190,7 @@ def test_a_client_may_have_it_loaded_and_say_how_long_it_stays() -> None:
 
 def test_at_the_end_only_what_will_serve_is_waited_for() -> None:
     one, fleet = made()
-    ended = Residence("on_demand", "failed", "servekit is shutting down")
+    ended = ResidencyStatus("on_demand", "failed", "servekit is shutting down")
     for states in ((), ("asleep",), ("failed",)):
         fleet.have(*states)
         one.observe((), 1.0)

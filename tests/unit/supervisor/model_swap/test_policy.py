@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from servekit.protocol.residency import Residency
 from servekit.supervisor.model_swap.eviction import LONGEST_TURN_S, linger_s, turn_s
 from servekit.supervisor.model_swap.policy import Decision, decide, leaves_in_s
-from servekit.supervisor.model_swap.types import Facts, Step
+from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 from tests.unit.supervisor.world import PLACE, Model, Request, World
 
 GIB = 2**30
 FREE = {PLACE: 0}
 
 
-def model(name: str, size: int = 10, tier: Residency = "stopped", **more: Any) -> Facts:
-    facts = Facts(name, "on_demand", "stopped", {PLACE: size * GIB})
+def model(name: str, size: int = 10, tier: Residency = "stopped", **more: Any) -> PolicyInput:
+    facts = PolicyInput(name, "on_demand", "stopped", {PLACE: size * GIB})
     return replace(facts, tier=tier, **more)
 
 
@@ -35,7 +35,7 @@ def kinds(decision: Decision) -> list[tuple[str, str]]:
 
 def test_who_waits_is_loaded_where_there_is_room() -> None:
     one = model("a", waiting_since=1.0)
-    assert decide([one], {PLACE: 10 * GIB}, 2.0).steps == (Step("load", "a"),)
+    assert decide([one], {PLACE: 10 * GIB}, 2.0).steps == (SwapAction("load", "a"),)
     assert kinds(decide([replace(one, tier="asleep")], {PLACE: 10 * GIB}, 2.0)) == [("wake", "a")]
     assert decide([replace(one, waiting_since=None)], {PLACE: 10 * GIB}, 2.0).steps == ()
 
@@ -60,7 +60,7 @@ def test_one_that_is_quiet_makes_room_and_the_reason_is_told() -> None:
     old = model("old", tier="resident", used_at=0.0)
     decision = decide([old, model("new", 30, waiting_since=99.0)], {PLACE: 20 * GIB}, 100.0)
     said = "evicted for new, 30.0 GiB needed, 20.0 GiB free"
-    assert decision.steps == (Step("stop", "old", said, makes_room=True),)
+    assert decision.steps == (SwapAction("stop", "old", said, makes_room=True),)
     assert decision.waits == {"new": "30.0 GiB needed, 20.0 GiB free; it waits for old"}
 
 
@@ -104,7 +104,7 @@ def test_what_frees_much_is_long_unused_and_cheap_to_bring_back_goes_first() -> 
     new = model("new", 10, waiting_since=99.0)
     base = model("x", 10, "resident", used_at=50.0, load_s=10.0)
 
-    def first(*others: Facts) -> str:
+    def first(*others: PolicyInput) -> str:
         return decide([*others, new], FREE, 100.0).steps[0].model
 
     assert first(base, replace(base, name="older", used_at=10.0)) == "older"
@@ -130,7 +130,7 @@ def test_room_is_made_for_one_that_comes_without_having_it() -> None:
     new = model("new", 15, "coming", load="on_start")
     decision = decide([old, new], {PLACE: -5 * GIB}, 100.0)
     assert decision.steps == (
-        Step("stop", "old", "evicted for new, which lacks 5.0 GiB", makes_room=True),
+        SwapAction("stop", "old", "evicted for new, which lacks 5.0 GiB", makes_room=True),
     )
     assert decision.waits == {"new": "it lacks 5.0 GiB; it waits for old"}
     assert decide([old, replace(new, tier="resident")], {PLACE: -5 * GIB}, 100.0).steps
@@ -150,7 +150,9 @@ def test_room_is_made_where_others_hold_what_was_free() -> None:
     new = model("new", 15, "coming", lacks={PLACE: 7 * GIB})
     free = {PLACE: 20 * GIB}
     said = "evicted for new, which lacks 7.0 GiB"
-    assert decide([old, new], free, 100.0).steps == (Step("stop", "old", said, makes_room=True),)
+    assert decide([old, new], free, 100.0).steps == (
+        SwapAction("stop", "old", said, makes_room=True),
+    )
     assert not decide([old, replace(new, lacks={PLACE: 11 * GIB})], free, 100.0).steps
     assert not decide([replace(old, tier="leaving"), new], free, 100.0).steps
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.protocol.messages import BootFailed, Drain, FromWorker, Ping, Pong, Stop
-from servekit.supervisor.process.child_process import Child, Command, Exit
+from servekit.supervisor.process.child_process import ChildProcess, Command, Exit
 from servekit.system import procfs
 
 CHILDREN = Path(__file__).parents[1] / "children"
@@ -25,10 +25,10 @@ class Nursery:
         self.tmp_path = tmp_path
         self.messages: list[FromWorker] = []
         self.lines: list[str] = []
-        self.children: list[Child[FromWorker]] = []
+        self.children: list[ChildProcess[FromWorker]] = []
         self.heard = asyncio.Event()
 
-    async def spawn(self, how: str, *, fds: tuple[int, ...] = ()) -> Child[FromWorker]:
+    async def spawn(self, how: str, *, fds: tuple[int, ...] = ()) -> ChildProcess[FromWorker]:
         command = Command(
             name=how,
             module="wire_child",
@@ -37,7 +37,9 @@ class Nursery:
             log_path=self.tmp_path / "child.log",
             pass_fds=fds,
         )
-        child = await Child[FromWorker].spawn(command, FromWorker, self._hear, self.lines.append)
+        child = await ChildProcess[FromWorker].spawn(
+            command, FromWorker, self._hear, self.lines.append
+        )
         self.children.append(child)
         return child
 
@@ -60,7 +62,7 @@ async def nursery(tmp_path: Path) -> AsyncIterator[Nursery]:
         assert procfs.read(child.pid) is None
 
 
-async def ended(child: Child[FromWorker]) -> Exit:
+async def ended(child: ChildProcess[FromWorker]) -> Exit:
     return await asyncio.wait_for(asyncio.shield(child.exited), 10)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.supervisor.scheduling.free_memory import SLACK_BYTES, Scene, obstacle
+from servekit.supervisor.scheduling.free_memory import SLACK_BYTES, GpuSnapshot, obstacle
 from servekit.system.gpus import Gpu
 
 GIB = 2**30
@@ -23,7 +23,7 @@ def said(
         for name, (claim, held) in (others or {}).items()
     }
     held = {pid: size * GIB for pid, size in (strangers or {}).items()}
-    scene = Scene(GPU, int(free * GIB), int(need * GIB), claims, dead * GIB, held)
+    scene = GpuSnapshot(GPU, int(free * GIB), int(need * GIB), claims, dead * GIB, held)
     return obstacle(scene, {7: "python train.py"}.get)  # type: ignore[arg-type]
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from servekit.supervisor.scheduling.gpu_admission import Gate, Reading
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_estimator import CONTEXT_BYTES
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.system.gpus import Gpu, Slot
@@ -26,15 +26,15 @@ class Nvml:
         self.held: dict[int, dict[str, int]] = {}
         self.answers = True
 
-    def read(self) -> Reading:
+    def read(self) -> NvmlReading:
         if not self.answers:
-            return Reading({}, {})
+            return NvmlReading({}, {})
         holdings = {
             pid: {uuid: size * GIB for uuid, size in held.items()}
             for pid, held in self.held.items()
         }
         taken = {g.uuid: sum(h.get(g.uuid, 0) for h in holdings.values()) for g in GPUS}
-        return Reading({g.uuid: g.total_bytes - taken[g.uuid] for g in GPUS}, holdings)
+        return NvmlReading({g.uuid: g.total_bytes - taken[g.uuid] for g in GPUS}, holdings)
 
 
 @dataclass
@@ -64,8 +64,8 @@ def nvml() -> Nvml:
 
 
 @pytest.fixture
-def gate(nvml: Nvml) -> Gate:
-    return Gate(Ledger(GPUS), nvml.read, patience_s=0.5)
+def gate(nvml: Nvml) -> GpuAdmission:
+    return GpuAdmission(GpuReservations(GPUS), nvml.read, patience_s=0.5)
 
 
 @pytest.fixture
@@ -83,7 +83,9 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_loads_that_share_a_gpu_take_turns(gate: Gate, nvml: Nvml, process: int) -> None:
+async def test_loads_that_share_a_gpu_take_turns(
+    gate: GpuAdmission, nvml: Nvml, process: int
+) -> None:
     first, second = worker("a", GPUS[:1], 40), worker("b", GPUS, 40, 40)
     elsewhere = worker("c", GPUS[1:], 40)
     assert await gate.enter(first) == ""
@@ -101,7 +103,7 @@ async def test_loads_that_share_a_gpu_take_turns(gate: Gate, nvml: Nvml, process
 
 
 async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promised(
-    gate: Gate, nvml: Nvml, process: int
+    gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
     third = worker("c", GPUS[:1], 1)
@@ -122,7 +124,9 @@ async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promis
     assert await entering == ""
 
 
-async def test_memory_promised_to_another_is_not_free(gate: Gate, nvml: Nvml, process: int) -> None:
+async def test_memory_promised_to_another_is_not_free(
+    gate: GpuAdmission, nvml: Nvml, process: int
+) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
     assert await gate.enter(first) == ""
     gate.loaded("a/0")
@@ -137,7 +141,7 @@ async def test_memory_promised_to_another_is_not_free(gate: Gate, nvml: Nvml, pr
     assert await gate.enter(second) == ""
 
 
-async def test_it_waits_for_memory_and_says_so(gate: Gate, nvml: Nvml) -> None:
+async def test_it_waits_for_memory_and_says_so(gate: GpuAdmission, nvml: Nvml) -> None:
     nvml.held[1] = {"GPU-0": 70}
     one = worker("a", GPUS[:1], 40)
     entering = asyncio.create_task(gate.enter(one))
@@ -150,7 +154,9 @@ async def test_it_waits_for_memory_and_says_so(gate: Gate, nvml: Nvml) -> None:
     assert one.lacked[-1] == {}
 
 
-async def test_what_does_not_fit_the_ledger_is_refused_with_the_arithmetic(gate: Gate) -> None:
+async def test_what_does_not_fit_the_ledger_is_refused_with_the_arithmetic(
+    gate: GpuAdmission,
+) -> None:
     assert await gate.enter(worker("a", GPUS[:1], 60)) == ""
     gate.loaded("a/0")
     reason = await gate.enter(worker("b", GPUS[:1], 41))
@@ -158,7 +164,7 @@ async def test_what_does_not_fit_the_ledger_is_refused_with_the_arithmetic(gate:
     assert await gate.enter(worker("c", GPUS[:1], 40)) == "", "and has left no trace"
 
 
-async def test_a_claim_stands_until_the_memory_is_gone(gate: Gate, nvml: Nvml) -> None:
+async def test_a_claim_stands_until_the_memory_is_gone(gate: GpuAdmission, nvml: Nvml) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
     assert await gate.enter(first) == ""
     nvml.held[7] = {"GPU-0": 50}
@@ -171,7 +177,9 @@ async def test_a_claim_stands_until_the_memory_is_gone(gate: Gate, nvml: Nvml) -
     assert gate.ledger.holders("GPU-0") == {"b/0": 60 * GIB}
 
 
-async def test_its_next_life_waits_for_the_memory_of_its_last(gate: Gate, nvml: Nvml) -> None:
+async def test_its_next_life_waits_for_the_memory_of_its_last(
+    gate: GpuAdmission, nvml: Nvml
+) -> None:
     one = worker("a", GPUS[:1], 40)
     assert await gate.enter(one) == ""
     nvml.held[7] = {"GPU-0": 40}
@@ -183,7 +191,7 @@ async def test_its_next_life_waits_for_the_memory_of_its_last(gate: Gate, nvml: 
     assert gate.ledger.holders("GPU-0") == {"a/0": 40 * GIB}
 
 
-async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: Gate) -> None:
+async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: GpuAdmission) -> None:
     first, second = worker("a", GPUS[:1], 40), worker("b", GPUS[:1], 40)
     assert await gate.enter(first) == ""
     entering = asyncio.create_task(gate.enter(second))
@@ -196,7 +204,9 @@ async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: Gate)
     assert await gate.enter(worker("c", GPUS[:1], 100)) == ""
 
 
-async def test_asleep_it_claims_what_it_still_holds(gate: Gate, nvml: Nvml, process: int) -> None:
+async def test_asleep_it_claims_what_it_still_holds(
+    gate: GpuAdmission, nvml: Nvml, process: int
+) -> None:
     one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
     assert await gate.enter(one) == ""
     gate.loaded("a/0")
@@ -216,7 +226,7 @@ async def test_asleep_it_claims_what_it_still_holds(gate: Gate, nvml: Nvml, proc
 
 
 async def test_asleep_it_claims_what_is_used_where_its_processes_cannot_be_seen(
-    gate: Gate, nvml: Nvml, process: int
+    gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
     """As in a container. Others hold no more than they claim: the rest is its own."""
     one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 20)
@@ -238,7 +248,7 @@ async def test_asleep_it_claims_what_is_used_where_its_processes_cannot_be_seen(
 
 
 async def test_one_that_is_not_seen_by_a_silent_driver_sleeps_with_its_claim(
-    gate: Gate, nvml: Nvml, process: int
+    gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
     one = worker("a", GPUS[:1], 60)
     assert await gate.enter(one) == ""
@@ -250,13 +260,13 @@ async def test_one_that_is_not_seen_by_a_silent_driver_sleeps_with_its_claim(
 async def test_one_that_has_died_meanwhile_did_not_fall_asleep(nvml: Nvml, process: int) -> None:
     one = worker("a", GPUS[:1], 60)
 
-    def read() -> Reading:
+    def read() -> NvmlReading:
         found = nvml.read()
         one.pid = two if is_asleep else process
         return found
 
     is_asleep, two = False, process + 1
-    gate = Gate(Ledger(GPUS), read)
+    gate = GpuAdmission(GpuReservations(GPUS), read)
     assert await gate.enter(one) == ""
     gate.loaded("a/0")
     is_asleep, nvml.held[process] = True, {"GPU-0": 2}
@@ -264,12 +274,14 @@ async def test_one_that_has_died_meanwhile_did_not_fall_asleep(nvml: Nvml, proce
     assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}, "it is its next life's"
 
 
-async def test_a_driver_that_does_not_answer_holds_nobody_up(gate: Gate, nvml: Nvml) -> None:
+async def test_a_driver_that_does_not_answer_holds_nobody_up(
+    gate: GpuAdmission, nvml: Nvml
+) -> None:
     nvml.answers = False
     assert await gate.enter(worker("a", GPUS[:1], 40)) == ""
 
 
-async def test_on_the_cpu_there_is_no_gate(gate: Gate) -> None:
+async def test_on_the_cpu_there_is_no_gate(gate: GpuAdmission) -> None:
     assert await gate.enter(worker("a", ())) == ""
     gate.left("a/0", {1})
     assert not gate.ledger.claim_of("a/0")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.supervisor.scheduling.gpu_reservations import Ledger, NoRoom
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
 from servekit.system.gpus import Gpu
 
 GIB = 2**30
@@ -14,12 +14,12 @@ GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
 
 
 def test_what_is_promised_is_nobody_elses() -> None:
-    ledger = Ledger(GPUS, "10%")
+    ledger = GpuReservations(GPUS, "10%")
     ledger.claim("a/0", {"GPU-0": 60 * GIB})
     assert (ledger.room("GPU-0"), ledger.room("GPU-1")) == (30 * GIB, 90 * GIB)
     wants = {"GPU-0": 40 * GIB, "GPU-1": 40 * GIB}
     assert ledger.lacking(wants) == {"GPU-0": 10 * GIB}
-    with pytest.raises(NoRoom) as caught:
+    with pytest.raises(InsufficientMemory) as caught:
         ledger.claim("b/0", wants)
     assert caught.value.lacking_bytes == {"GPU-0": 10 * GIB}
     assert caught.value.message == (
@@ -33,22 +33,22 @@ def test_what_is_promised_is_nobody_elses() -> None:
 
 
 def test_a_claim_takes_the_place_of_its_holders_last() -> None:
-    ledger = Ledger(GPUS)
+    ledger = GpuReservations(GPUS)
     ledger.claim("a/0", {"GPU-0": 90 * GIB})
     ledger.claim("a/0", {"GPU-0": 95 * GIB})
     assert ledger.room("GPU-0") == 5 * GIB
-    with pytest.raises(NoRoom):
+    with pytest.raises(InsufficientMemory):
         ledger.claim("a/0", {"GPU-0": 101 * GIB})
     assert ledger.claim_of("a/0") == {"GPU-0": 95 * GIB}
 
 
 def test_an_unknown_gpu_has_no_room() -> None:
-    with pytest.raises(NoRoom, match="there is no GPU GPU-9"):
-        Ledger(GPUS).claim("a/0", {"GPU-9": 1})
+    with pytest.raises(InsufficientMemory, match="there is no GPU GPU-9"):
+        GpuReservations(GPUS).claim("a/0", {"GPU-9": 1})
 
 
 def test_what_is_measured_promises_nothing_and_tells_excess() -> None:
-    ledger = Ledger(GPUS)
+    ledger = GpuReservations(GPUS)
     ledger.measured("a/0", {"GPU-0": 1})
     assert ledger.held("a/0") == {}
     ledger.claim("a/0", {"GPU-0": 10 * GIB})
@@ -69,7 +69,7 @@ def test_what_is_measured_promises_nothing_and_tells_excess() -> None:
     )
 )
 def test_no_byte_is_promised_twice(deeds: list[tuple[str, dict[str, int] | None]]) -> None:
-    ledger = Ledger(GPUS, "5%")
+    ledger = GpuReservations(GPUS, "5%")
     for holder, wants in deeds:
         if wants is None:
             ledger.release(holder)
@@ -77,7 +77,7 @@ def test_no_byte_is_promised_twice(deeds: list[tuple[str, dict[str, int] | None]
         wanted = {uuid: size * GIB for uuid, size in wants.items()}
         try:
             ledger.claim(holder, wanted)
-        except NoRoom as error:
+        except InsufficientMemory as error:
             assert error.lacking_bytes == ledger.lacking(wanted, but=holder) != {}
         for gpu in GPUS:
             promised = sum(ledger.holders(gpu.uuid).values())

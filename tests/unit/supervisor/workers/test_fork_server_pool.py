@@ -15,8 +15,8 @@ from servekit.protocol.messages import Quarantined, WorkerState
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.supervisor.workers import fork_server_pool
-from servekit.supervisor.workers.fork_server import Standby
-from servekit.supervisor.workers.fork_server_pool import Nursery
+from servekit.supervisor.workers.fork_server import ForkServer
+from servekit.supervisor.workers.fork_server_pool import ForkServerPool
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Slot
 
@@ -61,16 +61,16 @@ def workers(of: ModelConfig, *slots: Slot) -> list[Worker]:
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> tuple[Nursery, list[Standby]]:
-    run: list[Standby] = []
-    return Nursery(Host(tmp_path / "run"), run.append), run
+async def made(tmp_path: Path) -> tuple[ForkServerPool, list[ForkServer]]:
+    run: list[ForkServer] = []
+    return ForkServerPool(Host(tmp_path / "run"), run.append), run
 
 
-def names(standbys: list[Standby]) -> list[str]:
+def names(standbys: list[ForkServer]) -> list[str]:
     return [standby.name for standby in standbys]
 
 
-Made = tuple[Nursery, list[Standby]]
+Made = tuple[ForkServerPool, list[ForkServer]]
 
 
 async def test_one_for_each_environment_once_all_workers_have_come_up(made: Made) -> None:

@@ -10,21 +10,21 @@ import structlog
 from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.scheduling import remote_gpus
-from servekit.supervisor.scheduling.gpu_admission import Gate, Reading
-from servekit.supervisor.scheduling.gpu_reservations import Ledger
+from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
+from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import Elsewhere
-from servekit.supervisor.workers.gpu_memory import Entry, Vram
+from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
+from servekit.supervisor.workers.gpu_memory import Entry, WorkerGpuMemory
 from servekit.system.gpus import Gpu
 
 GIB = 2**30
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(3))
 
 
-def of_two() -> tuple[Vram, Ledger]:
-    ledger = Ledger(GPUS)
+def of_two() -> tuple[WorkerGpuMemory, GpuReservations]:
+    ledger = GpuReservations(GPUS)
     place = Assignment("a", 0, GPUS[:2], None, (40 * GIB, 40 * GIB))
-    vram = Vram(place, GPUS, Entry(Gate(ledger), (1, 2)), lambda what: None)
+    vram = WorkerGpuMemory(place, GPUS, Entry(GpuAdmission(ledger), (1, 2)), lambda what: None)
     vram.begin(os.getpid())
     ledger.claim("a/0", {"GPU-0": 40 * GIB, "GPU-1": 40 * GIB})
     return vram, ledger
@@ -62,11 +62,11 @@ def test_excess_is_logged_once_as_long_as_it_lasts() -> None:
 
 
 async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> None:
-    ledger, held = Ledger(GPUS), {os.getpid(): {"GPU-0": 5 * GIB}}
+    ledger, held = GpuReservations(GPUS), {os.getpid(): {"GPU-0": 5 * GIB}}
     free = {gpu.uuid: gpu.total_bytes for gpu in GPUS}
-    gate = Gate(ledger, lambda: Reading(free, held))
+    gate = GpuAdmission(ledger, lambda: NvmlReading(free, held))
     place = Assignment("a", 0, GPUS[:1], None, (40 * GIB,))
-    vram = Vram(place, GPUS, Entry(gate, (1,)), lambda what: None)
+    vram = WorkerGpuMemory(place, GPUS, Entry(gate, (1,)), lambda what: None)
     for pid, reused in ((os.getpid(), False), (2**22 + 1, True)):
         held.clear()  # the last one's memory is gone
         assert await vram.enter() == ""
@@ -87,13 +87,13 @@ THERE = tuple(GpuStatus(i, f"GPU-{i}", "H200", 100 * GIB, 30 * GIB, 0.5) for i i
 OWN = remote_gpus.given((RemoteGpu(1, "GPU-1", "H200", 100 * GIB),), NODE)
 
 
-def away() -> Vram:
-    vram = Vram(Assignment("a", 0, (), None, elsewhere=1), (), None, lambda what: None)
+def away() -> WorkerGpuMemory:
+    vram = WorkerGpuMemory(Assignment("a", 0, (), None, elsewhere=1), (), None, lambda what: None)
     vram.begin(7)
     return vram
 
 
-def told(pid: int, held: dict[str, int], gpus: tuple[GpuStatus, ...] = THERE) -> Elsewhere:
+def told(pid: int, held: dict[str, int], gpus: tuple[GpuStatus, ...] = THERE) -> RemoteGpus:
     return remote_gpus.measured(OWN, NODE, Measured("a/0", gpus, pid, held))
 
 
@@ -121,5 +121,5 @@ def test_a_node_whose_nvml_is_silent_shows_no_gpu_and_a_place_that_is_lost_neith
     vram.measure(told(7, {}, gpus=()))
     assert (vram.in_use, vram.held_bytes, vram.alert) == ((), 0, "")
     assert [str(gpu) for gpu in vram.own] == ["GPU 1 (H200) on 10.0.0.5"]
-    vram.measure(Elsewhere())
+    vram.measure(RemoteGpus())
     assert (vram.own, vram.claims, vram.by_gpu) == ((), {}, {})

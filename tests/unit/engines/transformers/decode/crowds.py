@@ -15,7 +15,7 @@ from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import kernels
-from servekit.engines.transformers.decode.decode_loop import Wish
+from servekit.engines.transformers.decode.decode_loop import StepOptions
 from servekit.engines.transformers.request_row import Row
 from servekit.protocol.messages import SamplingParams
 
@@ -41,11 +41,11 @@ WATCHED: list[dict[str, Any]] = [
 ]
 
 
-def wish(*, ahead: bool) -> Wish:
-    return Wish(REFERENCE, CONTEXT, graphs=False, ahead=ahead)
+def wish(*, ahead: bool) -> StepOptions:
+    return StepOptions(REFERENCE, CONTEXT, graphs=False, ahead=ahead)
 
 
-def runner(folder: Path, decode: Wish | None, blocks: int = 200) -> ContinuousRunner:
+def runner(folder: Path, decode: StepOptions | None, blocks: int = 200) -> ContinuousRunner:
     loads: Any = AutoModelForCausalLM  # untyped in part
     model = loads.from_pretrained(folder, attn_implementation="sdpa").eval()
     plan = kv_cache.Plan(blocks, BLOCK, batch_tokens=256, slots=16, token_bytes=1024)

@@ -39,13 +39,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     counted: Counter[str] = Counter()
 
     def count(name: str) -> None:
-        plain = getattr(decode_loop.Path, name)
+        plain = getattr(decode_loop.DecodeLoop, name)
 
-        def counting(self: decode_loop.Path, *args: Any) -> Any:
+        def counting(self: decode_loop.DecodeLoop, *args: Any) -> Any:
             counted[name] += 1
             return plain(self, *args)
 
-        monkeypatch.setattr(decode_loop.Path, name, counting)
+        monkeypatch.setattr(decode_loop.DecodeLoop, name, counting)
 
     for name in ("_start", "_look_on", "_run_dry"):
         count(name)

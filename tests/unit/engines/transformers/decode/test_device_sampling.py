@@ -10,7 +10,7 @@ import torch
 
 from servekit.engines.text.sampling_params import Sampling, noise_base, noise_keys
 from servekit.engines.transformers.decode import device_sampling
-from servekit.engines.transformers.decode.batch_slots import Seats
+from servekit.engines.transformers.decode.batch_slots import BatchSlots
 from servekit.engines.transformers.sampling import sampler
 from tests.unit.engines.transformers.decode.crowds import row
 
@@ -42,7 +42,7 @@ def test_draws_are_the_hosts(scale: float) -> None:
     rows = [row(f"r{i}", [8] * (i + 1), 99, 17 * i, **HOWS[i % len(HOWS)]) for i in range(28)]
     for index, one in enumerate(rows):
         one.completion = [9] * (index % 5)
-    seats = Seats(len(rows), 4, 0, VOCABULARY, torch.device("cpu"))
+    seats = BatchSlots(len(rows), 4, 0, VOCABULARY, torch.device("cpu"))
     for one in rows:
         assert not device_sampling.careful(one, VOCABULARY)
         seats.take(one, None, device_sampling.kind_of(one), [], 16)
@@ -50,7 +50,7 @@ def test_draws_are_the_hosts(scale: float) -> None:
     logits = scale * torch.randn(len(rows), VOCABULARY, generator=made)
     kept = logits.clone()
     found = device_sampling.choose(
-        logits, seats.ints, seats.floats, device_sampling.Manner(plain=True, ranked=True)
+        logits, seats.ints, seats.floats, device_sampling.SamplingMode(plain=True, ranked=True)
     )
     assert torch.equal(logits, kept)
     sampler.Sampler().apply(rows, logits)

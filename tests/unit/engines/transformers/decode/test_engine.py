@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from servekit.engines.transformers.decode import kernels, options
-from servekit.engines.transformers.decode.decode_loop import Wish
+from servekit.engines.transformers.decode.decode_loop import StepOptions
 from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference
 from tests.unit.engines.text.test_structured_output import DIGITS, JSON
@@ -69,7 +69,7 @@ def test_a_kernel_that_is_wrong_leaves_decoding_to_the_library(
     def wrong(*case: Any) -> Any:
         return 0 * kernels.reference(*case)
 
-    wish = Wish(kernels.Kernel("wrong", wrong), 512, graphs=False, ahead=True)
+    wish = StepOptions(kernels.Kernel("wrong", wrong), 512, graphs=False, ahead=True)
     monkeypatch.setattr(options, "wish", lambda *asked: wish)
     one = harness()
     assert one.info.detail.endswith("; decoding: the library's, since its decoding failed its test")

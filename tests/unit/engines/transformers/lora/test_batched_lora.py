@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from servekit.engines.transformers.lora import batched_lora
 from servekit.engines.transformers.lora.adapter import Adapter, Factors
-from servekit.engines.transformers.lora.batched_lora import Mixing, Part, Step
+from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part, Step
 
 SIZES = {1: 4, 2: 2, 3: 8}
 COUNTS = [(None, 3), (1, 2), (1, 5), (2, 1), (None, 1), (3, 4), (1, 1)]
@@ -50,7 +50,7 @@ def test_each_token_gets_its_own_adapters_share(
 ) -> None:
     monkeypatch.setattr(batched_lora, "_LAUNCH_WORTH", {"cpu": worth, "cuda": worth})
     model, adapters = Model(), {uid: adapter(uid, rank) for uid, rank in SIZES.items()}
-    mixed = Mixing(model)
+    mixed = BatchedLora(model)
     for one in adapters.values():
         mixed.install(one)
     x = torch.randn(1, sum(count for _, count in COUNTS), 16)
@@ -83,7 +83,7 @@ def test_what_overflows_in_one_adapter_is_its_own(
     parts = [Part(quiet.get(uid or 0), 0, count) for uid, count in COUNTS]
     seen = []
     for installed in ([*quiet.values()], [*quiet.values(), loud]):
-        mixed = Mixing(model)
+        mixed = BatchedLora(model)
         for one in installed:
             mixed.install(one)
         mixed.lay_out([*parts, Part(installed[-1] if len(installed) > 3 else None, 0, 1)])
@@ -97,7 +97,7 @@ def test_what_overflows_in_one_adapter_is_its_own(
 @torch.no_grad()
 def test_a_step_without_adapters_is_the_layers_own() -> None:
     model, x = Model(), torch.randn(1, 5, 16)
-    mixed, plain = Mixing(model), model.linear(x)
+    mixed, plain = BatchedLora(model), model.linear(x)
     mixed.install(adapter(1, 4))
     mixed.lay_out([Part(None, 0, 5)])
     assert mixed.step is None
@@ -115,7 +115,7 @@ def test_runs_of_one_adapter_are_one() -> None:
 @torch.no_grad()
 def test_virtual_tokens_are_read_where_they_stand(past: int, count: int, rows: int) -> None:
     model = Model()
-    mixed, table = Mixing(model), torch.randn(5, 16)
+    mixed, table = BatchedLora(model), torch.randn(5, 16)
     mixed.install(Adapter("p", 1, prompt=table))
     mixed.lay_out([Part(None, 0, 2), Part(Adapter("p", 1, prompt=table), past, count)])
     ids = torch.zeros(1, 2 + count, dtype=torch.int64)
@@ -126,8 +126,8 @@ def test_virtual_tokens_are_read_where_they_stand(past: int, count: int, rows: i
 
 
 def test_what_cannot_be_installed_leaves_nothing() -> None:
-    model, mixed = Model(), Mixing(Model())
-    mixed = Mixing(model)
+    model, mixed = Model(), BatchedLora(Model())
+    mixed = BatchedLora(model)
     bad = adapter(1, 4)
     bad.factors["nowhere"] = bad.factors["linear"]
     with pytest.raises(AttributeError):
@@ -138,7 +138,7 @@ def test_what_cannot_be_installed_leaves_nothing() -> None:
 @torch.no_grad()
 def test_nothing_is_kept_of_adapters_that_come_and_go() -> None:
     model = Model()
-    mixed, stays = Mixing(model), adapter(1, 2)
+    mixed, stays = BatchedLora(model), adapter(1, 2)
     mixed.install(stays)
     keys = set()
     for uid in range(2, 40):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from servekit.engines.transformers.lora.module_clone import BaseChanged, Skeletons
+from servekit.engines.transformers.lora.module_clone import BaseChanged, ModuleClones
 
 IDS = list(range(3, 15))
 
@@ -22,7 +22,7 @@ def model(tiny_model: Path) -> Any:
 
 
 def test_it_says_what_the_base_says_in_the_same_memory(model: Any) -> None:
-    skeletons = Skeletons(model, "sdpa")
+    skeletons = ModuleClones(model, "sdpa")
     one = skeletons.new()
     assert torch.equal(skeletons.logits(IDS, 3), model(torch.tensor([IDS])).logits[0, -3:])
     pairs = list(zip(one.parameters(), model.parameters(), strict=True))
@@ -32,7 +32,7 @@ def test_it_says_what_the_base_says_in_the_same_memory(model: Any) -> None:
 
 
 def test_what_is_put_into_it_stays_there(model: Any) -> None:
-    skeletons = Skeletons(model, "sdpa")
+    skeletons = ModuleClones(model, "sdpa")
     before, one = skeletons.logits(IDS, 3), skeletons.new()
     with skeletons.unchanged():
         layer: Any = one.get_submodule("model.layers.0.self_attn.q_proj")
@@ -45,7 +45,7 @@ def test_what_is_put_into_it_stays_there(model: Any) -> None:
 
 
 def test_a_change_of_the_base_does_not_go_unseen(model: Any) -> None:
-    skeletons = Skeletons(model, None)
+    skeletons = ModuleClones(model, None)
     one: Any = skeletons.new()
     with pytest.raises(BaseChanged), skeletons.unchanged():
         one.get_submodule("model.layers.0.self_attn.q_proj").weight.data[3, 5] += 1e-3

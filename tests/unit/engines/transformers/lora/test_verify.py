@@ -117,7 +117,7 @@ def test_virtual_tokens_that_are_no_numbers(
 
 @pytest.mark.parametrize(
     ("name", "owner", "what"),
-    [("lora", batched_lora, "_add"), ("prompt", batched_lora.Mixing, "_embed")],
+    [("lora", batched_lora, "_add"), ("prompt", batched_lora.BatchedLora, "_embed")],
 )
 def test_one_that_is_wrong_in_a_batch_only(
     engine: Harness,

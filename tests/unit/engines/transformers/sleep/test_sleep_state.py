@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.transformers.sleep.sleep_state import Rest
+from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.errors import EngineFailed, LoadError
 from tests.unit.engines.harness import PROMPTS, Harness
 from tests.unit.engines.transformers.test_embedding import TEXTS, bert, submit, vectors
@@ -90,10 +90,10 @@ class Body:
         return call
 
 
-def lying(**failing: Exception) -> tuple[Rest, Body]:
+def lying(**failing: Exception) -> tuple[SleepState, Body]:
     body: Any = Body()
     body.failing = failing
-    return Rest(body, body, None), body
+    return SleepState(body, body, None), body
 
 
 def test_without_room_on_the_host_it_stays_awake() -> None:

@@ -13,7 +13,7 @@ import torch
 from servekit.engines.transformers import weights
 from servekit.engines.transformers.sleep import weight_offload
 from servekit.engines.transformers.sleep.weight_offload import (
-    DiskBed,
+    DiskReload,
     storages,
     tensors_of,
 )
@@ -52,7 +52,7 @@ def test_its_memory_is_given_back_and_it_says_the_same_again(large: Path, dtype:
     load = loader(large, dtype)
     model = load()
     before = logits(model)
-    bed = DiskBed(model, load)
+    bed = DiskReload(model, load)
     awake = resident()
     bed.sleep()
     ctypes.CDLL(None).malloc_trim(0)
@@ -65,7 +65,7 @@ def test_twice_is_as_once(large: Path) -> None:
     load = loader(large, "bfloat16")
     model = load()
     before = logits(model)
-    bed = DiskBed(model, load)
+    bed = DiskReload(model, load)
     for _ in range(2):
         bed.sleep()
         bed.sleep()
@@ -81,7 +81,7 @@ def test_weights_that_were_written_to_are_kept(large: Path) -> None:
     assert not weight.untyped_storage().resizable()  # mapped
     with torch.no_grad():
         weight[0, 0] = 42.0
-    DiskBed(model, load).sleep()
+    DiskReload(model, load).sleep()
     assert weight[0, 0] == 42.0
 
 
@@ -95,7 +95,7 @@ def test_a_load_that_fails_leaves_it_asleep_to_be_woken_later(large: Path) -> No
     model = load()
     before = logits(model)
     again: list[Callable[[], Any]] = [_fail, load]
-    bed = DiskBed(model, lambda: again.pop(0)())
+    bed = DiskReload(model, lambda: again.pop(0)())
     bed.sleep()
     with pytest.raises(MemoryError):
         bed.wake()

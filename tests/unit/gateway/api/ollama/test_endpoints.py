@@ -13,7 +13,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.gateway.api.ollama import models
-from servekit.gateway.app import Application, Guard
+from servekit.gateway.app import Application, ErrorMiddleware
 from servekit.protocol.messages import AccessRules, KeyRule, Topology
 from tests.unit.gateway.conftest import DEADLINE_S, Service
 
@@ -308,7 +308,7 @@ async def test_what_nobody_foresaw_has_the_envelope_of_its_path(
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ZeroDivisionError
 
-    guarded = Guard(broken, structlog.get_logger(), app.gate.envelopes)
+    guarded = ErrorMiddleware(broken, structlog.get_logger(), app.gate.envelopes)
     transport = httpx.ASGITransport(guarded)
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as http:
         answer = await http.post(path)

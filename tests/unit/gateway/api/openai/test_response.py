@@ -13,7 +13,12 @@ from msgspec.structs import replace
 from servekit.errors import ClientClosed, RequestError, Unsupported, WorkerLost
 from servekit.gateway.api.openai.response import ChatForm, CompletionForm
 from servekit.gateway.app import Application
-from servekit.gateway.generation.generation import Ask, Choice, Piece, Turn
+from servekit.gateway.generation.generation import (
+    Choice,
+    Generation,
+    GenerationChunk,
+    GenerationRequest,
+)
 from servekit.protocol.messages import ChatMessage, SamplingParams, TokenLogprob, Topology
 from tests.unit.gateway.conftest import DEADLINE_S, Service, until
 
@@ -22,14 +27,16 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 GREEDY = SamplingParams(temperature=0)
 
 
-def ask(text: str, **fields: Any) -> Ask:
+def ask(text: str, **fields: Any) -> GenerationRequest:
     """The echo engine says `text`, and then what stops it."""
     params = replace(fields.pop("params", GREEDY), stop=("¤",))
-    return Ask(model="m", params=params, messages=[ChatMessage("user", f"{text}¤")], **fields)
+    return GenerationRequest(
+        model="m", params=params, messages=[ChatMessage("user", f"{text}¤")], **fields
+    )
 
 
-async def whole(service: Service, asked: Ask) -> tuple[Turn, list[Choice]]:
-    turn = Turn(service.router, asked)
+async def whole(service: Service, asked: GenerationRequest) -> tuple[Generation, list[Choice]]:
+    turn = Generation(service.router, asked)
     async with asyncio.timeout(DEADLINE_S):
         return turn, await turn.whole()
 
@@ -51,8 +58,10 @@ def events_of(data: bytes) -> list[Any]:
     return [p if p == "[DONE]" else json.loads(p) for p in (part[6:] for part in parts)]
 
 
-async def streamed(service: Service, asked: Ask, form: ChatForm | CompletionForm) -> list[Any]:
-    turn = Turn(service.router, asked)
+async def streamed(
+    service: Service, asked: GenerationRequest, form: ChatForm | CompletionForm
+) -> list[Any]:
+    turn = Generation(service.router, asked)
     data = b""
     async with asyncio.timeout(DEADLINE_S):
         async for pieces in turn:
@@ -82,7 +91,7 @@ async def test_each_choice_has_a_seed_of_its_own(service: Service) -> None:
 
 async def test_prompts_and_choices_are_numbered_as_openai_does(service: Service) -> None:
     await service.up()
-    asked = Ask(model="m", params=SamplingParams(2, 0.0), prompts=["ab", "cd"], n=2)
+    asked = GenerationRequest(model="m", params=SamplingParams(2, 0.0), prompts=["ab", "cd"], n=2)
     turn, choices = await whole(service, asked)
     assert [choice.text for choice in choices] == ["ab", "ab", "cd", "cd"]
     assert turn.prompt_tokens == 4
@@ -131,14 +140,14 @@ async def test_thoughts_are_told_from_text_where_wanted(service: Service) -> Non
 async def test_tools_for_a_model_that_knows_none_are_refused_by_name(service: Service) -> None:
     await speaking(service, tools="none")
     with pytest.raises(Unsupported, match=r"the echo engine of 'm' does not take it") as refused:
-        Turn(service.router, ask("x", tools=[TOOL]))
+        Generation(service.router, ask("x", tools=[TOOL]))
     assert refused.value.param == "tools"
     assert service.router.in_flight == 0
 
 
 async def test_a_turn_that_is_cancelled_frees_all_its_calls(service: Service) -> None:
     [worker] = await service.up(step_s=3600.0)
-    turn = Turn(service.router, ask("abc" * 100, n=3))
+    turn = Generation(service.router, ask("abc" * 100, n=3))
     await until(lambda: worker.running == 3)
     turn.cancel()
     assert service.router.in_flight == 0
@@ -151,13 +160,13 @@ async def test_one_refused_call_takes_those_before_it_back(service: Service) -> 
     service.max_queue = 1
     await service.up(slots=1, step_s=0.05)
     with pytest.raises(RequestError, match="wait"):
-        Turn(service.router, ask("abc" * 50, n=40))
+        Generation(service.router, ask("abc" * 50, n=40))
     await until(lambda: service.router.in_flight == 0)
 
 
 async def test_a_failure_of_one_choice_is_one_of_the_turn(service: Service) -> None:
     [worker] = await service.up(step_s=0.01)
-    turn = Turn(service.router, ask("abc" * 100, n=2))
+    turn = Generation(service.router, ask("abc" * 100, n=2))
     await until(lambda: worker.running == 2)
     service.router.apply(Topology(()))  # the model is removed, and its worker dies
     worker.kill()
@@ -212,7 +221,9 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
 
 async def test_completions_echo_and_number_their_choices(service: Service) -> None:
     await service.up()
-    asked = Ask(model="m", params=SamplingParams(2, 0.0), prompts=["ab", "c"], stream=True)
+    asked = GenerationRequest(
+        model="m", params=SamplingParams(2, 0.0), prompts=["ab", "c"], stream=True
+    )
     events = await streamed(service, asked, CompletionForm(usage=False, logprobs=False, echo=True))
     assert events[-1] == "[DONE]"
     texts = ["", ""]
@@ -256,7 +267,7 @@ async def test_log_probabilities_go_on_with_the_text_on_another_worker(
     workers = await service.up(2, step_s=0.002)
     text = "abXYcd" * 8
     params = replace(GREEDY, max_tokens=len(text), logprobs=0, stop=("XYZ",))
-    turn = Turn(service.router, Ask(model="m", params=params, prompts=[text]))
+    turn = Generation(service.router, GenerationRequest(model="m", params=params, prompts=[text]))
     await until(lambda: any(len(worker.steps) >= tokens for worker in workers))
     next(worker for worker in workers if worker.steps).kill()
     async with asyncio.timeout(DEADLINE_S):
@@ -269,11 +280,11 @@ async def test_log_probabilities_go_on_with_the_text_on_another_worker(
 
 async def test_log_probabilities_in_both_forms(service: Service) -> None:
     await service.up()
-    turn = Turn(service.router, ask("x"))
+    turn = Generation(service.router, ask("x"))
     await turn.whole()
     half = TokenLogprob("ä".encode()[:1], -0.5, (("ä".encode()[:1], -0.5), (b"b", float("-inf"))))
     choice = Choice()
-    choice.add(Piece(0, [], [half], "stop"))
+    choice.add(GenerationChunk(0, [], [half], "stop"))
     chat = json.loads(ChatForm(usage=False, logprobs=True).whole(turn, [choice]))
     [told] = chat["choices"][0]["logprobs"]["content"]
     assert told["bytes"] == [0xC3]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway.ui.app import pages
+from servekit.gateway.ui import pages
 from servekit.gateway.ui.pages.language import PAGES, TABLES, Say, preferred
 
 FOLDER = Path(pages.__file__).parent

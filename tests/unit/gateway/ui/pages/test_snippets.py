@@ -11,18 +11,20 @@ import pytest
 
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.pages.snippets import curl, html, python
-from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, Wish
+from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions
 
 HOSTILE = 'it\'s "quoted" $(touch /tmp/x) `id` \\ \n</pre><script>alert(1)</script> ${HOME}'
 WISHES = [
-    Wish(CHAT, {"model": "m", "messages": [{"role": "user", "content": HOSTILE}], "top_k": 5}),
-    Wish(COMPLETIONS, {"model": "m", "prompt": HOSTILE, "logprobs": 5}),
-    Wish("/v1/embeddings", {"model": "m", "input": [HOSTILE]}),
+    RequestOptions(
+        CHAT, {"model": "m", "messages": [{"role": "user", "content": HOSTILE}], "top_k": 5}
+    ),
+    RequestOptions(COMPLETIONS, {"model": "m", "prompt": HOSTILE, "logprobs": 5}),
+    RequestOptions("/v1/embeddings", {"model": "m", "input": [HOSTILE]}),
 ]
 
 
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: str(wish.path))
-def test_a_shell_hands_curl_the_very_body(wish: Wish) -> None:
+def test_a_shell_hands_curl_the_very_body(wish: RequestOptions) -> None:
     line = curl("http://127.0.0.1:1", wish, closed=True)
     show = 'curl() { printf "%s\\0" "$@"; }\n' + line
     env = {**os.environ, "SERVEKIT_API_KEY": "sk-test"}
@@ -34,7 +36,7 @@ def test_a_shell_hands_curl_the_very_body(wish: Wish) -> None:
 
 
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: str(wish.path))
-def test_python_asks_for_the_same(wish: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_asks_for_the_same(wish: RequestOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     class Client:

@@ -17,9 +17,9 @@ from servekit.gateway.ui.widgets.answer_html import MOST_CHARS, answer, plain
 from servekit.gateway.ui.widgets.request_runner import (
     CHAT,
     COMPLETIONS,
+    RequestOptions,
     Runs,
     Shown,
-    Wish,
     merged,
 )
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
@@ -27,12 +27,12 @@ from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Ser
 VISIT = Visit("s", "ui 127.0.0.1")
 
 
-def chat(text: str = "hello ", tokens: int = 24, **more: Any) -> Wish:
+def chat(text: str = "hello ", tokens: int = 24, **more: Any) -> RequestOptions:
     messages = [{"role": "user", "content": text}]
-    return Wish(CHAT, {"model": "m", "messages": messages, "max_tokens": tokens, **more})
+    return RequestOptions(CHAT, {"model": "m", "messages": messages, "max_tokens": tokens, **more})
 
 
-async def told(runs: Runs, wish: Wish, slot: str = "") -> list[Shown]:
+async def told(runs: Runs, wish: RequestOptions, slot: str = "") -> list[Shown]:
     async with asyncio.timeout(DEADLINE_S):
         return [shown async for shown in runs.follow(VISIT, wish, slot)]
 
@@ -44,7 +44,7 @@ async def test_a_chat_and_a_completion_with_its_probabilities(service: Service) 
     assert (last.choice.text, last.busy, last.error) == ("hello " * 4, False, "")
     assert (last.progress.tokens, last.progress.finish) == (24, "length")
     body = {"model": "m", "prompt": "abc", "max_tokens": 3, "logprobs": 2}
-    last = (await told(runs, Wish(COMPLETIONS, body)))[-1]
+    last = (await told(runs, RequestOptions(COMPLETIONS, body)))[-1]
     assert [one.token for one in last.choice.logprobs] == [b"a", b"b", b"c"]
     assert service.router.requests == 2
 
@@ -120,7 +120,7 @@ async def test_errors_are_sentences(service: Service) -> None:
     assert "temperature" in last.error
     assert not last.busy
     with pytest.raises(RequestError):
-        Wish(CHAT, {"messages": []}).ask("k")
+        RequestOptions(CHAT, {"messages": []}).ask("k")
 
 
 # ---------------------------------------------------------------- as HTML

@@ -29,7 +29,7 @@ from servekit.gateway.ui.widgets.status_poller import (
     HAPPENINGS,
     SPAN_S,
     Happening,
-    Watch,
+    StatusPoller,
     changes,
 )
 from servekit.protocol.adapters import AdapterStatus
@@ -45,8 +45,8 @@ from servekit.protocol.metrics_messages import Series
 from tests.unit.gateway.conftest import Service
 
 
-def watch_of(router: Router, path: Path | None = None) -> Watch:
-    return Watch(router, Supervisor(path, router.access))
+def watch_of(router: Router, path: Path | None = None) -> StatusPoller:
+    return StatusPoller(router, Supervisor(path, router.access))
 
 
 def replica(state: Any = "ready", **fields: Any) -> ReplicaStatus:
