@@ -45,10 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What starts real processes comes first: the longest files do not end up last."""
     items.sort(key=lambda item: INTEGRATION not in item.path.parents)
     for item in items:
-        # Hundreds of real starts, kills and deadlines on whatever machine this is: one that fails
-        # is tried once more, and the summary names it as RERUN. What is wrong fails twice.
-        if INTEGRATION in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        # Thousands of deadlines, and hundreds of real starts and kills, on whatever machine this
+        # is: a test that fails is tried once more, and the summary names it as RERUN. What is
+        # wrong fails twice.
+        item.add_marker(pytest.mark.flaky(reruns=1))
     if not config.getoption("--lanes"):
         for item in items:
             if item.get_closest_marker("lane"):
