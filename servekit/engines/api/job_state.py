@@ -6,6 +6,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,16 @@ _BROKEN = (
     "The model computed values that are not numbers (NaN) for this request. Its weights, or those "
     "of its adapter, overflow the model's dtype: serve it in bfloat16 or float32."
 )
+
+
+def make_embedding_output(job_id: int, vectors: list[bytes]) -> StepOutput:
+    """Return the only output of an EmbedJob: an error if a vector holds NaN, else the vectors.
+
+    `vectors` are float32 little-endian. JSON has no NaN: clients would read null.
+    """
+    if any(math.isnan(sum(array("f", vector))) for vector in vectors):
+        return StepOutput(job_id, [], error=_BROKEN)
+    return StepOutput(job_id, [], "stop", vectors=vectors)
 
 
 class Scores(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servekit.engines.api.base import StepOutput
-from servekit.engines.api.job_state import EmbedRow
+from servekit.engines.api.job_state import EmbedRow, make_embedding_output
 from servekit.engines.llamacpp.model import Context
 
 
@@ -58,7 +58,7 @@ class LlamaEmbedder:
         self._rows = deque(row for row in self._rows if row.left)
         if self._rows and self._rows[0] is first:
             self._rows.rotate(-1)
-        return [(row, StepOutput(row.job.id, [], "stop", vectors=row.vectors)) for row in done]
+        return [(row, make_embedding_output(row.job.id, row.vectors)) for row in done]
 
     def embed(self, texts: list[list[int]]) -> list[bytes]:
         """One pass; a vector each, float32, little-endian."""

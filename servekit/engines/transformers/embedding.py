@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import EmbedRow as EmbedRow  # for those who import it from here
+from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.transformers.pooling import Pooling
 from servekit.engines.transformers.runner_factory import UNSTATED_CONTEXT, spread_how
 from servekit.protocol.messages import ModelInfo, WorkerSpec
@@ -74,7 +75,7 @@ class EmbeddingRunner:
         self._rows = deque(row for row in self._rows if row.left)
         if self._rows and self._rows[0] is first:
             self._rows.rotate(-1)
-        return [(row, StepOutput(row.job.id, [], "stop", vectors=row.vectors)) for row in done]
+        return [(row, make_embedding_output(row.job.id, row.vectors)) for row in done]
 
     @torch.no_grad()
     def embed(self, texts: list[list[int]]) -> list[bytes]:

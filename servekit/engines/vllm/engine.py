@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import structs
 
 from servekit.engines.api.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check
 from servekit.engines.api.load_phases import phase
 from servekit.engines.model_files.source import resolve as resolve_source
@@ -377,7 +378,7 @@ class VllmEngine(Engine):
         vector = output.pooling_output.float().cpu().numpy()
         embedding.vectors[embedding.places[output.request_id]] = vector.astype("<f4").tobytes()
         embedding.left -= 1
-        return None if embedding.left else StepOutput(job_id, [], "stop", vectors=embedding.vectors)
+        return None if embedding.left else make_embedding_output(job_id, embedding.vectors)
 
     def _fail(self, output: StepOutput) -> None:
         """Tell one job, if it is held, that it has failed."""
