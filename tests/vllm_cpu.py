@@ -11,7 +11,7 @@ not, and runs in it
     engine     tests/unit/engines/vllm, with the real core
     instance   tests/integration/test_vllm.py: two replicas of SmolLM2, and what dies under them
 
-pip must find torch's CPU build: PIP_EXTRA_INDEX_URL=PyTorch's CPU index. Where
+pip must find torch's CPU build: set PIP_EXTRA_INDEX_URL to it. Where
 only PyPI has torchvision, torchaudio and torchcodec, these are CUDA's, which break the import of
 vLLM; text models do without, so they are removed.
 """

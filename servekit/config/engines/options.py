@@ -279,7 +279,7 @@ class EngineKind:
 def is_built_for_cpus(package: str, cpu_package: str) -> bool:
     """Whether `cpu_package` is installed, or a `package` with "cpu" in its version.
 
-    As vLLM itself tells its platform: vLLM's own index has "0.32.0+cpu".
+    vLLM tells its platform in the same way: its own wheels for CPUs have "0.32.0+cpu".
     """
     from importlib import metadata  # it takes a moment
 
