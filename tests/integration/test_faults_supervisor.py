@@ -104,7 +104,7 @@ def test_a_worker_that_stalls_is_replaced_and_told_of(tmp_path: Path, how: str) 
         told = json.loads(cli(instance, "why", "a", "--json").stdout)
         (death,) = told["replicas"][0]["exits"]
         assert death["what"] == reason
-        assert any("echo.py" in line for line in death["stacks"]) == (how != "stopped")
+        assert any("echo/engine.py" in line for line in death["stacks"]) == (how != "stopped")
         assert complete(url, "a").status_code == 200
 
 

@@ -180,10 +180,10 @@ async def test_all_gateways_have_been_told_when_it_is_started(scene: Scene) -> N
     scene.a.ask(1, "suspect", "proven")
     scene.b.ask(1, "late")
     await scene.runs("suspect")
-    assert all("Alone" in heard for heard in scene.engine.heard[0])
+    assert all("IsolationStarted" in heard for heard in scene.engine.heard[0])
     scene.engine.step("suspect", "stop")
     await scene.runs("suspect", "late")
-    assert all("Together" in heard for heard in scene.engine.heard[1])
+    assert all("IsolationEnded" in heard for heard in scene.engine.heard[1])
 
 
 async def test_suspects_go_one_after_another_in_the_order_they_came(scene: Scene) -> None:
@@ -280,7 +280,7 @@ async def test_a_long_prompt_is_not_touched_before_its_turn(scene: Scene) -> Non
     await scene.in_line(1)
     scene.engine.step(long, "stop")
     await scene.runs(long, "s" + long)
-    assert all("Alone" in heard for heard in scene.engine.heard[1])
+    assert all("IsolationStarted" in heard for heard in scene.engine.heard[1])
 
 
 async def test_what_is_refused_is_not_waited_for(scene: Scene) -> None:

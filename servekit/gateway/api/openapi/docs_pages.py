@@ -21,7 +21,7 @@ from servekit.errors import ServekitError
 log: Any = structlog.get_logger("servekit.gateway")
 
 #: Files of another part of the package, read and not imported.
-_FOLDER = Path(__file__).parents[1] / "docs"
+_FOLDER = Path(__file__).parents[3] / "docs"
 INDEX = "index"
 #: Names of all pages but the index.
 PAGES = sorted(path.stem for path in _FOLDER.glob("pages/*/*.md"))

@@ -80,7 +80,7 @@ def test_a_prompt_beyond_the_context_is_refused(either: Harness) -> None:
     with pytest.raises(ContextLengthExceeded, match="600 tokens"):
         either.submit([5] * 600, max_tokens=1)
     with pytest.raises(ContextLengthExceeded):
-        either.submit([5] * 512, max_tokens=1)
+        either.submit([5] * 512, max_tokens=2)
     assert_alive(either)
 
 

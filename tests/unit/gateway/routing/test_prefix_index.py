@@ -117,10 +117,11 @@ def test_texts_to_embed_are_only_counted() -> None:
 
 def test_heads_are_the_same_in_every_process() -> None:
     code = (
-        "from servekit.gateway.routing.request import Call\n"
+        "from servekit.gateway.routing.request import InflightRequest\n"
         "from servekit.gateway.routing.prefix_index import read\n"
         "from servekit.protocol.messages import SamplingParams\n"
-        "call = Call('m', SamplingParams(), prompt='abcdefgh' * 500, more={'adapter': 'a'})\n"
+        "params, prompt = SamplingParams(), 'abcdefgh' * 500\n"
+        "call = InflightRequest('m', params, prompt=prompt, more={'adapter': 'a'})\n"
         "print(read(call, head=True).head)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
