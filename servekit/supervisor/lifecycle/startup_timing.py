@@ -73,7 +73,7 @@ class _Life:
 
     @property
     def over_s(self) -> float | None:
-        """When the start was over, by success or death; None while it is under way."""
+        """The time at which the start succeeded or failed; None while it is under way."""
         if self.ready_s is not None:
             return max([self.ready_s, *self.greeted.values()])
         return self.died_s

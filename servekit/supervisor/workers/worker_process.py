@@ -315,7 +315,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     @property
     def trouble(self) -> str:
-        """Why it cannot serve although it is ready, as it reports; "" if it can."""
+        """The reason why it cannot serve although it is ready, as it reports; "" if it can."""
         return self.pulse.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
@@ -352,7 +352,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     @property
     def device(self) -> str:
-        """Its node and device, in words."""
+        """The node and device it runs on, in words."""
         return self.seat.where() or self.place.device
 
     @property
