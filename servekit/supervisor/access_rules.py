@@ -16,9 +16,9 @@ from servekit.protocol.access import RequestLimits, Tracing
 from servekit.protocol.messages import AccessRules, KeyRule
 from servekit.supervisor.admin import systemd
 
-# #: Salt of the digests of keys whose clear text we have; differs between instances.
+#: Salt of the digests of keys whose clear text we have; differs between instances.
 _SALT = secrets.token_bytes(32)
-# #: Secret of the UI's sign-in sessions; kept here, because gateways are replaced.
+#: Secret of the UI's sign-in sessions; kept here, because gateways are replaced.
 _SESSIONS = secrets.token_bytes(32)
 
 _PUBLIC = (

@@ -25,15 +25,15 @@ from servekit.event_store import FILE, TABLE, VERSION, Event
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: Events kept; and the file's largest size, whatever its content: 16 MiB in pages of 4 KiB.
+#: Events kept; and the file's largest size, whatever its content: 16 MiB in pages of 4 KiB.
 MOST_EVENTS = 20_000
 MOST_PAGES = 4096
-# #: Events that may wait for the disk.
+#: Events that may wait for the disk.
 _MOST_WAITING = 2000
 _LONGEST_CHARS = 2000
-# #: Time from a failure to the next attempt.
+#: Time from a failure to the next attempt.
 _AGAIN_S = 5.0
-# #: How long `close` waits for the writer thread, which may hang in a disk.
+#: How long `close` waits for the writer thread, which may hang in a disk.
 _GOODBYE_S = 1.0
 _INSERT = "INSERT INTO events (at, kind, model, worker, what, detail) VALUES (?, ?, ?, ?, ?, ?)"
 _PRUNE = "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?"
@@ -172,7 +172,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(file: sqlite3.Connection) -> None:
-    # # No WAL: it takes another megabyte on disk, and maps memory of a disk that may be full.
+    # No WAL: it takes another megabyte on disk, and maps memory of a disk that may be full.
     file.execute("PRAGMA journal_mode = DELETE")
     file.execute("PRAGMA synchronous = NORMAL")
     file.execute("PRAGMA cache_size = -256")
@@ -219,7 +219,7 @@ def _is_full(error: Exception) -> bool:
 def _is_broken(error: Exception) -> bool:
     """Return whether the error is permanent: the file is damaged, or not an event database."""
     if isinstance(error, sqlite3.OperationalError) or not isinstance(error, sqlite3.DatabaseError):
-        # # a missing column means damage; other operational errors may come from the disk
+        # a missing column means damage; other operational errors may come from the disk
         return "no such column" in str(error) or "has no column" in str(error)
     return True
 
@@ -249,5 +249,5 @@ def _close(file: sqlite3.Connection | None) -> None:
             file.close()
 
 
-# #: The journal of this process.
+#: The journal of this process.
 journal = Journal()

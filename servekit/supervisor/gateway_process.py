@@ -38,13 +38,13 @@ from servekit.supervisor.quarantine import aged
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: The longest wait for gateways to apply a new topology.
+#: The longest wait for gateways to apply a new topology.
 _TELL_S = 2.0
 _LOOK_EVERY_S = 0.005
-# #: The interval of pings to a gateway, and the silence after which the gateway is replaced.
+#: The interval of pings to a gateway, and the silence after which the gateway is replaced.
 _ASK_EVERY_S = 1.0
 SILENT_S = 30.0
-# #: Deaths of the same cause, before any gateway has served, after which the start has failed.
+#: Deaths of the same cause, before any gateway has served, after which the start has failed.
 _DEATHS_IN_VAIN = 5
 
 
@@ -76,7 +76,7 @@ class Gateway(ManagedProcess[FromGateway]):
         self._killing: asyncio.Task[None] | None = None
         self._credentials_fd: int | None = None  # until the gateway has them
         self._unused: set[str] = set()  # adapters withdrawn from service that no request there uses
-        # #: The demand for each model that is loaded on demand, and when it was reported.
+        #: The demand for each model that is loaded on demand, and when it was reported.
         self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
         self.on_counted: Callable[[Counted], None] = lambda _: None
@@ -113,7 +113,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 *self._remote_args(),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
-            # # The dash: a model may be called "gateway", and its workers' files have a "~".
+            # The dash: a model may be called "gateway", and its workers' files have a "~".
             log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
             pass_fds=self._listen_fds + self._credentials_fds(),
         )

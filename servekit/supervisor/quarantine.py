@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from servekit.protocol.messages import Quarantined
 from servekit.supervisor.event_log import journal
 
-# #: The most entries kept; the oldest are dropped, because every Topology carries the list.
+#: The most entries kept; the oldest are dropped, because every Topology carries the list.
 _MOST = 1000
 
 

@@ -11,12 +11,12 @@ from servekit.supervisor.event_log import journal
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: From the end of the grace time to giving up on a process that SIGKILL does not end: it is stuck
-# in the kernel, as with a broken GPU driver.
+#: From the end of the grace time to giving up on a process that SIGKILL does not end: it is stuck
+#: in the kernel, as with a broken GPU driver.
 KILL_S = 15.0
-# #: From Stop to SIGTERM for a worker that has nothing in flight.
+#: From Stop to SIGTERM for a worker that has nothing in flight.
 WORKER_GRACE_S = 5.0
-# #: The longest shutdown beyond `drain_timeout_s`; `servekit down` and systemd wait as long.
+#: The longest shutdown beyond `drain_timeout_s`; `servekit down` and systemd wait as long.
 END_S = WORKER_GRACE_S + 2 * KILL_S
 
 

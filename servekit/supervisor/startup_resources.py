@@ -20,9 +20,9 @@ class StartupResources:
     """The resources of an instance, taken before any process is started."""
 
     run_dir: RunDir
-    # #: The public listener first, then the listener for older clients, if there is one.
+    #: The public listener first, then the listener for older clients, if there is one.
     listeners: tuple[socket.socket, ...]
-    # #: The gateways and workers that outlived a supervisor that was killed.
+    #: The gateways and workers that outlived a supervisor that was killed.
     heritage: Takeover | None = None
 
     @classmethod

@@ -66,7 +66,7 @@ from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: A request to end. The second signal means "now", as a second Ctrl-C does elsewhere.
+#: A request to end. The second signal means "now", as a second Ctrl-C does elsewhere.
 Request = Literal["signal", "drain", "now", "hangup"]
 
 
@@ -213,7 +213,7 @@ class Supervisor:
         return {self._tasks[life] for life in lives if life in self._tasks}
 
     async def _hurry_if_told_again(self) -> None:
-        # # An operator may ask twice, and the drain is under way. A reload is refused now, and says
+        # An operator may ask twice, and the drain is under way. A reload is refused now, and says
         # so.
         while (request := await self._requests.get()) in ("drain", "hangup"):
             if request == "hangup":

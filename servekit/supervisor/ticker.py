@@ -14,7 +14,7 @@ from servekit.system import subreaper
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: The interval of ticks, and the gap between two ticks that means we were suspended.
+#: The interval of ticks, and the gap between two ticks that means we were suspended.
 TICK_S = 0.2
 SLEPT_S = 2.0
 

@@ -28,7 +28,7 @@ from servekit.protocol.adapters import (
     AdapterStatus,
 )
 
-# #: The Retry-After of a refusal for lack of a ready worker, in seconds.
+#: The Retry-After of a refusal for lack of a ready worker, in seconds.
 RETRY_AFTER_S = 5.0
 
 
@@ -171,7 +171,7 @@ class AdapterTable:
 def _status(entry: Entry, serving: Sequence[Mapping[str, AdapterInfo]]) -> AdapterStatus:
     spec, state = entry.spec, entry.state
     if state in ("loading", "serving") and entry.expected and serving:
-        # # Workers of another version may serve too, and a request may reach any of them.
+        # Workers of another version may serve too, and a request may reach any of them.
         state = "serving" if all(spec.name in held for held in serving) else "loading"
     info = entry.info or next((held[spec.name] for held in serving if spec.name in held), None)
     return AdapterStatus(

@@ -23,10 +23,10 @@ from servekit.supervisor.scheduling.placement import Assignment, device
 from servekit.system.gpus import Slot
 
 Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]
-# #: The GPUs of each replica of a model.
+#: The GPUs of each replica of a model.
 Slots = tuple[Slot, ...]
 
-# #: Keys of a model that no worker ever sees.
+#: Keys of a model that no worker ever sees.
 _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
     "stall_timeout_s",
     "load_timeout_s",
@@ -38,11 +38,11 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
     "routing",
     "scale",
 }
-# #: Keys that workers apply while they serve.
+#: Keys that workers apply while they serve.
 _IN_PLACE = frozenset({"adapters"})
-# #: Keys that say where workers run, not what they load.
+#: Keys that say where workers run, not what they load.
 _PLACEMENT = frozenset({"replicas", "gpus"})
-# #: Keys of `server` that a running instance can take over.
+#: Keys of `server` that a running instance can take over.
 _LIVE_SERVER = frozenset(
     {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
     | {"default_model", "unknown_parameters"}

@@ -121,7 +121,7 @@ class Deployment:
             log.info("unloading", child=replica.name)
             self._finish(replica)
 
-    # # ---- autoscaling: one replica more, one fewer
+    # ---- autoscaling: one replica more, one fewer
 
     @property
     def changing(self) -> bool:
@@ -141,7 +141,7 @@ class Deployment:
         self._finish(replica)
 
     def _finish(self, replica: WorkerProcess) -> None:
-        # # No request takes longer than its model's timeout, so none is cut off.
+        # No request takes longer than its model's timeout, so none is cut off.
         grace_s = replica.model.timeout_s + self._yard.drain_timeout_s
         log.info("draining", child=replica.name, at_most_s=grace_s)
         replica.end(Drain(), grace_s)

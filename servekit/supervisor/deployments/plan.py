@@ -29,7 +29,7 @@ from servekit.supervisor.scheduling.placement import (
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Slot
 
-# #: A file that was changed this recently may be half written; and the longest wait for it.
+#: A file that was changed this recently may be half written; and the longest wait for it.
 _AT_REST_S = 0.5
 _PATIENCE_S = 10.0
 _LOOK_EVERY_S = 0.05

@@ -9,7 +9,7 @@ from servekit.supervisor.deployments.config_diff import Slots
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Slot
 
-# #: From Stop to SIGTERM for a worker without requests.
+#: From Stop to SIGTERM for a worker without requests.
 STOP_GRACE_S = 5.0
 
 

@@ -83,7 +83,7 @@ class Breaker:
             self.state, self.probe, self.until = "open", "", now
 
     def _open(self, now: float) -> None:
-        # # The exponent is bounded so that a year of failures does not overflow a float.
+        # The exponent is bounded so that a year of failures does not overflow a float.
         cooldown_s = self._limits.first_s * 2.0 ** min(self._openings, 32)
         self._openings += 1
         self.state, self.probe = "open", ""

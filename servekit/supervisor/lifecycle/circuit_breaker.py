@@ -18,7 +18,7 @@ from servekit.supervisor.lifecycle.restart_policy import Limits, RestartPolicy
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: The longest pause before a remote endpoint that is down is asked again.
+#: The longest pause before a remote endpoint that is down is asked again.
 ENDPOINT_S = 10.0
 
 

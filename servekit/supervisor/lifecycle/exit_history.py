@@ -17,10 +17,10 @@ from servekit.supervisor.process.child_process import Exit
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: Deaths kept per child, and for how many of them the stacks, which are long.
+#: Deaths kept per child, and for how many of them the stacks, which are long.
 _DEATHS = 10
 _WITH_STACKS = 2
-# #: The messages of CUDA and torch when a GPU's memory is exhausted.
+#: The messages of CUDA and torch when a GPU's memory is exhausted.
 _GPU_OUT_OF_MEMORY = ("CUDA out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
 
 

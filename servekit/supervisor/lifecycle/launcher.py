@@ -37,7 +37,7 @@ class Guest(Protocol):
 class Launcher(Protocol):
     """A launcher, which places workers, starts them and releases their places."""
 
-    # #: How long workers and gateways serve on without a supervisor.
+    #: How long workers and gateways serve on without a supervisor.
     grace_s: float
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 from servekit.protocol.messages import Pong, WorkerState
 
-# #: The time without verdicts after the supervisor was suspended (SIGSTOP, a frozen container).
+#: The time without verdicts after the supervisor was suspended (SIGSTOP, a frozen container).
 FORGIVEN_S = 1.0
-# #: The change of a worker's KV cache usage (a share) that the gateways are told of: each change is
-# sent to all of them, with the whole topology.
+#: The change of a worker's KV cache usage (a share) that the gateways are told of: each change is
+#: sent to all of them, with the whole topology.
 KV_STEP = 0.1
-# #: The time without verdicts after an adapter load, until pongs cover the time since then.
+#: The time without verdicts after an adapter load, until pongs cover the time since then.
 PARDONED_S = 3.0
 
 

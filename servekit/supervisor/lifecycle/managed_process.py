@@ -35,9 +35,9 @@ from servekit.system.shared_memory import Segment
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
 
-# #: From "stop now" to SIGKILL.
+#: From "stop now" to SIGKILL.
 _NOW_S = 1.0
-# #: From a child's report that its engine has died to SIGKILL: a broken device may block its exit.
+#: From a child's report that its engine has died to SIGKILL: a broken device may block its exit.
 _DEAD_S = 3.0
 
 

@@ -43,16 +43,16 @@ from servekit.system.shared_memory import Segment
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
 
-# #: The silence after which a worker is lost, with its node.
+#: The silence after which a worker is lost, with its node.
 NODE_LOST_S = 10.0
-# #: Between attempts to reach it again.
+#: Between attempts to reach it again.
 _REDIAL_S = 0.2
-# #: The longest wait for the answer to an attach.
+#: The longest wait for the answer to an attach.
 _ATTACH_S = 5.0
-# #: How long the launcher may take to end a process, and then to report its exit.
+#: How long the launcher may take to end a process, and then to report its exit.
 _KILL_S = 10.0
 _SAY_S = 2.0
-# #: The longest wait for a stack dump.
+#: The longest wait for a stack dump.
 _DUMP_S = 2.0
 
 
@@ -112,8 +112,7 @@ class RemoteChild(Generic[Incoming]):
         self._lost_s = lost_s
         self._node_lost_s = node_lost_s
         self._role: Role = role
-        # #: Called when a lost connection is restored, to send what the replay buffer does not
-        # keep.
+        #: Called when a lost connection is restored, to send what the replay buffer does not keep.
         self.on_again: Callable[[], None] = lambda: None
         self._session = secrets.token_hex(8)
         self._kept = ReplayBuffer()

@@ -44,7 +44,7 @@ class RestartPolicy:
         """Return the delay from a life's end to the next start."""
         if fruitful:
             self._delays = 0
-        # # The exponent is bounded so that a year of crashes does not overflow a float.
+        # The exponent is bounded so that a year of crashes does not overflow a float.
         delay_s = self.limits.first_s * 2.0 ** min(self._delays, 32)
         self._delays += 1
         return self._spread(min(delay_s, self.limits.longest_s))

@@ -23,13 +23,13 @@ from servekit.protocol.startup_messages import (
 )
 from servekit.system import procfs
 
-# #: A shorter phase is not recorded: there was no wait.
+#: A shorter phase is not recorded: there was no wait.
 _NOTHING_S = 0.001
-# #: Starts kept: the present one, and the one before.
+#: Starts kept: the present one, and the one before.
 _LIVES = 2
-# #: The limit against a worker that reports phases without end.
+#: The limit against a worker that reports phases without end.
 _MOST_PHASES = 256
-# #: The name of the phase from the reason for a start to the start, by that reason.
+#: The name of the phase from the reason for a start to the start, by that reason.
 _BEFORE: dict[Cause, str] = {
     "up": "supervisor",
     "reload": "reload",
@@ -39,7 +39,7 @@ _BEFORE: dict[Cause, str] = {
     "standby": "standby",
     "scale": "room",
 }
-# #: The phase in which a worker produces its first token.
+#: The phase in which a worker produces its first token.
 FIRST_TOKEN = "warm-up"
 
 

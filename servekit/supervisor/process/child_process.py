@@ -41,17 +41,17 @@ Incoming = TypeVar("Incoming")
 
 #: From SIGTERM to SIGKILL.
 TERM_GRACE_S = 2.0
-# #: From closing its control channel to SIGKILL: the child should be about to exit.
+#: From closing its control channel to SIGKILL: the child should be about to exit.
 GOODBYE_S = 5.0
-# #: The longest wait, after the exit, for the last lines in the pipe.
+#: The longest wait, after the exit, for the last lines in the pipe.
 _LAST_LINES_S = 0.5
-# #: The longest wait for a child's stack dump. A stopped process writes none.
+#: The longest wait for a child's stack dump. A stopped process writes none.
 _DUMP_S = 0.5
-# #: The most searches for processes that left the group; the search ends when none is found.
+#: The most searches for processes that left the group; the search ends when none is found.
 _ESCAPED_LOOKS = 100
-# #: Appended to a kill's reason if the kernel's out-of-memory counter has risen.
+#: Appended to a kill's reason if the kernel's out-of-memory counter has risen.
 _BY_KERNEL = ", probably by the kernel: out of memory"
-# #: The poll interval where there are no pidfds.
+#: The poll interval where there are no pidfds.
 _LOOK_EVERY_S = 0.05
 
 
@@ -65,8 +65,8 @@ class Command:
     env: Mapping[str, str] = field(repr=False)
     log_path: Path
     pass_fds: tuple[int, ...] = ()
-    # #: Forks the child from a fork server with the environment `env`; arguments: mark, control
-    # channel and output descriptor. Returns None where no fork server is available.
+    #: Forks the child from a fork server with the environment `env`; arguments: mark, control
+    #: channel and output descriptor. Returns None where no fork server is available.
     forked: Callable[[str, int, int], Awaitable[Forked | None]] | None = None
 
 
@@ -101,7 +101,7 @@ class Exit:
         if self.signal is not None:
             oom = _BY_KERNEL if self.out_of_memory else ""
             return f"killed by {_signal_name(self.signal)}{when}{oom}"
-        # # Our own log lines are JSON; the last plain text before an exit is its reason.
+        # Our own log lines are JSON; the last plain text before an exit is its reason.
         plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
         last = next((line for line in plain if line), "")
         return f"exit code {self.code}{when}" + (f": {last}" if last and self.code else "")
@@ -271,11 +271,11 @@ class ChildProcess(Generic[Incoming]):
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()
         await self._clear_shared_memory()
-        # # Another process may hold the pipe open, so the wait for its end is bounded.
+        # Another process may hold the pipe open, so the wait for its end is bounded.
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
         if self._connection is not None:
             self._connection.abort()
-        # # A worker exits by itself (os.EX_SOFTWARE) after the kernel killed a process below it.
+        # A worker exits by itself (os.EX_SOFTWARE) after the kernel killed a process below it.
         killed = code in (-signal.SIGKILL, os.EX_SOFTWARE)
         exit_ = Exit(
             code=code if code >= 0 else None,
@@ -298,7 +298,7 @@ async def _start(command: Command, control_fd: int, output_fd: int, mark: str) -
 
 
 def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
-    # # No preexec_fn: it would run Python between fork and exec. The child sets its own
+    # No preexec_fn: it would run Python between fork and exec. The child sets its own
     # PR_SET_PDEATHSIG, and checks `--parent-pid` to see whether that came too late.
     return subreaper.start(
         [

@@ -17,7 +17,7 @@ _ALWAYS = {
     "PYTHONUNBUFFERED": "1",  # so that the last line before a crash is not lost
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-# #: Variables that hold for one machine and are not sent to another.
+#: Variables that hold for one machine and are not sent to another.
 OF_THIS_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", MARK})
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

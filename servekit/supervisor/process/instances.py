@@ -19,10 +19,10 @@ from servekit.supervisor.process.run_dir import Record, default_paths, nobody, r
 from servekit.system import procfs
 
 _DELETED = " (deleted)"
-# #: The longest wait for a supervisor to restore a run directory that somebody has removed.
+#: The longest wait for a supervisor to restore a run directory that somebody has removed.
 _RESTORED_S = 2.0
 _LOOK_EVERY_S = 0.1
-# #: The part of a command line that is read, in characters.
+#: The part of a command line that is read, in characters.
 _LONGEST = 10_000
 
 

@@ -18,12 +18,12 @@ log: Any = structlog.get_logger("servekit.supervisor")
 OnLine = Callable[[str], None]
 
 _LONGEST_LINE_BYTES = 64 * 2**10
-# #: Enough for fifty threads in deep calls.
+#: Enough for fifty threads in deep calls.
 _MOST_STACK_LINES = 2000
-# #: The format of faulthandler's output; source: CPython Python/traceback.c.
+#: The format of faulthandler's output; source: CPython Python/traceback.c.
 _STACK_BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 _STACK_GOES_ON = re.compile(r"  (File |<|\.\.\.|Garbage-collecting)")
-# #: A pause of this length ends a stack dump that has begun.
+#: A pause of this length ends a stack dump that has begun.
 _DUMP_PAUSE_S = 0.05
 
 
@@ -140,7 +140,7 @@ class Output(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _take(self, line: bytes) -> None:
-        # # A progress bar rewrites its line with \r; keep what it showed last.
+        # A progress bar rewrites its line with \r; keep what it showed last.
         shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
         self._file.write(shown + b"\n")
         text = shown.decode(errors="replace")

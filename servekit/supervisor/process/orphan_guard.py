@@ -27,10 +27,10 @@ from servekit.system.orphan_cleanup import (
     unmark_by_limit,
 )
 
-# #: How long to search: a child that was between fork and exec when its parent died carries its
-# mark a moment later.
+#: How long to search: a child that was between fork and exec when its parent died carries its mark
+#: a moment later.
 _WATCH_S = 0.3
-# #: The shortest time between two starts of the guard.
+#: The shortest time between two starts of the guard.
 _AGAIN_S = 0.5
 
 

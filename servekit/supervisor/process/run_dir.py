@@ -35,7 +35,7 @@ from servekit.errors import NobodyRuns, StartError
 from servekit.system import shared_memory
 from servekit.system.orphan_cleanup import CHILDREN, Started, end_leftovers, read_children
 
-# #: sockaddr_un.sun_path holds 108 bytes with its NUL (unix(7)).
+#: sockaddr_un.sun_path holds 108 bytes with its NUL (unix(7)).
 _MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_NAME = "control.sock"
 
@@ -195,7 +195,7 @@ class RunDir:
         return self.path / f"w{self._sockets}.sock"
 
     def log_path(self, name: str) -> Path:
-        # # No model's name contains "~", so no two children share a file.
+        # No model's name contains "~", so no two children share a file.
         return self.logs / f"{name.replace('/', '~')}.log"
 
     def record(self, record: Record) -> None:
@@ -288,7 +288,7 @@ def _make_private(path: Path) -> None:
 
 
 def _check_default_base(path: Path) -> None:
-    # # Under /tmp, another user may have created our parent first, to swap what is below it.
+    # Under /tmp, another user may have created our parent first, to swap what is below it.
     if _fallback_base() in path.parents:
         _check_ours(_fallback_base())
 

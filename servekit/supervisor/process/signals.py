@@ -16,7 +16,7 @@ from typing import Literal
 SignalRequest = Literal["signal", "hangup"]
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# #: The second signal means "now"; a third adds nothing.
+#: The second signal means "now"; a third adds nothing.
 _MOST_PENDING = 2
 
 

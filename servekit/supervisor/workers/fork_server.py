@@ -32,7 +32,7 @@ from servekit.system.subreaper import Forked
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: A fork takes tens of milliseconds; the wait for it ends after this time.
+#: A fork takes tens of milliseconds; the wait for it ends after this time.
 _FORK_S = 5.0
 _STOP_GRACE_S = 1.0
 
@@ -113,7 +113,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             async with self._turn, asyncio.timeout(_FORK_S):
                 return self._taken(await self._ask(order, [control_fd, output_fd]))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            # # A worker that is forked too late has no connection, and ends by itself.
+            # A worker that is forked too late has no connection, and ends by itself.
             log.warning("not forked", child=name, reason=f"{type(error).__name__}: {error}")
             if self.child is not None:
                 self.child.kill("did not fork when it was asked to")

@@ -21,7 +21,7 @@ from servekit.system import procfs
 from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
 
-# #: With `standby: auto`, the available memory below which none is started.
+#: With `standby: auto`, the available memory below which none is started.
 ROOM_BYTES = 4 * 2**30
 _STOP_GRACE_S = 1.0
 

@@ -20,7 +20,7 @@ from servekit.system.gpus import Gpu, Holdings, gpu_memory_by_pid
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: Drivers allocate pages of 2 MiB; an excess of a few of them is not reported.
+#: Drivers allocate pages of 2 MiB; an excess of a few of them is not reported.
 _TOLERANCE_BYTES = 32 * 2**20
 
 

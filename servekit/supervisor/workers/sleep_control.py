@@ -34,7 +34,7 @@ class SleepControl:
     def __init__(self, replica: WorkerProcess) -> None:
         self._replica = replica
         self._answer: asyncio.Future[Answer] | None = None
-        # #: Held during admission: if the worker dies while it wakes, its next life waits.
+        #: Held during admission: if the worker dies while it wakes, its next life waits.
         self.entering = asyncio.Lock()
 
     async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:

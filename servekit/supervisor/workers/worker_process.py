@@ -63,7 +63,7 @@ from servekit.system.subreaper import Fork
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-# #: The interval of pings; shorter where a quarter of the shortest timeout is.
+#: The interval of pings; shorter where a quarter of the shortest timeout is.
 _PING_EVERY_S = 1.0
 
 
