@@ -1,5 +1,4 @@
-"""The event journal: writes events (`servekit.event_store`) to a file without blocking the event
-loop.
+"""The event journal: writes events (`servekit.event_store`) to a file, without blocking.
 
 A thread of its own writes. Between it and the event loop is a bounded queue: a slow or full disk
 loses events, which are counted, and has no other effect. A file that is damaged, or of another
@@ -52,7 +51,7 @@ class Journal:
         self._is_failing = False
         self._is_first = True
 
-    # ---- from the event loop
+    # ---- called on the event loop
 
     def open(self, folder: Path) -> None:
         """Start to write events to a file in `folder`."""
@@ -86,7 +85,7 @@ class Journal:
         self._waiting.append(Event(time.time(), kind, text, model, worker, detail))
         self._news.set()
 
-    # ---- in the thread
+    # ---- in the writer thread
 
     def _run(self, path: Path) -> None:
         file: sqlite3.Connection | None = None
@@ -160,7 +159,7 @@ class Journal:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """The file, made if need be. Raises sqlite3.Error."""
+    """Open the file; create it if it does not exist. Raises sqlite3.Error."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     file = sqlite3.connect(path, timeout=5.0)
     try:

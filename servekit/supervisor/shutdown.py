@@ -16,7 +16,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 KILL_S = 15.0
 #: From Stop to SIGTERM for a worker that has nothing in flight.
 WORKER_GRACE_S = 5.0
-#: The longest shutdown beyond `drain_timeout_s`; `servekit down` and systemd wait as long.
+#: The longest shutdown beyond `drain_timeout_s`; systemd waits as long.
 END_S = WORKER_GRACE_S + 2 * KILL_S
 
 

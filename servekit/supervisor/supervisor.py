@@ -119,7 +119,7 @@ class Supervisor:
         own = self._gateways, plan.config.server, ground.listeners
         self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
 
-    # ---- its life
+    # ---- life cycle
 
     async def live(self) -> int:
         """Run until told to stop; return the exit code. No process it started outlives it."""
@@ -213,8 +213,7 @@ class Supervisor:
         return {self._tasks[life] for life in lives if life in self._tasks}
 
     async def _hurry_if_told_again(self) -> None:
-        # An operator may ask twice, and the drain is under way. A reload is refused now, and says
-        # so.
+        # An operator may ask twice; the drain is under way. A reload is refused now.
         while (request := await self._requests.get()) in ("drain", "hangup"):
             if request == "hangup":
                 self._spawn(self.reload())  # is refused, and logs why
@@ -238,7 +237,7 @@ class Supervisor:
         sockets.close(self._listeners)
         self.run_dir.release()
 
-    # ---- requests to it
+    # ---- requests from operators
 
     def shutdown(self, now: bool) -> None:
         self._requests.put_nowait("now" if now else "drain")
@@ -251,11 +250,11 @@ class Supervisor:
         with self._notifier.reloading():
             return await self._fleets.reload()
 
-    # ---- what its children get, and tell
+    # ---- the context of its managed processes
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Our environment without the keys in it."""
+        """The part of our environment that every child may have."""
         return access_rules.public(self._environ, self._fleets.plan.config)
 
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
@@ -343,7 +342,7 @@ class Supervisor:
             self._unrestored = str(error)
         self._operators.listen_again(self.run_dir.control)
 
-    # ---- what it knows
+    # ---- status
 
     async def status_now(self) -> Status:
         """Return the status for an operator, who may ask before the first tick."""

@@ -234,7 +234,7 @@ class Adapters:
             return Refusal(refused[spec.name])
         return await worker.load_adapter(spec)
 
-    # ---- changes; each has its turn
+    # ---- changes, one at a time
 
     async def _exchange(
         self, known: Entry | None, spec: AdapterSpec, *, from_file: bool

@@ -97,7 +97,7 @@ class AdapterTable:
     def get(self, name: str) -> Entry | None:
         return self._entries.get(name)
 
-    # ---- what happens
+    # ---- changes of state
 
     def expect(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
         """Add an adapter that workers are to load, without an outcome yet."""
@@ -147,7 +147,7 @@ class AdapterTable:
             expected=old.expected if expected is None else expected,
         )
 
-    # ---- what follows
+    # ---- queries
 
     def expected(self, *, from_file: bool | None = None) -> tuple[AdapterSpec, ...]:
         """Return the adapters a new worker starts with; only the file's, or only operators'."""

@@ -58,7 +58,7 @@ class Deployment:
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
         self.nursery = ForkServerPool(yard.host, yard.start)
-        self.planned: Slots = ()  # the GPUs of its replicas, also while unloaded
+        self.planned: Slots = ()  # the planned GPUs of its replicas
         self.scale: ScaleStatus | None = None  # of a model that scales
         self._known: ModelInfo | None = None
         self._threads: int | None = None
@@ -196,7 +196,7 @@ class Deployment:
         self._known = known[-1] if known else self._known
         return self._known
 
-    # ---- its adapters
+    # ---- adapters
 
     def adapter_statuses(self) -> tuple[AdapterStatus, ...]:
         """Return the status of the adapters, on workers of all versions."""
@@ -223,7 +223,7 @@ class Deployment:
     def is_unused(self, adapter: str) -> bool:
         return self._yard.host.is_unused(adapter)
 
-    # ---- from one version to the next
+    # ---- rolling update
 
     async def _converge(self, slots: Slots) -> None:
         kept, old = self._sorted()

@@ -50,7 +50,7 @@ class DeploymentManager:
     def start(self, life: WorkerProcess | ForkServer) -> None:
         self._run(life)
 
-    # ---- what there is
+    # ---- state
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -120,7 +120,7 @@ class DeploymentManager:
         reasons = dict.fromkeys(f"{one.model.name}: {one.reason}" for one in replicas)
         return "no model can be served. " + " ".join(reasons)
 
-    # ---- what changes
+    # ---- changes
 
     async def reload(self) -> Accepted | Refused:
         """Read the configuration again and apply it; refuse it unchanged if anything is wrong.

@@ -80,7 +80,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if circuit is not None:
             circuit.join(name, self._wake)
 
-    # ---- what differs
+    # ---- overridden by subclasses
 
     @abstractmethod
     def command(self) -> Command:
@@ -118,7 +118,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def leave(self) -> None:
         """Release the resources after each life, and after an `enter` that failed."""
 
-    # ---- its life
+    # ---- life cycle
 
     async def run(self) -> None:
         """Run until `end` was called and the last child is reaped."""

@@ -135,7 +135,7 @@ class RemoteChild(Generic[Incoming]):
         self._begin(self._await_exit())
         return self
 
-    # ---- as Child has it
+    # ---- the interface of ChildProcess
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message, now or after reconnecting; dropped once the process is gone."""
@@ -186,7 +186,7 @@ class RemoteChild(Generic[Incoming]):
         """Disconnect; it serves on for its grace time, and another supervisor may adopt it."""
         self._conclude(Exit(None, None, (), cause="left to itself"))
 
-    # ---- its end
+    # ---- exit
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -1,4 +1,4 @@
-"""The restart policy of a child that died: a pure function.
+"""The restart policy of a child that died: no I/O; the random numbers are an argument.
 
     event                                              reaction                     state
     a fruitful life ended                              the back-off starts over     backoff

@@ -221,7 +221,7 @@ class ChildProcess(Generic[Incoming]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    # ---- its end
+    # ---- exit
 
     def _on_close(self, error: Exception | None) -> None:
         """Handle the closed control channel: the child is dead, ending, or broke the protocol."""

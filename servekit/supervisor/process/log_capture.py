@@ -93,7 +93,7 @@ class RotatingFile:
     def _numbered(self, number: int) -> Path:
         return self._path if number == 0 else self._path.with_name(f"{self._path.name}.{number}")
 
-    # ---- lines that are lost
+    # ---- lost lines
 
     def _gap(self) -> bytes:
         return f"[{self._lost} lines lost: {self._reason}]\n".encode() if self._lost else b""

@@ -2,7 +2,8 @@
 
 There is one for each environment of its workers: one on the CPU, and one for each GPU or set of
 GPUs that a replica has. They start when all workers have come up: they take nothing from those, and
-the model's files have been fetched. They end when the model is unloaded.
+the model's files have been fetched. They end when the model is unloaded,
+unless that only makes room for another model.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class WorkerGpuMemory:
         claims = place.claims or (0,) * len(place.gpus)
         self.claims = {gpu.uuid: size for gpu, size in zip(place.gpus, claims, strict=True)}
 
-    # ---- its claim
+    # ---- claim and admission
 
     @property
     def need_bytes(self) -> Mapping[str, int]:
@@ -102,7 +102,7 @@ class WorkerGpuMemory:
             self._entry.gate.left(self.name, self._pids)
         self._pids = set()  # the next life's processes may be others with these PIDs
 
-    # ---- its figures
+    # ---- measurements
 
     def begin(self, pid: int) -> None:
         """Record the PID of its process."""
