@@ -1,4 +1,4 @@
-"""Who may do what, from the file to what gateways are told: hashes, and no key in the clear."""
+"""The access rules that gateways enforce: key hashes from the configuration, never clear keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from servekit.protocol.access import RequestLimits, Tracing
 from servekit.protocol.messages import AccessRules, KeyRule
 from servekit.supervisor.admin import systemd
 
-#: Of the digests of keys that we have in the clear: no two instances have the same.
+#: Salt of the digests of keys whose clear text we have; differs between instances.
 _SALT = secrets.token_bytes(32)
-#: Of who has signed in on the page: gateways come and go, these stay.
+#: Secret of the UI's sign-in sessions; kept here, because gateways are replaced.
 _SESSIONS = secrets.token_bytes(32)
 
 _PUBLIC = (
@@ -31,7 +31,7 @@ _NO_KEY = "the variable {} holds no key: a key is"
 
 
 class KeyMissing(ValueError):
-    """A key that is not where the file says it is; `at` is where the file says so."""
+    """The key is not where the configuration says; `at` is the path of that setting."""
 
     def __init__(self, at: tuple[str | int, ...], message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class KeyMissing(ValueError):
 
 
 def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
-    """What gateways go by. Raises KeyMissing."""
+    """Return the access rules for the gateways. Raises KeyMissing."""
     names = {alias: m.name for m in config.models for alias in (m.name, *m.aliases)}
     names |= {adapter.name: adapter.name for m in config.models for adapter in m.adapters}
     server = config.server
@@ -65,44 +65,44 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
 
 
 def _hosts(config: Config) -> tuple[str, ...]:
-    """By which names requests may come; none for any: keys, or `--insecure`, have the say."""
+    """Return the accepted Host names; empty accepts all, as with keys or `--insecure`."""
     if config.keys or not is_loopback(config.server.host):
         return ()
     return ("localhost", socket.gethostname(), *config.server.hosts)
 
 
 def refuse_public(config: Config) -> str:
-    """Why this file is not served without `--insecure`; "" if it is."""
+    """Return why this configuration is not served without `--insecure`; "" if it is."""
     host = config.server.host
     return "" if config.keys or is_loopback(host) else _PUBLIC.format(host=host)
 
 
 def secret_variables(config: Config) -> frozenset[str]:
-    """The environment variables that are keys: no child gets them, but for `handed`."""
+    """Return the environment variables that hold keys; children get them only through `handed`."""
     ours = {key.environment for key in config.keys if key.environment}
     return frozenset(ours | {name for model in config.models if (name := key_variable(model))})
 
 
 def public(environ: Mapping[str, str], config: Config) -> Mapping[str, str]:
-    """What any child may have of our environment."""
+    """Return the part of our environment that every child may have."""
     hidden = secret_variables(config) | systemd.VARIABLES
     return {name: value for name, value in environ.items() if name not in hidden}
 
 
 def handed(environ: Mapping[str, str], model: ModelConfig) -> Mapping[str, str]:
-    """What the workers of this model alone have: the key to the endpoint behind it."""
+    """Return the variable for this model's workers only: the key to the endpoint behind it."""
     name = key_variable(model)
     return {name: environ[name]} if name in environ else {}
 
 
 def key_variable(model: ModelConfig) -> str:
-    """Which variable holds the key to the endpoint behind a model; "" for none."""
+    """Return the variable that holds the key to the endpoint behind a model; "" for none."""
     options = model.options if model.engine == "openai" else {}
     return options.get("key_environment") or ""
 
 
 def check_handed(config: Config, environ: Mapping[str, str]) -> None:
-    """Raise KeyMissing for a model whose key is not there: its endpoint would refuse all."""
+    """Raise KeyMissing for a model without its endpoint's key: all requests would fail."""
     for i, model in enumerate(config.models):
         if name := key_variable(model):
             value = (model.env.get(name) or environ.get(name, "")).strip()
@@ -132,7 +132,7 @@ def _rule(key: KeyConfig, at: int, names: Mapping[str, str], environ: Mapping[st
 
 
 def _clear(key: KeyConfig, at: int, environ: Mapping[str, str]) -> bytes:
-    """The key itself, from where the file says it is."""
+    """Return the clear key from the variable or file that the configuration names."""
     if key.environment is not None:
         value = environ.get(key.environment, "").strip()
         return _usable(value, ("keys", at, "environment"), f"the variable {key.environment}")
@@ -158,7 +158,7 @@ def _usable(value: str, at: tuple[str | int, ...], source: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it, under each address that the name has."""
+    """Return whether all addresses of `host` are loopback addresses."""
     return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
 
 
@@ -166,13 +166,13 @@ def _addresses(host: str) -> Iterator[str]:
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        return  # nobody can listen there, as will be said in a moment
+        return  # binding this host fails soon, with its own message
     for _, _, _, _, address in found:
         yield str(address[0]).partition("%")[0]
 
 
 def _stamp(*files: Path) -> str:
-    """Differs when a file's content does."""
+    """Return a digest of the files' content."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(file.read_bytes())

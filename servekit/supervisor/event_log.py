@@ -1,8 +1,8 @@
-"""Keeps the events (`servekit.event_store`) in a file, without ever holding anybody up.
+"""The event journal: writes events (`servekit.event_store`) to a file, without blocking.
 
-A thread of its own writes. Between it and the event loop is a queue of bounded length: a disk that
-is slow or full costs events, which are counted, and nothing else. A file that is broken, or of
-another version, is put aside as events.db.broken, and a new one begun.
+A thread of its own writes. Between it and the event loop is a bounded queue: a slow or full disk
+loses events, which are counted, and has no other effect. A file that is damaged, or of another
+version, is renamed to events.db.broken, and a new file is created.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from servekit.event_store import FILE, TABLE, VERSION, Event
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Events kept, and the largest file, whatever is in them: 16 MiB in pages of 4 KiB.
+#: Events kept; and the file's largest size, whatever its content: 16 MiB in pages of 4 KiB.
 MOST_EVENTS = 20_000
 MOST_PAGES = 4096
-#: Events that wait for the disk.
+#: Events that may wait for the disk.
 _MOST_WAITING = 2000
 _LONGEST_CHARS = 2000
-#: After a failure it is tried again this often.
+#: Time from a failure to the next attempt.
 _AGAIN_S = 5.0
-#: A writer that hangs in a disk is left behind at the end.
+#: How long `close` waits for the writer thread, which may hang in a disk.
 _GOODBYE_S = 1.0
 _INSERT = "INSERT INTO events (at, kind, model, worker, what, detail) VALUES (?, ?, ?, ?, ?, ?)"
 _PRUNE = "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?"
 
 
 class Journal:
-    """Until it is opened, and after it is closed, what it is told is forgotten."""
+    """The event journal of one process. Drops events before `open` and after `close`."""
 
     def __init__(self, *, again_s: float = _AGAIN_S) -> None:
         self._again_s = again_s
@@ -47,14 +47,14 @@ class Journal:
         self._news = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._lost = self._lost_told = 0  # one is the loop's, the other the thread's
+        self._lost = self._lost_told = 0  # the event loop's and the thread's
         self._is_failing = False
         self._is_first = True
 
-    # ---- from the event loop
+    # ---- called on the event loop
 
     def open(self, folder: Path) -> None:
-        """Keep events in a file there, from now on."""
+        """Start to write events to a file in `folder`."""
         self._waiting.clear()
         self._lost = self._lost_told = 0
         self._closing, self._is_failing, self._is_first = False, False, True
@@ -64,7 +64,7 @@ class Journal:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, if the disk takes it within a second."""
+        """Write the queued events, if the disk takes them within a second."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._closing = True
@@ -74,7 +74,7 @@ class Journal:
     def tell(
         self, kind: str, what: str = "", *, model: str = "", worker: str = "", **detail: Any
     ) -> None:
-        """This has happened. Never blocks, never raises."""
+        """Record an event. Never blocks, never raises."""
         if self._thread is None:
             return
         if len(self._waiting) >= _MOST_WAITING:
@@ -85,7 +85,7 @@ class Journal:
         self._waiting.append(Event(time.time(), kind, text, model, worker, detail))
         self._news.set()
 
-    # ---- in the thread
+    # ---- in the writer thread
 
     def _run(self, path: Path) -> None:
         file: sqlite3.Connection | None = None
@@ -107,7 +107,7 @@ class Journal:
                 return
 
     def _ready(self, path: Path, file: sqlite3.Connection | None) -> sqlite3.Connection:
-        """The file, opened if it is not, or if somebody has removed it."""
+        """Return the file; open it if it is not open, or if somebody has removed it."""
         if file is not None and not path.exists():
             _close(file)
             file = None
@@ -118,7 +118,7 @@ class Journal:
         return file
 
     def _write(self, file: sqlite3.Connection) -> None:
-        """All that waits, in one transaction; it waits until that is done."""
+        """Write all queued events in one transaction; they leave the queue once it is committed."""
         batch, all_lost = list(self._waiting), self._lost
         waited, lost = len(batch), all_lost - self._lost_told
         if lost:
@@ -159,7 +159,7 @@ class Journal:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """The file, made if need be. Raises sqlite3.Error."""
+    """Open the file; create it if it does not exist. Raises sqlite3.Error."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     file = sqlite3.connect(path, timeout=5.0)
     try:
@@ -171,7 +171,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(file: sqlite3.Connection) -> None:
-    # Not WAL: it takes a megabyte beside the file, and maps memory of a disk that may be full.
+    # No WAL: it takes another megabyte on disk, and maps memory of a disk that may be full.
     file.execute("PRAGMA journal_mode = DELETE")
     file.execute("PRAGMA synchronous = NORMAL")
     file.execute("PRAGMA cache_size = -256")
@@ -188,7 +188,7 @@ def _prepare(file: sqlite3.Connection) -> None:
 
 
 def _note_crash(file: sqlite3.Connection) -> None:
-    """Say so if the last supervisor had not the time to say that it ended."""
+    """Record a crash event if the last supervisor did not record its end."""
     query = "SELECT kind, detail FROM events WHERE kind IN ('up', 'down') ORDER BY id DESC LIMIT 1"
     last = file.execute(query).fetchone()
     if last is None or last[0] != "up":
@@ -207,7 +207,7 @@ def _row(event: Event) -> tuple[Any, ...]:
 
 
 def _text(text: str) -> str:
-    """What SQLite takes: halves of characters are none."""
+    """Replace lone surrogates, which SQLite refuses."""
     return text.encode(errors="replace").decode()
 
 
@@ -216,17 +216,17 @@ def _is_full(error: Exception) -> bool:
 
 
 def _is_broken(error: Exception) -> bool:
-    """It will not get better by itself: the file is no database of ours, or is damaged."""
+    """Return whether the error is permanent: the file is damaged, or not an event database."""
     if isinstance(error, sqlite3.OperationalError) or not isinstance(error, sqlite3.DatabaseError):
-        # a table that lacks a column is damaged, too; all else may be the disk's
+        # a missing column means damage; other operational errors may come from the disk
         return "no such column" in str(error) or "has no column" in str(error)
     return True
 
 
 def _halved(file: sqlite3.Connection) -> bool:
-    """Make room in a file that has reached its largest size; false where the disk is what is full.
+    """Delete the older half of the events in a file that has reached its largest size.
 
-    Raises nothing.
+    Returns false where the disk itself is full. Raises nothing.
     """
     with contextlib.suppress(sqlite3.Error), file:
         file.execute("DELETE FROM events WHERE id <= (SELECT (min(id) + max(id)) / 2 FROM events)")
@@ -248,5 +248,5 @@ def _close(file: sqlite3.Connection | None) -> None:
             file.close()
 
 
-#: The one of this process.
+#: The journal of this process.
 journal = Journal()

@@ -1,4 +1,4 @@
-"""One gateway, as the supervisor sees it."""
+"""A gateway process, as the supervisor manages it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from servekit.supervisor.quarantine import aged
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: How long a gateway may take to hear of a change, before it is gone on without it.
+#: The longest wait for gateways to apply a new topology.
 _TELL_S = 2.0
 _LOOK_EVERY_S = 0.005
-#: How often a gateway is asked for a sign of life, and after which silence it is replaced.
+#: The interval of pings to a gateway, and the silence after which the gateway is replaced.
 _ASK_EVERY_S = 1.0
 SILENT_S = 30.0
 #: Deaths of the same cause, before any gateway has served, after which the start has failed.
@@ -49,7 +49,7 @@ _DEATHS_IN_VAIN = 5
 
 
 class Gateway(ManagedProcess[FromGateway]):
-    """Runs one gateway on the shared listening sockets."""
+    """A gateway process on the shared listening sockets."""
 
     incoming = FromGateway
     begins_with = "imports"
@@ -66,7 +66,7 @@ class Gateway(ManagedProcess[FromGateway]):
         self.starting.occasion = StartReason.up()
         self.has_served = False  # in any of its lives
         self.traffic = Traffic(0, 0, {})
-        self._past_tokens: Counter[str] = Counter()  # of its lives before
+        self._past_tokens: Counter[str] = Counter()  # tokens of its earlier lives
         self._tell_others = tell_others
         self._which, self._listen_fds = which, listen_fds
         self._server = server
@@ -74,25 +74,25 @@ class Gateway(ManagedProcess[FromGateway]):
         self._sent = self._told = 0  # serial numbers of topologies
         self._asked_at = self.answered_at = 0.0  # on the monotonic clock
         self._killing: asyncio.Task[None] | None = None
-        self._credentials_fd: int | None = None  # until it has them
-        self._unused: set[str] = set()  # adapters that serve no more, and have no requests there
-        #: How much each model that comes and goes is in use there, and when that was said.
+        self._credentials_fd: int | None = None  # until the gateway has them
+        self._unused: set[str] = set()  # adapters withdrawn from service that no request there uses
+        #: The demand for each model that is loaded on demand, and when it was reported.
         self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.on_use: Callable[[KeepAlive | None], None] = lambda _: None
         self.on_counted: Callable[[Counted], None] = lambda _: None
 
     def join(self, other: Gateway) -> None:
-        """Tell whom another one tells that is there already, and begin with what it knows."""
+        """Copy the callbacks and the topology of an existing gateway."""
         self.on_use, self.on_counted = other.on_use, other.on_counted
         self._tell_others, self._topology = other._tell_others, other._topology
 
     def succeed(self, other: Gateway) -> None:
-        """Another one is gone: what it has given out is not to be gone with it."""
+        """Take over the token counts of a gateway that is gone."""
         self._past_tokens.update(other._past_tokens)
 
     @property
     def shares(self) -> bool:
-        """It takes its share of the workers' slots."""
+        """Return whether the gateway takes a share of the workers' slots."""
         return True
 
     def command(self) -> Command:
@@ -113,13 +113,13 @@ class Gateway(ManagedProcess[FromGateway]):
                 *self._remote_args(),
             ),
             env=environment.for_gateway(self.host.environ, self.host.mark),
-            # A model may be called "gateway"; its workers' files have a "~".
+            # The dash: a model may be called "gateway", and its workers' files have a "~".
             log_path=self.host.run_dir.log_path(self.name.replace("/", "-")),
             pass_fds=self._listen_fds + self._credentials_fds(),
         )
 
     def _remote_args(self) -> tuple[str, ...]:
-        """With workers on other machines, which outlive a supervisor, it does so, too."""
+        """Return the arguments that let a gateway outlive its supervisor, as remote workers do."""
         if self.host.launcher is None:
             return ()
         heir = heir_path(self.host.run_dir.path, self._which)
@@ -154,7 +154,7 @@ class Gateway(ManagedProcess[FromGateway]):
         self.publish(replace(self._topology, quarantined=held))
 
     def publish(self, topology: Topology) -> None:
-        """Tell it where everything is; a later incarnation is told first thing."""
+        """Send the topology; a later incarnation of the gateway gets it first."""
         self._topology, self._published_s = topology, time.monotonic()
         self._unused -= {
             adapter.name
@@ -168,15 +168,15 @@ class Gateway(ManagedProcess[FromGateway]):
 
     @property
     def is_up_to_date(self) -> bool:
-        """It serves by what was published last, if it serves."""
+        """Return whether the gateway, if it serves, has applied the last topology."""
         return self.state != "ready" or self._told == self._sent
 
     def is_done_with(self, adapter: str) -> bool:
-        """It has no request for an adapter that serves no more."""
+        """Return whether the gateway has no request left for a withdrawn adapter."""
         return self.state != "ready" or adapter in self._unused
 
     def hear(self, spent: KeyUsage) -> None:
-        """Tell it what keys have used at another gateway."""
+        """Forward the key usage that another gateway has reported."""
         if spent.gateway != self.name and self.child is not None:
             self.child.send(spent)
 
@@ -210,7 +210,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 self.host.noticed()
 
     def look(self) -> None:
-        """Ask for a sign of life; one that gives none is replaced. The others serve on."""
+        """Ping the gateway, and replace it if it does not answer. The other gateways serve on."""
         super().look()
         now = time.monotonic()
         if self.state != "ready" or self.child is None:
@@ -233,19 +233,19 @@ class Gateway(ManagedProcess[FromGateway]):
         self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
     def slept(self) -> None:
-        """The supervisor has not run for a while: nobody could answer it."""
+        """Restart the silence timer: the supervisor was suspended and could read no answer."""
         self._asked_at = self.answered_at = time.monotonic()
 
     def load(self) -> tuple[int, int]:
         return self.traffic.requests, self.traffic.in_flight
 
     def awaited(self) -> set[str]:
-        """The models that requests wait for there, by what it told last."""
+        """Return the models that requests wait for, by the gateway's last report."""
         queued = {name for name, count in self.traffic.queued.items() if count}
         return queued | {name for name, (wanted, _) in self.uses.items() if wanted.waiting}
 
     def tokens(self, model: str) -> int:
-        """That it has given out, in all its lives."""
+        """Return the tokens it has generated for `model`, in all its lives."""
         return self._past_tokens[model] + self.traffic.tokens.get(model, 0)
 
     def buried(self) -> None:
@@ -270,7 +270,7 @@ class Gateway(ManagedProcess[FromGateway]):
 def gateways_of(
     server: ServerConfig, listen_fds: tuple[int, ...], host: SupervisorContext
 ) -> list[Gateway]:
-    """All of an instance; each tells the others what keys have used there."""
+    """Return an instance's gateways, each of which forwards its key usage to the others."""
     gateways: list[Gateway] = []
 
     def tell_others(spent: KeyUsage) -> None:
@@ -283,8 +283,9 @@ def gateways_of(
 
 
 def in_vain(gateways: Sequence[Gateway]) -> str:
-    """Why the start has failed: no gateway has ever served, and one dies of the same again and
-    again. "" otherwise.
+    """Return why the start has failed, or "".
+
+    It has failed when no gateway has ever served and one keeps dying of the same cause.
     """
     if any(gateway.has_served for gateway in gateways):
         return ""
@@ -297,12 +298,12 @@ def in_vain(gateways: Sequence[Gateway]) -> str:
 
 
 async def until_told(gateways: Sequence[Gateway]) -> None:
-    """Return when all of them go by what was published, changes of this turn of the loop included.
+    """Wait until all gateways have applied the topology, with the changes of this event-loop tick.
 
-    One that takes long is not waited for.
+    Gives up on a gateway that takes longer than 2 s.
     """
     deadline = time.monotonic() + _TELL_S
     while time.monotonic() < deadline:
-        await asyncio.sleep(_LOOK_EVERY_S)  # in this turn of the loop they are told
+        await asyncio.sleep(_LOOK_EVERY_S)  # the topology is published within this tick
         if all(gateway.is_up_to_date for gateway in gateways):
             return

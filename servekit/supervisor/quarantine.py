@@ -1,4 +1,4 @@
-"""The requests that take workers down: what one gateway has found out, all are told."""
+"""The quarantine of requests that kill workers: found by one gateway, sent to all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from servekit.protocol.messages import Quarantined
 from servekit.supervisor.event_log import journal
 
-#: The oldest are forgotten beyond this many: the list goes into every Topology.
+#: The most entries kept; the oldest are dropped, because every Topology carries the list.
 _MOST = 1000
 
 
 class Quarantine:
-    """Fingerprints and sources that still hold. `clock` is monotonic, in seconds."""
+    """The fingerprints and sources that are refused now. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class Quarantine:
             del self._held[next(iter(self._held))]
 
     def expire(self) -> bool:
-        """Drop those whose time is over; whether there were any."""
+        """Drop the entries whose time is over; return whether there were any."""
         now_s = self._clock()
         over = [at for at, (until_s, _) in self._held.items() if until_s <= now_s]
         for at in over:
@@ -47,7 +47,7 @@ class Quarantine:
         return bool(over)
 
     def lift(self, generations: Mapping[str, str]) -> None:
-        """Drop those of models that are another generation by now. `generations` are by model."""
+        """Drop the entries of models whose generation has changed. `generations` are by model."""
         for at, (_, one) in list(self._held.items()):
             if one.generation and generations.get(one.model, one.generation) not in (
                 "",
@@ -57,19 +57,19 @@ class Quarantine:
                 journal.tell("quarantine", "lifted: another model is served", model=one.model)
 
     def holding(self) -> tuple[Quarantined, ...]:
-        """Those that hold now, as every Topology repeats them."""
+        """Return the entries in force, as every Topology repeats them."""
         self.expire()
         now_s = self._clock()
         return tuple(replace(one, for_s=until_s - now_s) for until_s, one in self._held.values())
 
 
 def aged(held: tuple[Quarantined, ...], by_s: float) -> tuple[Quarantined, ...]:
-    """What still holds of them, so much later."""
+    """Return the entries of `held` that are still in force `by_s` seconds later."""
     return tuple(replace(one, for_s=one.for_s - by_s) for one in held if one.for_s > by_s)
 
 
 def alike(one: tuple[Quarantined, ...], other: tuple[Quarantined, ...]) -> bool:
-    """Whether they differ in nothing but the time that has passed."""
+    """Return whether the two lists differ in the remaining time only."""
     return [replace(each, for_s=0.0) for each in one] == [
         replace(each, for_s=0.0) for each in other
     ]

@@ -1,4 +1,4 @@
-"""How long the end of an instance may take, and its last words."""
+"""The time limits of an instance's shutdown, and its final report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from servekit.supervisor.event_log import journal
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: From the end of a grace to giving up on a process that SIGKILL does not end: one that is stuck
-#: in the kernel, as a broken GPU driver has it.
+#: From the end of the grace time to giving up on a process that SIGKILL does not end: it is stuck
+#: in the kernel, as with a broken GPU driver.
 KILL_S = 15.0
 #: From Stop to SIGTERM for a worker that has nothing in flight.
 WORKER_GRACE_S = 5.0
-#: The longest that ending takes beyond `drain_timeout_s`; who stops it from outside waits as long.
+#: The longest shutdown beyond `drain_timeout_s`; systemd waits as long.
 END_S = WORKER_GRACE_S + 2 * KILL_S
 
 
 def last_words(stuck: Collection[str]) -> int:
-    """Say how it has ended, with the names of those that nothing ends. The exit code."""
+    """Log how the instance has ended, with the names of stuck processes. Returns the exit code."""
     names = sorted(stuck)
     journal.tell("down", f"stuck in the kernel: {names}" if stuck else "stopped")
     if stuck:

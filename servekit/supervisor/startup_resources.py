@@ -1,4 +1,4 @@
-"""What an instance stands on: its run directory, its port, its terminal, its limits."""
+"""The resources that an instance takes before it starts anything: run directory, ports, limits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from servekit.system.rlimits import raise_file_limit
 
 @dataclass(frozen=True, slots=True)
 class StartupResources:
-    """What an instance stands on, taken before anything is started."""
+    """The resources of an instance, taken before any process is started."""
 
     run_dir: RunDir
-    #: The public one first, and then the one for older clients, if there is one.
+    #: The public listener first, then the listener for older clients, if there is one.
     listeners: tuple[socket.socket, ...]
-    #: What serves on of a supervisor that was killed.
+    #: The gateways and workers that outlived a supervisor that was killed.
     heritage: Takeover | None = None
 
     @classmethod
@@ -36,12 +36,12 @@ class StartupResources:
         inherits: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> StartupResources:
-        """Bind the sockets and lock the run directory, with room for files. Raises StartError.
+        """Bind the sockets and lock the run directory; raise the file limit. Raises StartError.
 
-        Without `run_dir` the first default that can be used, by `environ`.
-        `inherits`: what outlives a supervisor of that run directory is to serve on.
+        Without `run_dir`, takes the first usable default of `environ`. With `inherits`, takes over
+        the processes that outlived the last supervisor of that run directory.
 
-        The sockets first: where a port is busy no directory has been made in vain.
+        The sockets come first: if a port is busy, no directory has been created in vain.
         """
         raise_file_limit()
         heir_of = run_dir or default_paths(environ)[0]
@@ -60,7 +60,7 @@ class StartupResources:
 
 
 def has_terminal() -> bool:
-    """Whether we have a controlling terminal that is still there; source: tty(4)."""
+    """Return whether we have a controlling terminal that is still there; source: tty(4)."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

@@ -1,4 +1,4 @@
-"""Who watches an instance: the command line's display, or nobody."""
+"""The interface for watching an instance, which the command line's display implements."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from servekit.protocol.messages import Status
 
 
 class StatusListener(Protocol):
-    """Who watches an instance: the command line's display."""
+    """An observer of an instance, such as the command line's display."""
 
     def changed(self, status: Status) -> None:
-        """The whole state, at most once per turn of the event loop."""
+        """Show the whole state; called at most once per event-loop tick."""
 
     def line(self, name: str, text: str) -> None:
-        """A line that a child wrote."""
+        """Show a line that a child wrote."""

@@ -1,7 +1,7 @@
-"""The supervisor: its life is `Supervisor.live`, one page of verbs.
+"""The supervisor process; `Supervisor.live` is its life cycle on one page.
 
 It owns the public socket, the run directory and every process of the instance. Signals and
-operators only post requests to it; one task acts on them.
+operators only post requests to its queue; one task acts on them.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: A request to end. The second signal means "now", as a second Ctrl-C does everywhere.
+#: A request to end. The second signal means "now", as a second Ctrl-C does elsewhere.
 Request = Literal["signal", "drain", "now", "hangup"]
 
 
 class Supervisor:
-    """One instance. Made on a running event loop."""
+    """The supervisor of one instance. Must be created on a running event loop."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Supervisor:
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
         self._guard: OrphanGuard
-        self._unrestored = ""  # why the run directory could not be made anew
+        self._unrestored = ""  # why the run directory could not be restored
         self._topology = Topology(())
         self._quarantine = Quarantine()
         self._requests: asyncio.Queue[Request | BaseException] = asyncio.Queue()
@@ -119,10 +119,10 @@ class Supervisor:
         own = self._gateways, plan.config.server, ground.listeners
         self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
 
-    # ---- its life
+    # ---- life cycle
 
     async def live(self) -> int:
-        """Run until told to stop; returns the exit code. Nothing it started outlives it."""
+        """Run until told to stop; return the exit code. No process it started outlives it."""
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
             last.callback(self._signals.ignore)
@@ -152,7 +152,7 @@ class Supervisor:
         task.add_done_callback(lambda done: self._on_end(life, done))
 
     def _on_end(self, life: ManagedProcess[Any], task: asyncio.Task[None]) -> None:
-        """A life is over: by a reload, or at the end, or because of a bug of ours."""
+        """Handle the end of a managed process: by a reload, a shutdown or a bug of ours."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._requests.put_nowait(error)
         if not self._draining:
@@ -162,7 +162,7 @@ class Supervisor:
             self.changed()
 
     async def _until_told(self) -> None:
-        """Return when a signal or an operator says so; raise if a life breaks off."""
+        """Return when a signal or an operator asks to end; raise what a process's task raised."""
         while True:
             match await self._requests.get():
                 case BaseException() as error:
@@ -182,7 +182,10 @@ class Supervisor:
         task.add_done_callback(self._reloads.discard)
 
     async def _drain(self) -> int:
-        """Gateways first: they need the workers for what is in flight. The exit code."""
+        """Drain the instance and return the exit code.
+
+        Gateways end first: they need the workers for the requests in flight.
+        """
         drain_s = self._fleets.drain_timeout_s
         log.info("draining", at_most_s=drain_s)
         self._draining = True
@@ -210,20 +213,20 @@ class Supervisor:
         return {self._tasks[life] for life in lives if life in self._tasks}
 
     async def _hurry_if_told_again(self) -> None:
-        # An operator may ask twice: it is under way. A reload has nothing to change any more.
+        # An operator may ask twice; the drain is under way. A reload is refused now.
         while (request := await self._requests.get()) in ("drain", "hangup"):
             if request == "hangup":
-                self._spawn(self.reload())  # which says so
+                self._spawn(self.reload())  # is refused, and logs why
         self._hurry()
 
     def _hurry(self) -> None:
         log.warning("stopping now; what is in flight is cut off")
-        self._signals.ignore()  # they can ask for no more, and a storm of them takes time
+        self._signals.ignore()  # all is ending, and handling a storm of signals takes time
         for life in self._lives():
             life.end_now()
 
     def _end_all(self) -> None:
-        """The last word, also when `live` broke off: nothing of ours runs after it."""
+        """End every process of ours, also if `live` raised."""
         for task in (*self._tasks.values(), *self._reloads):
             task.cancel()
         end_leftovers(self._started(), self.mark)
@@ -234,7 +237,7 @@ class Supervisor:
         sockets.close(self._listeners)
         self.run_dir.release()
 
-    # ---- requests to it
+    # ---- requests from operators
 
     def shutdown(self, now: bool) -> None:
         self._requests.put_nowait("now" if now else "drain")
@@ -247,11 +250,11 @@ class Supervisor:
         with self._notifier.reloading():
             return await self._fleets.reload()
 
-    # ---- what its children get, and tell
+    # ---- the context of its managed processes
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Ours, less the keys in it."""
+        """The part of our environment that every child may have."""
         return access_rules.public(self._environ, self._fleets.plan.config)
 
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
@@ -263,7 +266,7 @@ class Supervisor:
             self._loop.call_soon(self._publish)
 
     def noticed(self) -> None:
-        self._noticed = True  # all is told of all: at each pong that would be n² a second
+        self._noticed = True  # next tick; at each pong it would be n² messages a second
 
     def children_changed(self) -> None:
         try:
@@ -274,7 +277,7 @@ class Supervisor:
     def line(self, name: str, text: str) -> None:
         try:
             self._observer.line(name, text)
-        except Exception:  # whatever a line does to a display, the child's output flows on
+        except Exception:  # a display that fails must not stop the child's output
             log.exception("the display failed", child=name)
 
     def quarantine(self, request: Quarantined) -> None:
@@ -326,7 +329,7 @@ class Supervisor:
             self.changed()
 
     def _restore_run_dir(self) -> None:
-        """Somebody may remove it while we live: logind at a logout, a cleaner of /tmp, a hand."""
+        """Restore the run directory if logind (at a logout) or a cleaner of /tmp has removed it."""
         try:
             if self.run_dir.restore():
                 log.warning("the run directory was removed, and is made anew")
@@ -339,10 +342,10 @@ class Supervisor:
             self._unrestored = str(error)
         self._operators.listen_again(self.run_dir.control)
 
-    # ---- what it knows
+    # ---- status
 
     async def status_now(self) -> Status:
-        """For an operator, who may look before the first tick."""
+        """Return the status for an operator, who may ask before the first tick."""
         self._measures.memory()
         await self._measures.gpus()
         return self.status()

@@ -1,4 +1,4 @@
-"""The supervisor's pulse: what it does again and again, and how it finds out that it has slept."""
+"""The supervisor's tick: its periodic checks, and the detection of its own suspension."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from servekit.system import subreaper
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: How often stalls are looked for, and after which gap we must have slept ourselves.
+#: The interval of ticks, and the gap between two ticks that means we were suspended.
 TICK_S = 0.2
 SLEPT_S = 2.0
 
 
 async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) -> None:
-    """Until cancelled: look (told whether we have slept), measure (told how often before)."""
+    """Call `look(suspended)` and `measure(tick count)` at each tick, until cancelled."""
     last = time.monotonic()
     for count in itertools.count():
         now = time.monotonic()
         try:
             look(now - last > SLEPT_S)
             measure(count)
-        except Exception:  # a figure that cannot be read is no reason to stop asking
+        except Exception:  # a figure that cannot be read must not stop the ticks
             log.exception("cannot measure")
         subreaper.look()
         last = now

@@ -1,4 +1,4 @@
-"""What one worker was told to do with adapters, and has not answered yet."""
+"""The adapter orders of one worker that are not answered yet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class _Open:
 
 
 class PendingRequests:
-    """The open orders of one incarnation of a worker. Each is answered: by it, or by its death."""
+    """The open orders of one incarnation of a worker.
+
+    Each is answered: by the worker, or by its death.
+    """
 
     def __init__(self) -> None:
         self._seq = 0
@@ -39,7 +42,7 @@ class PendingRequests:
 
     @property
     def loading(self) -> bool:
-        """It loads an adapter: its engine may be busy with nothing else."""
+        """Return whether it loads an adapter, during which its engine may do nothing else."""
         return any(errand.loads for errand in self._open.values())
 
     async def send(
@@ -50,7 +53,7 @@ class PendingRequests:
         late: Callable[[], None],
         deadline_s: float,
     ) -> AdapterLoaded | AdapterUnloaded | Refusal:
-        """Send an order and return its answer. `late` is called after `deadline_s`, to end it."""
+        """Send an order and return its answer; call `late` after `deadline_s` to end the worker."""
         loop = asyncio.get_running_loop()
         self._seq += 1
         seq, order = self._seq, make(self._seq)
@@ -74,7 +77,7 @@ class PendingRequests:
             errand.answer.set_result(message)
 
     def died(self, worker: str, reason: str) -> None:
-        """No more answers come. `reason`: what it died of; "" if it was told to end."""
+        """Answer all orders of a worker that died of `reason`; "" if it was told to end."""
         for errand in self._open.values():
             message = f"worker {worker} died while it {errand.what}: {reason}"
             if not errand.answer.done():

@@ -1,8 +1,8 @@
-"""How the adapters of one model come and go on its workers: one change after the other.
+"""The rollout of a model's adapters to its workers, one change at a time.
 
-A load goes to all workers that serve, and is decided when all have answered (`adapters.decide`).
-A worker that comes up waits for the change that is under way, and is then brought up to date
-before it serves: no request ever meets a worker that lacks what the others have.
+A load goes to all workers that serve, and is decided when all have answered (`state.decide`). A
+worker that comes up waits for the change that is under way, and is then brought up to date before
+it serves: no request ever meets a worker that lacks an adapter of the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Worker(Protocol):
-    """What is asked of a worker here; each answer comes in any case, sooner or later."""
+    """A worker, as adapters see it. Every order is answered in the end."""
 
     name: str
 
@@ -42,28 +42,28 @@ class Worker(Protocol):
     def holds(self) -> Mapping[str, AdapterInfo]: ...
     async def load_adapter(self, adapter: AdapterSpec) -> Outcome: ...
     async def unload_adapter(self, name: str) -> bool:
-        """Returns when it is gone; false: and the worker with it."""
+        """Unload it, and return whether it did; false if the worker died or is ended."""
 
 
 class Owner(Protocol):
-    """Whose adapters these are: a fleet."""
+    """The deployment that the adapters belong to."""
 
     @property
     def drain_timeout_s(self) -> float: ...
     @property
     def is_away(self) -> bool:
-        """Its workers come by need: no adapter has to wait for that."""
+        """Return whether the model is on demand or unloaded: adapters are then loaded with it."""
 
     def workers(self, adapters: Adapters) -> Sequence[Worker]:
-        """Those that these adapters are for."""
+        """Return the workers of this version."""
 
     def changed(self) -> None: ...
     def is_unused(self, adapter: str) -> bool:
-        """No gateway has a request for it any more."""
+        """Return whether no gateway has a request left for the adapter."""
 
 
 class Adapters:
-    """The adapters of one version of a model. `book` says how they stand."""
+    """The adapters of one version of a model. `book` is their table of states."""
 
     def __init__(self, model: str, file: Sequence[AdapterSpec], owner: Owner) -> None:
         self.model = model
@@ -71,15 +71,15 @@ class Adapters:
         self._owner = owner
         self._turn = asyncio.Lock()  # first come, first served
         self._following: set[asyncio.Task[None]] = set()
-        self._outdated: dict[str, set[str]] = {}  # by worker: what it has, if so, is not meant
-        self._claimed: set[str] = set()  # names that the file gives to anything
+        self._outdated: dict[str, set[str]] = {}  # by worker: adapters it may hold, now removed
+        self._claimed: set[str] = set()  # all names that the configuration uses
 
     def statuses(self, serving: Sequence[Mapping[str, AdapterInfo]]) -> tuple[AdapterStatus, ...]:
-        """`serving`: what each of the fleet's workers that serve has."""
+        """Return the status of all adapters, given what each serving worker holds."""
         return self.book.statuses(serving)
 
     def successor(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> Adapters:
-        """Those of the next version: the file's, and what operators have added to this one."""
+        """Return the next version's adapters: the file's, and those operators added to this one."""
         made = Adapters(self.model, file, self._owner)
         for spec in self.added:
             if spec.name not in claimed:
@@ -89,11 +89,11 @@ class Adapters:
 
     @property
     def added(self) -> tuple[AdapterSpec, ...]:
-        """What operators have added, and workers begin with."""
+        """The adapters that operators have added, and that workers start with."""
         return self.book.expected(from_file=False)
 
     def keep(self, added: Sequence[AdapterSpec]) -> None:
-        """Have what operators have added under a supervisor before us, by a worker's word."""
+        """Adopt adapters that operators added under an earlier supervisor, as a worker reports."""
         names = {*self._claimed, *(entry.spec.name for entry in self.book)}
         unknown = [spec for spec in added if spec.name not in names]
         for spec in unknown:
@@ -104,7 +104,7 @@ class Adapters:
             self._owner.changed()
 
     async def _complete(self, specs: Sequence[AdapterSpec]) -> None:
-        """Workers that came up before we knew of these lack them."""
+        """Load adapters on the workers that came up before these were known."""
         async with self._turn:
             for spec in specs:
                 lacking = [one for one in self._serving() if spec.name not in one.holds]
@@ -122,14 +122,14 @@ class Adapters:
         task.add_done_callback(self._following.discard)
 
     def halt(self) -> None:
-        """Give up what the file asks for."""
+        """Cancel the changes that follow the file."""
         for task in self._following:
             task.cancel()
 
     # ---- for operators
 
     async def add(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
-        """Load it on all workers, or on none; with its model, if that is away."""
+        """Load an adapter on all workers or on none; with its model, if that is unloaded."""
         async with self._turn:
             known = self.book.get(spec.name)
             if known is not None and (refusal := _refuse_again(known, spec, in_place=in_place)):
@@ -141,7 +141,7 @@ class Adapters:
             return await self._exchange(known, spec, from_file=from_file)
 
     async def remove(self, name: str) -> Refusal | None:
-        """Unload it everywhere, once no request needs it."""
+        """Unload an adapter from all workers, once no request needs it."""
         async with self._turn:
             if self.book.get(name) is None:
                 return Refusal(f"The lora adapter '{name}' cannot be found.", invalid=True)
@@ -151,16 +151,16 @@ class Adapters:
     # ---- for the file
 
     def lacks(self, file: Sequence[AdapterSpec]) -> bool:
-        """Whether to follow the file takes a load: one has failed, was unloaded or exchanged."""
+        """Return whether an adapter of the file has to be loaded: it failed, or is not there."""
         known = [(spec, self.book.get(spec.name)) for spec in file]
         return any(
             entry is None or entry.state == "failed" or entry.spec != spec for spec, entry in known
         )
 
     def follow(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
-        """Have what the file names now, and not what it named before.
+        """Load the adapters that the file names now, and unload those it no longer names.
 
-        What operators have added stays, unless the file gives its name to something: `claimed`.
+        Adapters of operators stay, unless the file gives their name to something else: `claimed`.
         """
         self._claimed = set(claimed)
         self._begin(self._follow(tuple(file), set(claimed)))
@@ -189,16 +189,16 @@ class Adapters:
     # ---- for workers
 
     def expected(self) -> tuple[AdapterSpec, ...]:
-        """What a worker that starts now is to begin with."""
+        """Return the adapters that a new worker starts with."""
         return self.book.expected()
 
     async def join(
         self, worker: Worker, refused: Mapping[str, str], admit: Callable[[], None]
     ) -> str:
-        """Bring a worker up to date that has loaded, and have it serve by `admit`.
+        """Bring a worker up to date that has loaded its model, and let it serve by `admit`.
 
-        Returns why it cannot serve; "" otherwise. `refused`: what it has been told to begin with
-        and has refused, and why.
+        Returns why it cannot serve, or "". `refused` are the adapters that it has refused at its
+        start, with the reasons.
         """
         async with self._turn:
             for name in self._surplus(worker):
@@ -220,26 +220,26 @@ class Adapters:
         return ""
 
     def _surplus(self, worker: Worker) -> list[str]:
-        """What it is to unload: what is not expected, or was something else when it loaded it."""
+        """Return the adapters to unload: not expected, or removed since the worker loaded them."""
         outdated = self._outdated.pop(worker.name, set())
         return list({*self.book.surplus(list(worker.holds)), *outdated.intersection(worker.holds)})
 
     async def _fetch(
         self, worker: Worker, spec: AdapterSpec, refused: Mapping[str, str]
     ) -> Outcome:
-        """What a worker that comes up says of an adapter that it should have."""
+        """Return a new worker's outcome for an adapter; load it if the worker has not tried."""
         if (info := worker.holds.get(spec.name)) is not None:
             return info
         if spec.name in refused:
             return Refusal(refused[spec.name])
         return await worker.load_adapter(spec)
 
-    # ---- changes; each has its turn
+    # ---- changes, one at a time
 
     async def _exchange(
         self, known: Entry | None, spec: AdapterSpec, *, from_file: bool
     ) -> Outcome:
-        """Load an adapter, instead of what has its name. If it is refused, back to that."""
+        """Load an adapter in place of any with its name; if it is refused, restore that one."""
         workers = self._serving()
         if not workers:
             return nobody(self.model)
@@ -262,7 +262,7 @@ class Adapters:
         return outcome
 
     async def _expect(self, spec: AdapterSpec, *, from_file: bool) -> None:
-        """Workers load it when they come, instead of what has its name."""
+        """Have workers load it when they start, in place of any adapter with its name."""
         if self.book.get(spec.name) is not None:
             await self._remove(spec.name)
         self.book.expect(spec, time.time(), from_file=from_file)
@@ -294,7 +294,7 @@ class Adapters:
         await self._until_unused(name)
         await self._unload(name)
         for worker in self._owner.workers(self):
-            if not worker.serves:  # asleep, or coming: it may have loaded that
+            if not worker.serves:  # asleep or starting: it may hold the adapter
                 self._outdated.setdefault(worker.name, set()).add(name)
         self.book.forget(name)
         self._owner.changed()
@@ -306,9 +306,9 @@ class Adapters:
         await asyncio.gather(*(worker.unload_adapter(name) for worker in holders))
 
     async def _until_unused(self, name: str) -> None:
-        """Gateways finish what they have taken, waiting requests included."""
+        """Wait until gateways have finished their requests for it, waiting ones included."""
         deadline = time.monotonic() + self._owner.drain_timeout_s
-        await asyncio.sleep(0)  # they are told in this turn of the loop
+        await asyncio.sleep(0)  # gateways get the change within this event-loop tick
         while not self._owner.is_unused(name) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -335,7 +335,7 @@ class Adapters:
 
 
 def _refuse_again(known: Entry, spec: AdapterSpec, *, in_place: bool) -> Refusal | None:
-    """Why something that has this name keeps it; None where it is to be loaded again."""
+    """Return why the existing adapter keeps this name; None if it may be loaded again."""
     name = spec.name
     if known.from_file and known.spec != spec:
         said = f"the adapter {name!r} is the configuration file's: change it there, and reload"

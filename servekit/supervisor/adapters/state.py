@@ -1,11 +1,10 @@
-"""The adapters of one model, and what becomes of them: pure; the clock is an argument.
+"""The state machine of a model's adapters: pure; the clock is an argument.
 
-state      fact                                          next
+state      event                                         next
            an operator adds it, or the file names it     loading
-           the same, and the model comes by need and     loading, until it comes
-           is not there
+           the same, and the model is unloaded           loading, until the model is loaded
 loading    all workers that serve have it                serving
-           one refuses it, or dies over it               failed, or gone if an operator added it;
+           a worker refuses it, or dies while loading    failed, or gone if an operator added it;
                                                          the others unload it
 serving    an operator or the file removes it            unloading
            a new worker refuses it, others have it       serving; that worker does not serve
@@ -13,8 +12,8 @@ serving    an operator or the file removes it            unloading
 unloading  no worker has it any more                     gone
 failed     it is added again, or the file is read again  loading
 
-Expected is what the file names, and what an operator has added before: workers begin with it. The
-model itself is served whatever becomes of its adapters.
+Expected adapters are those that the file names or an operator has added before: workers start with
+them. The model itself is served, whatever happens to its adapters.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from servekit.protocol.adapters import (
     AdapterStatus,
 )
 
-#: When somebody may look again whether a worker serves, in seconds.
+#: The Retry-After of a refusal for lack of a ready worker, in seconds.
 RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a worker has not done as it was told."""
+    """The refusal of an order by a worker."""
 
     message: str
-    invalid: bool = False  # the adapter is wrong for the model, not the moment
-    died: bool = False  # and the worker with it
-    left: bool = False  # the worker was told to end: it counts for nothing
+    invalid: bool = False  # the adapter is wrong for the model; else the failure may pass
+    died: bool = False  # the worker died
+    left: bool = False  # the worker was told to end: ignore its answer
     retry_after_s: float = 0.0
 
 
@@ -49,12 +48,15 @@ Outcome = AdapterInfo | Refusal
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Its model is not there; it is loaded with it."""
+    """The outcome for a model that is not loaded: the adapter will be loaded with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One adapter. `expected`: workers begin with it; else an operator waits for the decision."""
+    """The state of one adapter.
+
+    `expected`: workers start with it; else an operator waits for the decision.
+    """
 
     spec: AdapterSpec
     from_file: bool
@@ -66,13 +68,13 @@ class Entry:
 
 
 def nobody(model: str) -> Refusal:
-    """There is no worker to load it."""
+    """Return the refusal for a model without a ready worker."""
     message = f"no worker of {model!r} is ready; try again when one is"
     return Refusal(message, retry_after_s=RETRY_AFTER_S)
 
 
 def decide(model: str, outcomes: Sequence[Outcome]) -> Outcome:
-    """All or none: what the workers said together. What is wrong with the adapter is said first."""
+    """Combine the workers' outcomes, all or none; report an invalid adapter first."""
     asked = [one for one in outcomes if not (isinstance(one, Refusal) and one.left)]
     refusals = [one for one in asked if isinstance(one, Refusal)]
     if refusals:
@@ -82,7 +84,7 @@ def decide(model: str, outcomes: Sequence[Outcome]) -> Outcome:
 
 
 class AdapterTable:
-    """What is known of each adapter, by name, in the order in which they came."""
+    """The adapters of one model by name, in the order in which they were added."""
 
     def __init__(self, file: Sequence[AdapterSpec] = (), now: float = 0.0) -> None:
         self._entries: dict[str, Entry] = {}
@@ -95,14 +97,14 @@ class AdapterTable:
     def get(self, name: str) -> Entry | None:
         return self._entries.get(name)
 
-    # ---- what happens
+    # ---- changes of state
 
     def expect(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
-        """Workers are to have it, and have not said yet whether they do."""
+        """Add an adapter that workers are to load, without an outcome yet."""
         self._entries[spec.name] = Entry(spec, from_file, True, "loading", now)
 
     def ask(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
-        """Those who serve are asked for it now; nobody begins with it until that is decided."""
+        """Add an adapter that serving workers are asked to load; new ones wait for the decision."""
         self._entries[spec.name] = Entry(spec, from_file, False, "loading", now)
 
     def serve(self, name: str, info: AdapterInfo, now: float) -> None:
@@ -112,11 +114,11 @@ class AdapterTable:
         self._become(name, "failed", now, reason=reason)
 
     def leave(self, name: str, now: float) -> None:
-        """It takes no new requests, and is about to go."""
+        """Mark an adapter that takes no new requests, and is to be unloaded."""
         self._become(name, "unloading", now)
 
     def adopt(self, name: str) -> None:
-        """The file names what an operator has added."""
+        """Mark an operator's adapter as one that the file names."""
         self._entries[name] = replace(self._entries[name], from_file=True)
 
     def restore(self, entry: Entry) -> None:
@@ -145,10 +147,10 @@ class AdapterTable:
             expected=old.expected if expected is None else expected,
         )
 
-    # ---- what follows
+    # ---- queries
 
     def expected(self, *, from_file: bool | None = None) -> tuple[AdapterSpec, ...]:
-        """What a worker that starts now is to begin with; of the file only, or of operators."""
+        """Return the adapters a new worker starts with; only the file's, or only operators'."""
         return tuple(
             entry.spec
             for entry in self
@@ -157,19 +159,19 @@ class AdapterTable:
         )
 
     def surplus(self, held: Collection[str]) -> list[str]:
-        """Which of `held` a worker is to unload before it serves."""
+        """Return the adapters of `held` that a worker has to unload before it serves."""
         wanted = {spec.name for spec in self.expected()}
         return [name for name in held if name not in wanted]
 
     def statuses(self, serving: Sequence[Mapping[str, AdapterInfo]]) -> tuple[AdapterStatus, ...]:
-        """All of them, given what each of the workers that serve has."""
+        """Return the status of all adapters, given what each serving worker holds."""
         return tuple(_status(entry, serving) for entry in self)
 
 
 def _status(entry: Entry, serving: Sequence[Mapping[str, AdapterInfo]]) -> AdapterStatus:
     spec, state = entry.spec, entry.state
     if state in ("loading", "serving") and entry.expected and serving:
-        # workers of another version may serve, too: only what all of them have can be asked of any
+        # Workers of another version may serve too, and a request may reach any of them.
         state = "serving" if all(spec.name in held for held in serving) else "loading"
     info = entry.info or next((held[spec.name] for held in serving if spec.name in held), None)
     return AdapterStatus(

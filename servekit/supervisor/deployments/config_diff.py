@@ -1,11 +1,11 @@
-"""What a reload changes: a pure function of what runs and of the new file.
+"""The changes of a reload: a pure function of the running models and the new configuration.
 
 a model's section                          its replicas
-is the same                                are not touched
-differs in what only we or gateways read   go on, with the new values
+is the same                                go on unchanged
+differs in keys workers do not see         go on, with the new values
 differs in its adapters                    go on, and load or unload those
-differs in how many, or on which GPUs      the difference is added or drained
-differs in the range that it scales in     go on, as far as the new range has them
+differs in replica count or GPUs           the difference is added or drained
+differs in the range of replicas           go on, within the new range
 differs in anything that the worker loads  are replaced
 is gone                                    are drained
 is new                                     are started
@@ -23,7 +23,7 @@ from servekit.supervisor.scheduling.placement import Assignment, device
 from servekit.system.gpus import Slot
 
 Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]
-#: Where the replicas of a model are.
+#: The GPUs of each replica of a model.
 Slots = tuple[Slot, ...]
 
 #: Keys of a model that no worker ever sees.
@@ -38,9 +38,9 @@ _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s
     "routing",
     "scale",
 }
-#: What workers load and unload while they serve.
+#: Keys that workers apply while they serve.
 _IN_PLACE = frozenset({"adapters"})
-#: Keys that say where workers run, not what they are.
+#: Keys that say where workers run, not what they load.
 _PLACEMENT = frozenset({"replicas", "gpus"})
 #: Keys of `server` that a running instance can take over.
 _LIVE_SERVER = frozenset(
@@ -53,7 +53,7 @@ _LIVE_SERVER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What becomes of one model, and how many replicas it has before and after."""
+    """The change of one model, and its replica counts before and after."""
 
     name: str
     kind: Kind
@@ -78,7 +78,7 @@ class Change:
 
 
 def needs_restart(old: Config, new: Config) -> str:
-    """A sentence that names the keys which only a restart can change; "" if there are none."""
+    """Return a sentence on the changed keys that need a restart; "" if there are none."""
     keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - _LIVE_SERVER)]
     keys += [f"gpus.{key}" for key in sorted(_differ(old.gpus, new.gpus))]
     keys += [
@@ -90,13 +90,13 @@ def needs_restart(old: Config, new: Config) -> str:
 
 
 def same_worker(old: ModelConfig, new: ModelConfig) -> bool:
-    """Whether a worker of `old` may go on as one of `new`."""
-    alike = (old.idle_sleep_s is None) == (new.idle_sleep_s is None)  # it has to be able to sleep
+    """Return whether a worker of `old` may go on as one of `new`."""
+    alike = (old.idle_sleep_s is None) == (new.idle_sleep_s is None)  # sleep is enabled at start
     return alike and _differ(old, new) <= _NOT_THE_WORKERS | _PLACEMENT | _IN_PLACE
 
 
 def slots(name: str, places: Sequence[Assignment]) -> Slots:
-    """Where each of its replicas is."""
+    """Return the GPUs of each replica of a model."""
     return tuple(place.gpus for place in places if place.model == name)
 
 
@@ -105,7 +105,7 @@ def diff(
     models: Sequence[ModelConfig],
     places: Sequence[Assignment],
 ) -> tuple[Change, ...]:
-    """What is to change, in the new file's order, what is removed last."""
+    """Return the changes in the order of the new configuration, removed models last."""
     changes: list[Change] = []
     for model in models:
         after = slots(model.name, places)
@@ -122,9 +122,10 @@ def diff(
 
 
 def tell(changes: Sequence[Change], lacking: Collection[str] = (), *, access: bool = False) -> str:
-    """In words: "2 replicas of a replaced, b removed, c unchanged"; `access`: who may do what.
+    """Return the changes in words: "2 replicas of a replaced, b removed, c unchanged".
 
-    `lacking` are the models with adapters that are tried once more.
+    `lacking` are the models whose missing adapters are loaded again; `access`: the access rules
+    have changed.
     """
     again = [c.name for c in changes if c.kind == "unchanged" and c.name in lacking]
     if not access and not again and all(change.kind == "unchanged" for change in changes):

@@ -1,10 +1,10 @@
-"""All replicas of one model, and how they become those of another version of it.
+"""The deployment of one model: its replicas, and their rolling update to another version.
 
-Where there is room (on the CPU, or on GPUs) a new replica is ready before an old one is drained,
-which then finishes what it runs, however long that takes by the requests' own deadlines; else an
-old one makes room first, and is cut off after `drain_timeout_s`. Whether its memory is really gone
-is seen to by the gate.
-A new version of which nothing comes up is taken back: the old one serves on, or again.
+If there is room (on the CPU, or on GPUs), a new replica is ready before an old one is drained,
+which then finishes all its requests, within their own deadlines. Otherwise an old replica makes
+room first, and its requests are cut off after `drain_timeout_s`; the admission gate checks that its
+memory is really free. If no replica of a new version comes up, the update is rolled back: the old
+version serves on, or is started again.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 
 class Deployment:
-    """The replicas of one model. Made empty; `become` fills it, also for the first time."""
+    """The replicas of one model. Empty until `become`, which starts the first version too."""
 
     def __init__(self, model: ModelConfig, yard: ReplicaHost) -> None:
         self.model = model
         self.replicas: list[WorkerProcess] = []
-        self.wanted = False  # it is to have replicas; else it is stopped
-        self._returns = False  # it is stopped for another's sake, and will be wanted again
-        self.occasion = StartReason.now("operator")  # what those that are added are started for
+        self.wanted = False  # whether it is to have replicas; else it is stopped
+        self._returns = False  # it is unloaded for another model, and will be wanted again
+        self.occasion = StartReason.now("operator")  # the start reason of replicas that are added
         self.circuit = circuit_of(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._yard = yard
         self.nursery = ForkServerPool(yard.host, yard.start)
-        self.planned: Slots = ()  # where its replicas are to be, or would be if it were loaded
-        self.scale: ScaleStatus | None = None  # of one that scales
+        self.planned: Slots = ()  # the planned GPUs of its replicas
+        self.scale: ScaleStatus | None = None  # of a model that scales
         self._known: ModelInfo | None = None
         self._threads: int | None = None
         self._next_index = 0
@@ -70,9 +70,9 @@ class Deployment:
     def become(
         self, model: ModelConfig, slots: Slots, threads: int | None, claimed: Collection[str] = ()
     ) -> None:
-        """Have these replicas of this version; whatever was under way is given up for it.
+        """Change to these replicas of this version, and cancel a change under way.
 
-        `claimed` are the names that the file gives to anything.
+        `claimed` are all names that the configuration uses.
         """
         self._give_up_change()
         stays = model.load == "on_start"
@@ -99,7 +99,7 @@ class Deployment:
         self._change = task
 
     def load(self, occasion: StartReason) -> None:
-        """Have it loaded where it is planned to be, and what has failed started once more."""
+        """Load the model on its planned GPUs, and retry replicas that have failed."""
         self.occasion = occasion
         if self.wanted:
             self.retry()
@@ -108,52 +108,53 @@ class Deployment:
         self._begin(self.planned)
 
     def unload(self, *, returns: bool = False) -> None:
-        """Have no replicas: each ends when it has finished what it runs.
+        """End all replicas, each once it has finished its requests.
 
-        `returns`: it only makes room, and keeps its standbys, from which it comes back soon.
+        `returns`: it only makes room for another model, and keeps its fork servers for a quick
+        return.
         """
         self._give_up_change()
         self.wanted, self._returns = False, returns
         if self.scale is not None:
-            self.planned = self.planned[: least(self.model)]  # it comes back with the least
+            self.planned = self.planned[: least(self.model)]  # returns with its minimum
         for replica in self._living():
             log.info("unloading", child=replica.name)
             self._finish(replica)
 
-    # ---- by load: one more, one fewer
+    # ---- autoscaling: one replica more, one fewer
 
     @property
     def changing(self) -> bool:
-        """It is on its way from one version, or one file, to another."""
+        """Return whether a change of version or configuration is under way."""
         return self._change is not None and not self._change.done()
 
     def grow(self, slot: Slot, occasion: StartReason) -> WorkerProcess:
-        """Have one more replica, there."""
+        """Add a replica on these GPUs."""
         self.occasion = occasion
         self.planned = (*(one.place.gpus for one in self._living()), slot)
-        self._next_index = 0  # names come again: each has a log and series of metrics of its own
+        self._next_index = 0  # names are used again: each has a log and metric series of its own
         return self._add(self.model, slot)
 
     def shrink(self, replica: WorkerProcess) -> None:
-        """Have it finish what it runs, and end."""
+        """Drain a replica, which finishes its requests and ends."""
         self.planned = tuple(one.place.gpus for one in self._living() if one is not replica)
         self._finish(replica)
 
     def _finish(self, replica: WorkerProcess) -> None:
-        # no request takes longer than its model allows: none is cut off
+        # No request takes longer than its model's timeout, so none is cut off.
         grace_s = replica.model.timeout_s + self._yard.drain_timeout_s
         log.info("draining", child=replica.name, at_most_s=grace_s)
         replica.end(Drain(), grace_s)
 
     def leave(self) -> None:
-        """Drain all of it."""
+        """Drain all replicas, and end the fork servers."""
         self.halt()
         self.nursery.close()
         for replica in self._living():
             self._drain(replica)
 
     def halt(self) -> None:
-        """Give up the changes that are under way, if there are any."""
+        """Cancel the changes that are under way."""
         self._give_up_change()
         self.adapters.halt()
 
@@ -163,42 +164,42 @@ class Deployment:
 
     @property
     def lacks_adapters(self) -> bool:
-        """The file names some that are not there: a reload loads them again."""
+        """Return whether adapters of the file are missing, which a reload loads again."""
         return self.adapters.lacks(adapters_of(self.model))
 
     def retry(self, claimed: Collection[str] = ()) -> None:
-        """Start what has failed once more, and load it."""
+        """Retry failed replicas, and load missing adapters."""
         self.adapters.follow(adapters_of(self.model), claimed)
         self.try_again()
 
     def try_again(self) -> None:
-        """What has failed, or waits for its time, is tried as if nothing had been before."""
+        """Retry replicas that have failed or are in back-off, with breaker and back-off reset."""
         self.circuit.reset()
         for replica in self._living():
             replica.retry()
 
     def stir(self) -> None:
-        """Something has changed; called often."""
+        """Wake a change that waits, and update the fork servers. Called at each change."""
         self._stirred.set()
         self.nursery.tend(self.model, self.replicas, away=not (self.wanted or self._returns))
 
     def slots(self) -> Slots:
-        """Where its replicas are; where they would be while it is stopped."""
+        """Return the GPUs of each replica; the planned ones while it is unloaded."""
         if not self.wanted:
             return self.planned
         return tuple(replica.place.gpus for replica in self._living())
 
     @property
     def info(self) -> ModelInfo | None:
-        """What it can do, by the newest replica that came up; also when that is gone."""
+        """The model's properties, by the newest replica that came up; kept when that is gone."""
         known = [replica.info for replica in self.replicas if replica.info is not None]
         self._known = known[-1] if known else self._known
         return self._known
 
-    # ---- its adapters
+    # ---- adapters
 
     def adapter_statuses(self) -> tuple[AdapterStatus, ...]:
-        """How they stand, on workers of whichever version."""
+        """Return the status of the adapters, on workers of all versions."""
         return self.adapters.statuses([one.holds for one in self.replicas if one.serves])
 
     def workers(self, adapters: Adapters) -> Sequence[Worker]:
@@ -210,7 +211,7 @@ class Deployment:
 
     @property
     def is_away(self) -> bool:
-        """It comes by need, or sleeps: what it lacks now it gets when it comes."""
+        """Return whether it is on demand, unloaded or asleep: adapters are then loaded with it."""
         asleep = any(replica.state == "asleep" for replica in self._living())
         return self.model.load != "on_start" or not self.wanted or asleep
 
@@ -222,12 +223,12 @@ class Deployment:
     def is_unused(self, adapter: str) -> bool:
         return self._yard.host.is_unused(adapter)
 
-    # ---- from one version to the next
+    # ---- rolling update
 
     async def _converge(self, slots: Slots) -> None:
         kept, old = self._sorted()
         missing, surplus = fit(slots, kept)
-        old = serving(old) + surplus  # one that has to move serves until it is needed elsewhere
+        old = serving(old) + surplus  # a replica that has to move serves until its GPUs are needed
         fresh, crowded = [], []
         for slot in missing:
             if self._yard.has_room(self.model, slot):
@@ -249,7 +250,7 @@ class Deployment:
         return kept, [replica for replica in living if replica not in kept]
 
     async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:
-        """Drain one of `old` for each of `fresh` that is ready; False if none of them comes up."""
+        """Drain one of `old` for each ready replica of `fresh`; return False if none comes up."""
         for done in range(1, len(fresh) + 1):
             await self._until(functools.partial(enough, fresh, done))
             if ready(fresh) < done:
@@ -262,7 +263,7 @@ class Deployment:
         return False
 
     async def _make_room(self, slot: Slot, old: list[WorkerProcess], *, proven: bool) -> bool:
-        """Start a replica where an old one, or another model's, still is; False if taken back."""
+        """Start a replica on GPUs that are still in use; return False if it was rolled back."""
         here = [one for one in old if not set(slot).isdisjoint(one.place.gpus)]
         victims = here or old[:1]
         for victim in victims:
@@ -299,7 +300,7 @@ class Deployment:
         old: Sequence[WorkerProcess],
         backs: Sequence[Slot] = (),
     ) -> None:
-        """The old version serves on, and is to come again at `backs`."""
+        """Roll back to the old version, which serves on, and has `backs` as planned GPUs again."""
         why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
         log.error("reload failed, the old version serves on", model=self.model.name, reason=why)
         self.failed = tuple(replica.story() for replica in fresh)
@@ -317,7 +318,7 @@ class Deployment:
 
     @property
     def living(self) -> list[WorkerProcess]:
-        """Those that are not about to end."""
+        """The replicas that are not ending."""
         return self._living()
 
     def _living(self) -> list[WorkerProcess]:
@@ -327,7 +328,7 @@ class Deployment:
         if not self.replicas:
             self._next_index = 0
         while self._yard.is_taken(f"{model.name}/{self._next_index}"):
-            self._next_index += 1  # the file has it again, and its workers of before yet drain
+            self._next_index += 1  # a worker of a removed model may still have it
         claims = self._yard.claims(model, slot)
         host, gpus = self._yard.host, self._yard.gpus
         elsewhere = host.launcher.gpus_for(model) if host.launcher is not None else 0
@@ -347,7 +348,7 @@ class Deployment:
         replica.end(Drain(), self._yard.drain_timeout_s)
 
     def _hurry(self, slot: Slot) -> None:
-        """Those of earlier versions that yet finish there are waited for no longer than this."""
+        """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
         for replica in self.replicas:
             if replica.ending and not set(slot).isdisjoint(replica.place.gpus):
                 self._drain(replica)
@@ -359,7 +360,7 @@ class Deployment:
 
 
 def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
-    """What the file names."""
+    """Return the adapters that the configuration names."""
     return tuple(
         AdapterSpec(one.name, one.path, one.revision, one.any_base) for one in model.adapters
     )

@@ -1,4 +1,4 @@
-"""All models of an instance, and how a new file becomes what runs."""
+"""The deployments of an instance, and their reload from a changed configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 
 class DeploymentManager:
-    """Made empty; `apply` fills it, also for the first time. `run` runs a replica's life."""
+    """The deployments of an instance; empty until `apply`. `run` runs a replica's task."""
 
     def __init__(
         self, plan: Plan, host: SupervisorContext, run: Callable[[WorkerProcess | ForkServer], None]
@@ -42,7 +42,7 @@ class DeploymentManager:
         self.gate = GpuAdmission(GpuReservations(plan.gpus, plan.config.gpus.reserve))
         self._run = run
         self.served: list[Deployment] = []
-        self._leaving: list[Deployment] = []  # of models that the file does not have any more
+        self._leaving: list[Deployment] = []  # of models that were removed from the configuration
         self._reloading = asyncio.Lock()
         self.halted = False
         self._has_served = False
@@ -50,7 +50,7 @@ class DeploymentManager:
     def start(self, life: WorkerProcess | ForkServer) -> None:
         self._run(life)
 
-    # ---- what there is
+    # ---- state
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -61,7 +61,7 @@ class DeploymentManager:
         return self.plan.config.server.drain_timeout_s
 
     def everyone(self) -> list[Deployment]:
-        """Those that are served, and those that drain."""
+        """Return the deployments that are served, and those that drain."""
         return [*self.served, *self._leaving]
 
     def replicas(self) -> list[WorkerProcess]:
@@ -71,18 +71,18 @@ class DeploymentManager:
         return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
 
     def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
-        """What a worker of `model` would claim of each GPU there."""
+        """Return the bytes that a worker of `model` would claim of each GPU of `slot`."""
         return claims_of(model, slot, self.plan.config.gpus.reserve)
 
     def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
-        """What must be free there: what is claimed by `memory`, or else what its weights take."""
+        """Return the bytes that must be free on each GPU: the claim by `memory`, or the weights."""
         if model.memory is not None:
             return self.claims(model, slot)
         known = self.plan.estimates.get(model.name)
         return (known.on_each_floor_bytes if known else 0,) * len(slot)
 
     def has_room(self, model: ModelConfig, slot: Slot) -> bool:
-        """Whether one more worker fits beside those that are there, or will be again."""
+        """Return whether one more worker fits beside the replicas that exist."""
         reserve = self.plan.config.gpus.reserve
         for gpu in slot:
             taken = sum(self._taken(one, gpu) for one in self.replicas())
@@ -91,14 +91,14 @@ class DeploymentManager:
         return True
 
     def is_taken(self, name: str) -> bool:
-        """Whether a worker is called so, of a model that the file does not have any more, too."""
+        """Return whether a worker has this name, also one of a removed model."""
         taken = any(replica.name == name for replica in self.replicas())
-        return taken or bool(self.gate.ledger.claim_of(name))  # its memory is yet to be freed
+        return taken or bool(self.gate.ledger.claim_of(name))  # its memory is not free yet
 
     def _taken(self, replica: WorkerProcess, gpu: Gpu) -> int:
-        """What a worker has been promised of a GPU, or will be again; asleep, what it has kept.
+        """Return a worker's claim on a GPU in bytes; for a sleeping worker, what it has kept.
 
-        One that has failed has no process, and may never have one again.
+        A failed worker counts as 0: it has no process, and may never have one again.
         """
         if gpu not in replica.place.gpus or replica.state == "failed":
             return 0
@@ -107,9 +107,9 @@ class DeploymentManager:
         return replica.place.claims[replica.place.gpus.index(gpu)]
 
     def in_vain(self) -> str:
-        """Why the start has failed: no model has served yet, and none ever will. "" otherwise.
+        """Return why the start has failed, or "": no model has served, and none ever will.
 
-        What is loaded later has no part in it: a request that came to nothing ends no instance.
+        Models that are loaded on demand do not count: their failure ends no instance.
         """
         replicas = self.replicas()
         self._has_served |= any(replica.state == "ready" for replica in replicas)
@@ -120,12 +120,12 @@ class DeploymentManager:
         reasons = dict.fromkeys(f"{one.model.name}: {one.reason}" for one in replicas)
         return "no model can be served. " + " ".join(reasons)
 
-    # ---- what changes
+    # ---- changes
 
     async def reload(self) -> Accepted | Refused:
-        """Read the file again; what is wrong with it is said, and changes nothing.
+        """Read the configuration again and apply it; refuse it unchanged if anything is wrong.
 
-        One after the other: the file that was read last is the one that holds.
+        Reloads run one after the other, so the configuration that was read last is in force.
         """
         async with self._reloading:
             try:
@@ -153,7 +153,7 @@ class DeploymentManager:
             raise ServekitError("servekit is shutting down; there is nothing to reload")
 
     async def _read(self) -> Plan:
-        """The plan of the file as it is now. Raises ConfigError, and has changed nothing."""
+        """Return the plan of the configuration as it is now. Raises ConfigError."""
         source = self.plan.source
         held = {fleet.model.name: [slot for slot in fleet.slots() if slot] for fleet in self.served}
         counts = {fleet.model.name: len(fleet.slots()) for fleet in self.served}
@@ -165,7 +165,7 @@ class DeploymentManager:
         return plan
 
     async def _check_elsewhere(self, plan: Plan) -> None:
-        """Ask the nodes of a cluster for what new workers need there. Raises ConfigError."""
+        """Check with the cluster's nodes what new workers need there. Raises ConfigError."""
         before = {model.name: model for model in self.plan.config.models}
         fresh = [
             model
@@ -177,7 +177,7 @@ class DeploymentManager:
             raise ConfigError(f"{plan.source.path}: {refusal}")
 
     def apply(self, plan: Plan) -> str:
-        """Begin to make it so; returns what changes, in words."""
+        """Start the changes to this plan; return them in words."""
         for name, choice in plan.choices.items():
             log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
@@ -205,7 +205,7 @@ class DeploymentManager:
         return reload.tell(changes, lacking, access=new_access)
 
     def ended(self, life: WorkerProcess | ForkServer) -> None:
-        """A life is over."""
+        """Forget a worker or fork server that has ended."""
         if isinstance(life, ForkServer):
             for fleet in self.everyone():
                 if life in fleet.nursery.standbys:
@@ -220,18 +220,18 @@ class DeploymentManager:
                 fleet.replicas.remove(replica)
 
     def explained(self, model: str) -> None:
-        """It was a request that killed a model's workers, and it is refused from now on."""
+        """Reset the breaker of a model whose workers were killed by a request, now quarantined."""
         for fleet in self.served:
             if fleet.model.name == model:
                 fleet.circuit.reset()
 
     def stir(self) -> None:
-        """Something has changed."""
+        """Wake the changes that wait."""
         for fleet in self.everyone():
             fleet.stir()
 
     def halt(self) -> None:
-        """Begin nothing any more: all of it is going to end."""
+        """Cancel all changes, and start none any more: the instance is ending."""
         self.halted = True
         for fleet in self.everyone():
             fleet.halt()

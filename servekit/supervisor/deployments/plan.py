@@ -1,4 +1,4 @@
-"""From the file to what runs where: read, checked against itself and against this machine."""
+"""The plan of an instance: its configuration, checked, with a place for each worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from servekit.supervisor.scheduling.placement import (
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Slot
 
-#: A file that was changed so recently may be half written; how long that may go on.
+#: A file that was changed this recently may be half written; and the longest wait for it.
 _AT_REST_S = 0.5
 _PATIENCE_S = 10.0
 _LOOK_EVERY_S = 0.05
@@ -37,11 +37,11 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the configuration comes from, and what the command line says over it."""
+    """The configuration's source: a file, and the command line's settings, which override it."""
 
     path: Path
     server: Mapping[str, object] = field(default_factory=dict)
-    insecure: bool = False  # whoever reaches the port may use it, keys or not
+    insecure: bool = False  # serve without keys to everybody who reaches the port
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
 
     def plan(
@@ -50,10 +50,11 @@ class Source:
         held: Mapping[str, Sequence[Slot]] | None = None,
         counts: Mapping[str, int] | None = None,
     ) -> Plan:
-        """Read the file; `held` are the GPUs that models have now and should keep.
+        """Read and check the file; return its plan.
 
-        `counts` are the replicas that those with a range have now, which they keep where all fits.
-        Raises ConfigError with everything that is wrong with it.
+        `held` are the GPUs that models have now and should keep. `counts` are the present replica
+        counts of models with a range, which are kept if everything fits. Raises ConfigError with
+        everything that is wrong with the file.
         """
         config, choices = load_here(self.path, Machine(bool(gpus)))
         server = config.server.model_copy(update=dict(self.server))
@@ -84,7 +85,10 @@ class Source:
         held: Mapping[str, Sequence[Slot]],
         counts: Mapping[str, int],
     ) -> tuple[Assignment, ...]:
-        """Raises Misplaced. What a model has scaled up to gives way to what the file asks for."""
+        """Return the places. Raises Misplaced.
+
+        Models give up scaled-up replicas if the configuration does not fit with them.
+        """
         try:
             places = place(config.models, gpus, usable_cpus(), held, config.gpus.reserve, counts)
             host_memory.check(config.models, places, procfs.memory_bytes())
@@ -95,7 +99,7 @@ class Source:
         return places
 
     def _estimates(self, config: Config, places: Sequence[Assignment]) -> dict[str, Estimate]:
-        """What each model takes at its first place. Raises Misplaced."""
+        """Return the memory estimate of each model at its first place. Raises Misplaced."""
         found: dict[str, Estimate] = {}
         for index, model in enumerate(config.models):
             own = [place for place in places if place.model == model.name]
@@ -107,7 +111,7 @@ class Source:
         return found
 
     def await_rest(self) -> None:
-        """Return once nobody has written to the file for a moment; blocks, for a thread.
+        """Block until nobody has written to the file for a moment; call it in a thread.
 
         Half a file may well be a valid one with fewer models. Raises ConfigError.
         """
@@ -121,13 +125,13 @@ class Source:
         try:
             age_s = time.time() - self.path.stat().st_mtime
         except OSError:
-            return _AT_REST_S  # reading it will say what is wrong
-        return age_s if age_s >= 0 else _AT_REST_S  # a clock that was set back
+            return _AT_REST_S  # reading it will report the error
+        return age_s if age_s >= 0 else _AT_REST_S  # negative: the clock was set back
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to run: the file, and where every worker goes."""
+    """The configuration to run, and the place of each worker."""
 
     config: Config
     config_path: str

@@ -1,4 +1,4 @@
-"""What a fleet needs to know of the others."""
+"""The interface that the deployment manager offers to each deployment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from servekit.system.gpus import Gpu, Slot
 
 
 class ReplicaHost(Protocol):
-    """All fleets together."""
+    """The deployment manager, as a deployment sees it."""
 
     @property
     def host(self) -> SupervisorContext: ...

@@ -1,4 +1,4 @@
-"""Which replicas of a model stay, go and have come up as one version of it follows another."""
+"""Helpers for a rolling update: replicas to keep, to add, to end; and whether they came up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from servekit.supervisor.deployments.config_diff import Slots
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Slot
 
-#: From Stop to SIGTERM for a worker that serves nobody.
+#: From Stop to SIGTERM for a worker without requests.
 STOP_GRACE_S = 5.0
 
 
 def fit(slots: Slots, kept: Sequence[WorkerProcess]) -> tuple[list[Slot], list[WorkerProcess]]:
-    """Which slots none of `kept` is in, and which of `kept` are in none."""
+    """Return the slots without a replica of `kept`, and the replicas of `kept` without a slot."""
     missing, surplus = list(slots), []
     for replica in sorted(kept, key=lambda one: one.state != "ready"):
         if replica.place.gpus in missing:
@@ -25,7 +25,7 @@ def fit(slots: Slots, kept: Sequence[WorkerProcess]) -> tuple[list[Slot], list[W
 
 
 def serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-    """Those of another version that serve; the others are of no use any more, and ended."""
+    """Return the ready replicas of another version; end the others, which are of no more use."""
     for replica in old:
         if replica.state != "ready":
             replica.end(Stop(), STOP_GRACE_S)
@@ -41,5 +41,5 @@ def enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
 
 
 def settled(replicas: Sequence[WorkerProcess]) -> bool:
-    """Each has come up, or has been given up."""
+    """Return whether each replica has come up, failed or stopped."""
     return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)

@@ -1,4 +1,4 @@
-"""A model's breaker at work: it knows the time, says why, and wakes the replicas that wait."""
+"""The circuit breaker with a clock, log messages and callbacks that wake the waiting replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ ENDPOINT_S = 10.0
 
 
 class CircuitBreaker:
-    """Shared by the replicas of one generation of a model. `join` registers who is to be woken."""
+    """The circuit breaker that the replicas of one generation of a model share.
+
+    `join` registers a callback that wakes a waiting replica.
+    """
 
     def __init__(self, model: str, limits: BreakerLimits | None = None) -> None:
         self._model = model
@@ -40,22 +43,22 @@ class CircuitBreaker:
         self._wake[replica] = wake
 
     def leave(self, replica: str) -> None:
-        """It is ended on purpose."""
+        """Unregister a replica that is ended on purpose."""
         self._wake.pop(replica, None)
         self.withdrawn(replica)
 
     def withdrawn(self, replica: str) -> None:
-        """It is not started again by itself; if it was the probe, another one may be."""
+        """Record that a replica is not restarted; if it was the probe, another replica may be."""
         self._breaker.withdrawn(replica, time.monotonic())
         self._wake_all()
 
     def reset(self) -> None:
-        """An operator asks for another try, or what killed them is refused from now on."""
+        """Close the breaker: an operator retries, or the deadly request is quarantined."""
         self._breaker.fruitful()
         self._wake_all()
 
     def held_for_s(self) -> float | None:
-        """0 if a replica may start now, else how long to wait; None: until woken."""
+        """Return the seconds to wait before a start, 0 if allowed now; None: until woken."""
         now = time.monotonic()
         hold = self._breaker.hold(now)
         if hold is None:
@@ -68,13 +71,13 @@ class CircuitBreaker:
         if self._breaker.state != was:
             log.warning("breaker half-open", model=self._model, probe=replica)
             journal.tell("breaker", f"half-open: {replica} is tried", model=self._model)
-            self._wake_all()  # so that the others say whom they wait for
+            self._wake_all()  # so that the others say which probe they wait for
 
     def died(self, replica: str, reason: str, *, fruitful: bool, permanent: bool) -> None:
-        """Its life is over."""
+        """Record the end of a replica's life."""
         if fruitful:
             self.fruitful()
-        elif permanent:  # it would be the same again, and is not tried again
+        elif permanent:  # it would fail again, and is not restarted
             self.withdrawn(replica)
         else:
             self.fruitless(replica, reason)
@@ -96,7 +99,7 @@ class CircuitBreaker:
             self._wake_all()
 
     def explain(self) -> str:
-        """ "closed", or a sentence that says since when it is open, why, and until when."""
+        """Return "closed", or a sentence that says since when it is open, why, and until when."""
         breaker = self._breaker
         if breaker.state == "closed":
             return "closed"
@@ -115,17 +118,17 @@ class CircuitBreaker:
 
 
 def circuit_of(model: ModelConfig) -> CircuitBreaker:
-    """One that never opens where it cannot load only because its endpoint is down."""
+    """Return a model's breaker; it never opens for a remote endpoint, which may just be down."""
     limits = BreakerLimits(lives=math.inf) if KINDS[model.engine].is_remote else BreakerLimits()
     return CircuitBreaker(model.name, limits)
 
 
 def policy_of(model: ModelConfig) -> RestartPolicy:
-    """Of one replica: an endpoint that is back is not kept waiting for long."""
+    """Return a replica's restart policy; with a short back-off for a remote endpoint."""
     remote = KINDS[model.engine].is_remote
     return RestartPolicy(random.random, Limits(longest_s=ENDPOINT_S) if remote else Limits())
 
 
 def _clock(at: float) -> str:
-    """A monotonic time as the hour of the day."""
+    """Return a monotonic time as the time of day."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + at))

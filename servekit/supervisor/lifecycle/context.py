@@ -1,4 +1,4 @@
-"""What a supervised life needs of who runs it."""
+"""The interface that the supervisor offers to its managed processes."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from servekit.supervisor.process.run_dir import RunDir
 
 
 class SupervisorContext(Protocol):
-    """What a life needs of its supervisor."""
+    """The supervisor, as its managed processes see it."""
 
     run_dir: RunDir
     mark: str
 
     @property
     def launcher(self) -> Launcher | None:
-        """What starts workers; None: they are children of the supervisor."""
+        """The launcher that starts workers; None if they are children of the supervisor."""
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """What a child's environment is made from."""
+        """The environment from which a child's environment is built."""
 
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
-        """What is added to it for the workers of this model alone."""
+        """Return the variables for this model's workers only: the key to its endpoint."""
 
     def changed(self) -> None:
-        """Something that others may see is different now."""
+        """Publish a change that others can see."""
 
     def noticed(self) -> None:
-        """The same of figures, which nobody waits for: they are told a few times a second."""
+        """Publish changed figures with the next tick; nobody waits for them."""
 
     def children_changed(self) -> None:
-        """A process was started, or reaped."""
+        """Record that a process was started or reaped."""
 
     def line(self, name: str, text: str) -> None:
-        """A child wrote a line."""
+        """Pass on a line that a child wrote."""
 
     def quarantine(self, request: Quarantined) -> None:
-        """A request takes workers down; all gateways are to know."""
+        """Quarantine a request that kills workers, on all gateways."""
 
     def is_unused(self, adapter: str) -> bool:
-        """No gateway has a request for an adapter that serves no more."""
+        """Return whether no gateway has a request left for a withdrawn adapter."""

@@ -1,4 +1,4 @@
-"""What became of a child: its deaths, as far as they can be told afterwards."""
+"""The record of a child's last deaths, for operators to read afterwards."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from servekit.supervisor.process.child_process import Exit
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Deaths remembered per child, and of how many the stacks: they are long.
+#: Deaths kept per child, and for how many of them the stacks, which are long.
 _DEATHS = 10
 _WITH_STACKS = 2
-#: What CUDA and torch say when a GPU's memory is used up.
+#: The messages of CUDA and torch when a GPU's memory is exhausted.
 _GPU_OUT_OF_MEMORY = ("CUDA out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
 class LastSeen:
-    """What was last known of a running child."""
+    """The last known state of a running child."""
 
     pid: int = 0
     lived_s: float = 0.0
@@ -35,7 +35,7 @@ class LastSeen:
     running: int = 0
     rss_bytes: int = 0
     gpu_bytes: int = 0
-    start: Start | None = None  # how far it came, where it died before it was ready
+    start: Start | None = None  # how far its start came, if it died before it was ready
 
 
 class ExitHistory:
@@ -57,7 +57,7 @@ class ExitHistory:
 
 
 def lament(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool) -> None:
-    """Say so in the log and in the events; `after_s` is when it is started again, if it is."""
+    """Log a death and record its event; `after_s` is the delay of the restart, if any."""
     again = "not" if after_s is None else f"{after_s:.2f} s"
     log.error("died" if crashed else "cannot start", child=name, reason=death.what, again_in=again)
     journal.tell(
@@ -76,7 +76,7 @@ def lament(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool
 
 
 def record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
-    """One death; `what` is its reason in a sentence."""
+    """Return the record of a death; `what` is its reason in a sentence."""
     return ExitRecord(
         at=time.time(),
         pid=known.pid,
@@ -97,7 +97,7 @@ def record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
 
 
 def out_of_memory(exit_: Exit, what: str) -> str:
-    """ "host" by the kernel's own counter, "gpu" by the words of CUDA and torch, else ""."""
+    """Return "host" by the kernel's own counter, "gpu" by an error of CUDA or torch, else ""."""
     if exit_.out_of_memory:
         return "host"
     said = (what, *exit_.tail)

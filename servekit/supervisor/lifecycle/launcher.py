@@ -1,7 +1,7 @@
-"""How workers come to be, where it is not as children of ours.
+"""The interface of a launcher, which starts workers that are not the supervisor's own children.
 
-With `launcher: local` there is none, and a worker is a `child.Child`. All else is the same either
-way: when a worker is started again, what is known of it, and who is told.
+With `launcher: local` there is none, and a worker is a `ChildProcess`. Restarts, status and
+messages work the same either way.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Guest(Protocol):
     place: Assignment
 
     def told_to_wait(self, what: str) -> None:
-        """It cannot start yet, because of that; "" when it can."""
+        """Show what the worker waits for before it can start; "" when it can."""
 
     def measure_gpus(self, told: RemoteGpus) -> None:
-        """This is known of its GPUs there."""
+        """Take the figures of the worker's GPUs on its node."""
 
 
 class Launcher(Protocol):
-    """Places workers, starts them and gives their places back."""
+    """A launcher, which places workers, starts them and releases their places."""
 
     #: How long workers and gateways serve on without a supervisor.
     grace_s: float
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:
-        """Why these, which a reload brings, cannot be served there; "" if they can."""
+        """Return why these models of a reload cannot be served there; "" if they can."""
 
     def gpus_for(self, model: ModelConfig) -> int:
-        """How many each of its workers gets; 0: it runs on the CPU."""
+        """Return the number of GPUs that each worker of `model` gets; 0 if it runs on the CPU."""
 
     async def enter(self, guest: Guest) -> str:
-        """Wait for its place; why it gets none, "" if it has it."""
+        """Wait for the worker's place; return why it gets none, or ""."""
 
     async def spawn(
         self,
@@ -56,22 +56,23 @@ class Launcher(Protocol):
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
-        """Start it, or take over one that serves. Raises OSError."""
+        """Start the worker, or adopt one that already serves. Raises OSError."""
 
     async def strays(self, name: str) -> str:
-        """A sentence on GPU memory that it holds elsewhere; "" if none, or nobody can tell."""
+        """Return a sentence on GPU memory it holds on other GPUs; "" if none, or if unknown."""
 
     async def release(self, name: str) -> None:
-        """Its life is over: give its place back."""
+        """Release the place of a worker whose life is over."""
 
     def where(self, name: str) -> str:
-        """On which node and device it is, in words; "" where it has no place."""
+        """Return a worker's node and device in words; "" if it has no place."""
 
     def gateway_credentials(self, name: str) -> Credentials:
-        """With which a gateway of our own node reaches workers."""
+        """Return the credentials with which a gateway of our own node reaches workers."""
 
     def renewed(self, gateway: str) -> Credentials | None:
-        """What it is to show instead, where that is due; it has been told once this returns it.
+        """Return a gateway's renewed credentials if they are due, else None.
 
-        Of one on another node that is seen to there: None.
+        They count as delivered once returned. None also for a gateway on another node, whose node
+        renews them.
         """

@@ -1,10 +1,10 @@
-"""The life of one supervised process across its deaths. One task runs it, and only it acts.
+"""The life cycle of a supervised process across restarts. One task runs it, and only it acts.
 
 starting ──▶ loading ──▶ ready ──▶ draining ──▶ stopped
     ▲           │ ╲       ╱ │          ▲
     │           │  stalled  │          └─ `end`, from any state
     └─ backoff ◀┴─────┴─────┘
-          └▶ failed   (restart.py says when, breaker.py whether at all)
+          └▶ failed   (`restart_policy` says when it restarts, `breaker` whether at all)
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ Incoming = TypeVar("Incoming")
 
 #: From "stop now" to SIGKILL.
 _NOW_S = 1.0
-#: From the word of a child that its engine has died to SIGKILL: a broken device may hold it.
+#: From a child's report that its engine has died to SIGKILL: a broken device may block its exit.
 _DEAD_S = 3.0
 
 
 class ManagedProcess(ABC, Generic[Incoming]):
-    """Starts a child, listens to it, and starts it again by policy, until told to end.
+    """A process that is restarted by policy until told to end.
 
-    `circuit` is the breaker that it shares with others, if it does.
+    Starts a child, handles its messages, and starts it again. `circuit` is the circuit breaker that
+    it shares with others, if any.
     """
 
     incoming: ClassVar[Any]  # the union of messages it may send
-    notice_s: ClassVar[float] = 0.0  # from saying that it drains to having it drain
-    begins_with: ClassVar[str] = "interpreter"  # the phase from its start to what it tells first
+    notice_s: ClassVar[float] = 0.0  # from announcing the drain to asking the child to drain
+    begins_with: ClassVar[str] = "interpreter"  # the phase from its start to its first report
 
     def __init__(
         self, name: str, host: SupervisorContext, circuit: CircuitBreaker | None = None
@@ -67,23 +68,23 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.policy = RestartPolicy(random.random)
         self._died_of = ""
         self._boot_failed: BootFailed | None = None
-        self._engine_died = ""  # of what, by the child's word
+        self._engine_died = ""  # the cause, as the child reported it
         self._began_at = 0.0
         self._ready_at: float | None = None
         self._proved = False
-        self._due = 0.0  # when its back-off is over; infinity: not by itself
-        self._next_at: float | None = None  # when it may start again, the breaker's word included
+        self._due = 0.0  # when its back-off is over; infinity: no automatic restart
+        self._next_at: float | None = None  # the earliest restart, by back-off and breaker
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[Shutdown] = self._loop.create_future()
         self._woken: asyncio.Future[None] = self._loop.create_future()
         if circuit is not None:
             circuit.join(name, self._wake)
 
-    # ---- what differs
+    # ---- overridden by subclasses
 
     @abstractmethod
     def command(self) -> Command:
-        """How the next incarnation is started."""
+        """Return the command that starts the next incarnation."""
 
     async def spawn(self) -> AnyChild[Incoming]:
         """Start the next incarnation. Raises OSError."""
@@ -97,30 +98,30 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     @abstractmethod
     def receive(self, message: Incoming) -> None:
-        """Take one message from the child."""
+        """Handle a message from the child."""
 
     @abstractmethod
     def load(self) -> tuple[int, int]:
-        """Requests that this incarnation has completed, and those it runs."""
+        """Return the requests that this incarnation has completed, and those it runs."""
 
     def use(self) -> int:
-        """Of how much use this incarnation was, in requests."""
+        """Return the requests that count as use of this incarnation."""
         return self.load()[0]
 
     def buried(self) -> None:
-        """The child is reaped: forget what was known of it."""
+        """Forget the state of a child that was reaped."""
 
     async def enter(self) -> str:
-        """Before each start: wait for what it takes. Why it cannot be, "" if it can."""
+        """Wait for the resources of a start; return why there are none, or ""."""
         return ""
 
     def leave(self) -> None:
-        """After each life, and after an `enter` that was in vain: give back what it took."""
+        """Release the resources after each life, and after an `enter` that failed."""
 
-    # ---- its life
+    # ---- life cycle
 
     async def run(self) -> None:
-        """Live until `end` was called and the last child is reaped."""
+        """Run until `end` was called and the last child is reaped."""
         after_s: float | None = 0.0
         lives = 0
         while await self._admitted(after_s):
@@ -133,15 +134,15 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.set("stopped", self.reason)
 
     def end(self, ask: msgspec.Struct, grace_s: float) -> None:
-        """Have the child asked to end, and killed if it has not within `grace_s`."""
+        """Ask the child to end, and kill it if it has not ended within `grace_s`."""
         if not self._ending.done():
             self._ending.set_result(Shutdown(ask, grace_s))
-        elif self.child is not None:  # it drains already, and may have been given longer
+        elif self.child is not None:  # it drains already, perhaps with a longer grace time
             self.child.send(ask)
             self._loop.call_later(grace_s, self.child.kill, "did not end in time, killed")
 
     def end_now(self) -> None:
-        """Do not wait for it any longer."""
+        """End the child without waiting for its requests."""
         self.end(Stop(), _NOW_S)
         if self.child is not None:
             self.child.send(Stop())
@@ -152,7 +153,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         return self._ending.done()
 
     def retry(self) -> None:
-        """Start it now if it has failed or waits for its next attempt, as if for the first time."""
+        """Restart it now if it has failed or is in back-off, with the back-off reset."""
         if self.state in ("failed", "backoff"):
             self.policy.forget()
             self.starting.occasion = StartReason.now("operator")
@@ -167,7 +168,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._loop.call_later(GOODBYE_S, self.child.kill, message)
 
     def engine_died(self, cause: str) -> None:
-        """Take the child's word: its engine has died, and it exits. It is sent nothing more."""
+        """Record the child's report that its engine has died; kill it unless it exits soon."""
         self._engine_died = cause
         if self.child is not None:
             self._loop.call_later(_DEAD_S, self.child.kill, cause)
@@ -175,7 +176,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self.set("stalled", cause)
 
     def came_up(self) -> None:
-        """The child serves."""
+        """Record that the child serves."""
         self._ready_at = time.monotonic()
         self.starting.ready(self._ready_at)
         journal.tell("ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2))
@@ -187,21 +188,21 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.host.changed()
 
     def look(self) -> None:
-        """Called often: see whether this life has proved fruitful."""
+        """Let the breaker know once this life is fruitful. Called at each tick."""
         if not self._proved and self._is_fruitful():
             self._proved = True
             if self.circuit is not None:
                 self.circuit.fruitful()
 
     def slept(self) -> None:
-        """The supervisor has not run for a while."""
+        """Allow for a suspension of the supervisor."""
 
     def measure(self) -> None:
-        """Read its memory, or what its node has told of that."""
+        """Read the child's resident memory, or take its node's figure."""
         self.rss_bytes = 0 if self.child is None else self.child.rss_bytes
 
     def note_segments(self) -> Collection[Segment]:
-        """The shared memory that its child has made, as far as it has been seen."""
+        """Return the shared memory that the child has created, as far as it has been seen."""
         return () if self.child is None else self.child.note_segments()
 
     @property
@@ -210,7 +211,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     @property
     def gave_up(self) -> bool:
-        """It cannot start, and no time will change that."""
+        """Return whether it cannot start, and waiting will not change that."""
         return self.state == "failed" and math.isinf(self._due)
 
     @property
@@ -219,11 +220,11 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     @property
     def alert(self) -> str:
-        """A sentence on what is amiss while it lives; "" if nothing."""
+        """A sentence on what is wrong while it runs; "" if nothing is."""
         return ""
 
     def story(self) -> ReplicaHistory:
-        """What became of it so far."""
+        """Return its state, its restarts and its deaths so far."""
         next_s = None
         if self._next_at is not None:
             next_s = max(0.0, self._next_at - time.monotonic())
@@ -236,7 +237,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
     # ---- one incarnation
 
     async def _live_once(self) -> float | None:
-        """From spawn to reap; returns after how long to start again, None: not by itself."""
+        """Run one incarnation, spawn to reap; return the delay of the next, None for no restart."""
         self._boot_failed, self._ready_at, self._proved = None, None, False
         self._engine_died = ""
         self._began_at = time.monotonic()
@@ -284,7 +285,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         return await child.stop(ending.ask, ending.grace_s)
 
     def _judge(self, exit_: Exit) -> float | None:
-        """Remember the death, tell the breaker, and say when to start again."""
+        """Record the death, inform the breaker, and return the delay of the restart."""
         crashed = self._ready_at is not None and self._boot_failed is None
         said = self._boot_failed
         if self._engine_died:
@@ -325,7 +326,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
     # ---- between two incarnations
 
     async def _admitted(self, after_s: float | None) -> bool:
-        """Wait until the next incarnation may start; False if it was told to end instead."""
+        """Wait until the next incarnation may start; return False if it was told to end instead."""
         self._due = math.inf if after_s is None else time.monotonic() + after_s
         while not self.ending:
             wait_s = max(0.0, self._due - time.monotonic())
@@ -340,7 +341,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         return False
 
     async def _wait(self, wait_s: float, held_s: float | None) -> None:
-        """Until the back-off is over and the breaker lets it start, or something has changed."""
+        """Wait until back-off and breaker allow a start, or until woken."""
         held = self.circuit is not None and held_s != 0.0 and not math.isinf(wait_s)
         wait_s = math.inf if held_s is None else max(wait_s, held_s)
         timeout_s = None if math.isinf(wait_s) else wait_s

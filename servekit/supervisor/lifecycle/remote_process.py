@@ -1,12 +1,12 @@
-"""A worker or a gateway on another machine: the interface of `child.Child`, over the network.
+"""A worker or gateway on another machine, with the interface of `ChildProcess`.
 
     dialled ──▶ attached ── EOF ──▶ redialling ── attached again: nothing was lost
         ▲           │                  │
-        └───────────┼──────────────────┘ for `node_lost_s` since it was last heard: lost
-                    └─ exits, or is killed, by the word of who launched it ──▶ `exited`
+        └───────────┼──────────────────┘ silent for `node_lost_s`: lost
+                    └─ exits, or is killed, as the launcher reports ──▶ `exited`
 
-The connection is not the lifeline: the worker serves its gateways on without it, for a while, and
-so does a link that was cut. Who launched the process ends it and knows how it has ended.
+The connection is not the lifeline: without it, as after a network failure, the worker serves its
+gateways on for a while. The launcher ends the process and knows how it has ended.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from servekit.system.shared_memory import Segment
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
 
-#: Without a word from it for so long a worker is lost, with its node.
+#: The silence after which a worker is lost, with its node.
 NODE_LOST_S = 10.0
 #: Between attempts to reach it again.
 _REDIAL_S = 0.2
-#: For a worker that is reached to say who it is.
+#: The longest wait for the answer to an attach.
 _ATTACH_S = 5.0
-#: How long the launcher may take to end a process, and then to say how it has ended.
+#: How long the launcher may take to end a process, and then to report its exit.
 _KILL_S = 10.0
 _SAY_S = 2.0
-#: How long stacks may take to come.
+#: The longest wait for a stack dump.
 _DUMP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteControl:
-    """What whoever launched a worker does to it, on its node.
+    """The launcher's operations on a process it has started on another node.
 
-    `kill` ends it and all that it has started; `exited` returns once it has ended, with how; `dump`
-    has it write the stacks of all its threads and returns them. None of them need return while
-    the node is not reached; errors that they raise are logged.
+    `kill` ends it and all processes that it has started; `exited` returns its Exit once it has
+    ended; `dump` has it write the stacks of all its threads and returns them. None of them need
+    return while the node cannot be reached; errors that they raise are logged.
     """
 
     kill: Callable[[str], Awaitable[None]]
@@ -71,17 +71,17 @@ class RemoteControl:
 
 
 class RemoteChild(Generic[Incoming]):
-    """A worker that is reached over TCP, by `attach`; `exited` holds its Exit once it has ended.
+    """A process reached over TCP, by `attach`; `exited` holds its Exit once it has ended.
 
-    `lost_s`: a connection whose other end has not answered for so long is over; `node_lost_s`: so
-    is the worker, unless it is reached again by then.
+    A connection is closed after `lost_s` without an answer. The process is lost after `node_lost_s`
+    unless it is reached again by then.
 
-    `state` and `spec` are what it was when it was attached: one that is "ready" is adopted, and
-    tells its Ready again. `added` are the adapters that it knows operators to have added.
+    `state` and `spec` are those at the time of the attach: a worker that is "ready" is adopted, and
+    sends its Ready again. `added` are the adapters that operators have added, as the worker knows.
     """
 
     forked = False
-    here = False  # its pid is one of another machine
+    here = False  # its PID is one of another machine
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RemoteChild(Generic[Incoming]):
         self.name = name
         self.address = address
         self.pid = self.started = 0
-        self.rss_bytes = 0  # as its node has told
+        self.rss_bytes = 0  # as its node has reported
         self.state = "empty"
         self.spec: WorkerSpec | None = None
         self.added: tuple[AdapterSpec, ...] = ()
@@ -112,33 +112,33 @@ class RemoteChild(Generic[Incoming]):
         self._lost_s = lost_s
         self._node_lost_s = node_lost_s
         self._role: Role = role
-        #: Called when a connection that was lost is there again: for what is not kept.
+        #: Called when a lost connection is restored, to send what the replay buffer does not keep.
         self.on_again: Callable[[], None] = lambda: None
         self._session = secrets.token_hex(8)
         self._kept = ReplayBuffer()
         self._had = 0
         self._heard_at = self._loop.time()
-        self._asked_at = 0.0  # the first Ping since then
-        self._ahead_s = 0.0  # of the worker's monotonic clock before ours
+        self._asked_at = 0.0  # when the first Ping since `_heard_at` was sent
+        self._ahead_s = 0.0  # the worker's monotonic clock minus ours
         self._cause = ""
         self._stacks: tuple[str, ...] = ()
         self._stopping = False
         self._connection: Connection[Any] | None = None
         self._attached = self._loop.create_future()
-        self._up = False  # attached by the connection that there is
+        self._up = False  # attached by the present connection
         self._last_effort: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def attach(self) -> Self:
-        """Reach it; itself. Raises OSError, with a sentence, where that fails."""
+        """Connect to the process and return self. Raises OSError if that fails."""
         await self._dial()
         self._begin(self._await_exit())
         return self
 
-    # ---- as Child has it
+    # ---- the interface of ChildProcess
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send it a message, now or when it is reached again; dropped once it is gone."""
+        """Send a message, now or after reconnecting; dropped once the process is gone."""
         if self.exited.done():
             return
         self._kept.add(message)
@@ -148,19 +148,19 @@ class RemoteChild(Generic[Incoming]):
             self._connection.send(message)
 
     def remember(self, added: tuple[AdapterSpec, ...]) -> None:
-        """Have it know what operators have added to its model, for whoever comes after us."""
+        """Have the worker keep the adapters that operators added, for the next supervisor."""
         if added != self.added:
             self.added = added
             self.send(SetAdapters(added))
 
     def kill(self, cause: str) -> None:
-        """Have it ended now, with all that it has started; `cause` becomes the reason."""
+        """Have the launcher kill it, with all that it has started; `cause` becomes the reason."""
         if not self.exited.done() and not self._cause:
             self._cause = cause
             self._begin(self._have_killed(cause))
 
     def note_segments(self) -> set[Segment]:
-        """None here: whoever launched it clears up on its node."""
+        """Return nothing: the launcher removes shared memory on its node."""
         return set()
 
     async def dump_and_kill(self, cause: str) -> None:
@@ -183,25 +183,25 @@ class RemoteChild(Generic[Incoming]):
         return await asyncio.shield(self.exited)
 
     def leave(self) -> None:
-        """Let go of it: it serves on, for its grace time, and may be adopted by another."""
+        """Disconnect; it serves on for its grace time, and another supervisor may adopt it."""
         self._conclude(Exit(None, None, (), cause="left to itself"))
 
-    # ---- its end
+    # ---- exit
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)  # the loop itself keeps no reference
+        self._tasks.add(task)  # the event loop itself keeps no reference
         task.add_done_callback(self._tasks.discard)
 
     async def _await_exit(self) -> None:
         try:
             self._conclude(await self._hands.exited())
-        except Exception as error:  # then its connection tells
+        except Exception as error:  # then the connection shows its end
             log.warning("its launcher cannot tell how it ends", child=self.name, error=repr(error))
 
     async def _have_killed(self, cause: str) -> None:
         await self._end_there(cause)
-        await asyncio.wait((self.exited,), timeout=_SAY_S)  # by the launcher's word
+        await asyncio.wait((self.exited,), timeout=_SAY_S)  # as the launcher reports
         self._conclude(Exit(None, None, (), cause=cause))
 
     async def _end_there(self, cause: str) -> None:
@@ -247,7 +247,7 @@ class RemoteChild(Generic[Incoming]):
 
     def _on_hello(self, hello: Hello) -> None:
         connection = self._connection
-        assert connection is not None  # it answers what was sent by way of it
+        assert connection is not None  # it answers what was sent on it
         if hello.protocol != PROTOCOL:
             raise WireError(
                 f"{self._role} {hello.name} speaks protocol {hello.protocol} and this supervisor"
@@ -287,7 +287,7 @@ class RemoteChild(Generic[Incoming]):
             self._attached.set_result(None)
 
     def _by_our_clock(self, message: Any) -> Any:
-        """Times of another machine's monotonic clock say nothing here."""
+        """Convert a message's times from the other machine's monotonic clock to ours."""
         if isinstance(message, PhaseReport):
             phase, ahead_s = message.phase, self._ahead_s
             ended_s = None if phase.ended_s is None else phase.ended_s - ahead_s
@@ -306,13 +306,13 @@ class RemoteChild(Generic[Incoming]):
             return
         if isinstance(error, WireError) and not isinstance(error, OSError):
             self.kill(f"broke the wire protocol: {error}")
-        if self._asked_at <= self._heard_at:  # its kernel has answered for it until then
+        if self._asked_at <= self._heard_at:  # its kernel has answered until then
             self._heard_at = max(self._heard_at, self._loop.time() - self._lost_s)
         log.warning("control channel lost", child=self.name, error=str(error or "EOF"))
         self._begin(self._redial())
 
     async def _redial(self) -> None:
-        """Until it is reached, or is lost."""
+        """Dial until the process is reached, or is lost."""
         said = ""
         give_up_s = GOODBYE_S if self._stopping else self._node_lost_s
         while (left_s := self._heard_at + give_up_s - self._loop.time()) > 0:
@@ -329,7 +329,7 @@ class RemoteChild(Generic[Incoming]):
         self._lose(said)
 
     def _lose(self, said: str) -> None:
-        """It is not reached. Should it live, it is to serve no more: another takes its place."""
+        """Give up a process that is not reached; have it killed, because a replacement starts."""
         if self._stopping and not self._cause:
             self._conclude(Exit(0, None, ()))
             return

@@ -1,7 +1,7 @@
-"""How one process came up, this time and the time before: what is known of it, put together.
+"""The phases of a process's last two starts.
 
-The supervisor notes what it sees itself (why it was started, back-off, the gate, the process,
-its end); a worker tells the rest. What nobody knows the end of ends where the next thing is heard.
+The supervisor records what it sees itself (reason, back-off, admission, spawn, death); a worker
+reports the rest. A phase whose end is not reported ends with the next report.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from servekit.protocol.startup_messages import (
 )
 from servekit.system import procfs
 
-#: Less than this is no phase: it was not waited at all.
+#: A shorter phase is not recorded: there was no wait.
 _NOTHING_S = 0.001
-#: Kept: the life now, and the one before.
+#: Starts kept: the present one, and the one before.
 _LIVES = 2
-#: A worker that tells more has gone astray.
+#: The limit against a worker that reports phases without end.
 _MOST_PHASES = 256
-#: The phase from what a process is started for to its start, by that.
+#: The name of the phase from the reason for a start to the start, by that reason.
 _BEFORE: dict[Cause, str] = {
     "up": "supervisor",
     "reload": "reload",
@@ -39,20 +39,20 @@ _BEFORE: dict[Cause, str] = {
     "standby": "standby",
     "scale": "room",
 }
-#: What a worker calls the first answer that it gives.
+#: The phase in which a worker produces its first token.
 FIRST_TOKEN = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
 class StartReason:
-    """What a process is started for, and since when; on the monotonic clock, in s."""
+    """The reason of a start, and its time on the monotonic clock, in s."""
 
     cause: Cause
     at_s: float
 
     @classmethod
     def up(cls) -> StartReason:
-        """The start of this very process."""
+        """Return the reason "up", since the start of the supervisor."""
         return cls("up", time.monotonic() - procfs.age_s())
 
     @classmethod
@@ -62,7 +62,7 @@ class StartReason:
 
 @dataclass(slots=True)
 class _Life:
-    """One life of a process, of which its start is kept."""
+    """The record of one life, for its start."""
 
     occasion: StartReason
     at: float
@@ -73,13 +73,13 @@ class _Life:
 
     @property
     def over_s(self) -> float | None:
-        """When it was over, one way or the other; None while it is under way."""
+        """The time at which the start succeeded or failed; None while it is under way."""
         if self.ready_s is not None:
             return max([self.ready_s, *self.greeted.values()])
         return self.died_s
 
     def told(self, phase: Phase) -> None:
-        """What is known of a phase, in place of what was known of it before."""
+        """Record a phase, or replace an earlier record of it."""
         for at, known in enumerate(self.phases):
             if (known.name, known.began_s) == (phase.name, phase.began_s):
                 self.phases[at] = phase
@@ -109,15 +109,15 @@ class _Life:
 
 
 class StartupTiming:
-    """The starts of one process. Times are on the monotonic clock, in s."""
+    """The record of one process's starts. Times are on the monotonic clock, in s."""
 
     def __init__(self) -> None:
-        self.occasion: StartReason | None = None  # of its next start, where it is not its own
+        self.occasion: StartReason | None = None  # of its next start, unless that is a restart
         self._lives: deque[_Life] = deque(maxlen=_LIVES)
-        self._awaited = ""  # a phase that ends where the next thing is heard
+        self._awaited = ""  # the phase that ends with the next report
 
     def begin(self, now: float) -> None:
-        """It is started, from now on."""
+        """Begin the record of a start."""
         occasion = self.occasion or StartReason("restart", self._died_s(now))
         self.occasion, self._awaited = None, ""
         at = time.time() - (time.monotonic() - occasion.at_s)
@@ -125,19 +125,19 @@ class StartupTiming:
         self.spent(_BEFORE[occasion.cause], occasion.at_s, now)
 
     def spent(self, name: str, began_s: float, ended_s: float) -> None:
-        """A phase that is over; none if it took no time."""
+        """Record a phase that is over, unless it took no time."""
         if self._lives and ended_s - began_s >= _NOTHING_S:
             self._lives[-1].told(Phase(name, began_s, ended_s))
 
     def awaits(self, name: str, began_s: float) -> None:
-        """A phase begins, and ends where the next thing is heard of the process."""
+        """Begin a phase that ends with the next report."""
         self._end_awaited(began_s)
         if self._lives:
             self._awaited = name
             self._lives[-1].told(Phase(name, began_s))
 
     def heard(self, said: PhaseReport | GatewayConnected) -> None:
-        """The process says so."""
+        """Record a report of the process."""
         if not self._lives:
             return
         if isinstance(said, PhaseReport):
@@ -147,23 +147,23 @@ class StartupTiming:
             self._lives[-1].greeted.setdefault(said.gateway, said.at_s)
 
     def ready(self, now: float) -> None:
-        """It serves."""
+        """Record that the process serves."""
         self._end_awaited(now)
         if self._lives:
             self._lives[-1].ready_s = now
 
     def died(self, now: float) -> None:
-        """Its life is over. What it died in is left open."""
+        """Record the end of its life; the phase in which it died stays open."""
         self._awaited = ""
         if self._lives:
             self._lives[-1].died_s = now
 
     def last(self) -> Start | None:
-        """Its newest start; None before the first."""
+        """Return its newest start; None before the first."""
         return self._lives[-1].start(time.monotonic()) if self._lives else None
 
     def all(self, name: str) -> Starts:
-        """The newest last."""
+        """Return its starts, the newest last."""
         now = time.monotonic()
         return Starts(name, tuple(life.start(now) for life in self._lives))
 

@@ -1,12 +1,12 @@
-"""One child process, from spawn to reap.
+"""A child process, from spawn to reap.
 
 A child is a fresh interpreter with an explicit environment, its own session and process group, one
-end of a socketpair (control channel and lifeline in one), and one pipe for what it writes.
+end of a socketpair (control channel and lifeline in one), and one pipe for its output.
 
     spawn ──▶ running ── exits, or is told to ──▶ its group is killed ──▶ reaped ──▶ `exited`
 
-Exit is seen through a pidfd where there are any. The group is killed before the leader is reaped:
-until then its PID, which names the group, cannot be given to anyone else.
+Its exit is seen through a pidfd where the kernel has them. The group is killed before the leader is
+reaped: until then no other process can get its PID, which names the group.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ Incoming = TypeVar("Incoming")
 
 #: From SIGTERM to SIGKILL.
 TERM_GRACE_S = 2.0
-#: A child that has closed its control channel is on its way out; it gets this long.
+#: From closing its control channel to SIGKILL: the child should be about to exit.
 GOODBYE_S = 5.0
-#: After the exit, how long the last lines may take to come out of the pipe.
+#: The longest wait, after the exit, for the last lines in the pipe.
 _LAST_LINES_S = 0.5
-#: How long a child may take to write its stacks. One that is stopped writes none.
+#: The longest wait for a child's stack dump. A stopped process writes none.
 _DUMP_S = 0.5
-#: How often those who left its group are looked for: until none is found, or this often.
+#: The most searches for processes that left the group; the search ends when none is found.
 _ESCAPED_LOOKS = 100
-#: After who was killed, where the kernel counts one more for memory.
+#: Appended to a kill's reason if the kernel's out-of-memory counter has risen.
 _BY_KERNEL = ", probably by the kernel: out of memory"
-#: Where there are no pidfds.
+#: The poll interval where there are no pidfds.
 _LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a child is started: `python -m MODULE ARGS --control-fd N --parent-pid P`."""
+    """The command that starts a child: `python -m MODULE ARGS --control-fd N --parent-pid P`."""
 
     name: str
     module: str
@@ -65,19 +65,19 @@ class Command:
     env: Mapping[str, str] = field(repr=False)
     log_path: Path
     pass_fds: tuple[int, ...] = ()
-    #: Has it forked instead where that is at hand: takes the mark, the control channel and where
-    #: the output goes; None where it is not. What is forked has the environment `env`.
+    #: Forks the child from a fork server with the environment `env`; arguments: mark, control
+    #: channel and output descriptor. Returns None where no fork server is available.
     forked: Callable[[str, int, int], Awaitable[Forked | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended. Exactly one of `code` and `signal` is set."""
+    """The end of a child. Exactly one of `code` and `signal` is set."""
 
     code: int | None
     signal: int | None
     tail: tuple[str, ...]  # its last lines
-    out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
+    out_of_memory: bool = False  # the kernel killed a process for memory in the child's lifetime
     cause: str = ""  # why we killed it, if we did
     stacks: tuple[str, ...] = ()  # of all its threads, if it wrote them
 
@@ -85,29 +85,32 @@ class Exit:
         return self.explain()
 
     def of_engine(self, cause: str) -> Exit:
-        """The same exit where the engine had died before, of `cause`; ours ranks first."""
-        killed = "SIGKILL" in cause  # a process below the worker was
+        """Return this exit with the engine's earlier death, `cause`, as its reason.
+
+        Our own reason for killing the child ranks first.
+        """
+        killed = "SIGKILL" in cause  # a process below the worker was killed
         if killed and self.out_of_memory:
             cause = cause.rstrip(".") + _BY_KERNEL
         return replace(self, cause=self.cause or cause, out_of_memory=killed and self.out_of_memory)
 
     def explain(self, when: str = "") -> str:
-        """In words; `when` follows what happened: "exit code 1 before it was ready: No module"."""
+        """Return the reason, with `when` after it: "exit code 1 before it was ready: No module"."""
         if self.cause:
             return self.cause
         if self.signal is not None:
             oom = _BY_KERNEL if self.out_of_memory else ""
             return f"killed by {_signal_name(self.signal)}{when}{oom}"
-        # Our own log lines are for machines; what precedes an exit as plain text is its reason.
+        # Our own log lines are JSON; the last plain text before an exit is its reason.
         plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
         last = next((line for line in plain if line), "")
         return f"exit code {self.code}{when}" + (f": {last}" if last and self.code else "")
 
 
 class ChildProcess(Generic[Incoming]):
-    """A running child. Made by `spawn`; `exited` holds its Exit once it is reaped."""
+    """A running child, created by `spawn`; `exited` holds its Exit once it is reaped."""
 
-    here = True  # its pid is one of this machine
+    here = True  # its PID is one of this machine
 
     def __init__(self, command: Command, process: Process, output: Output, mark: str) -> None:
         self.name = command.name
@@ -128,9 +131,9 @@ class ChildProcess(Generic[Incoming]):
 
     @property
     def rss_bytes(self) -> int:
-        """Resident memory of it and its process group: an engine may run in processes of its own.
+        """The resident memory of the child and its process group, in bytes; 0 once it is gone.
 
-        0 when it is gone.
+        The group counts because an engine may run in processes of its own.
         """
         return procfs.rss_bytes(self.pid, group_of(self.pid) - {self.pid})
 
@@ -142,7 +145,7 @@ class ChildProcess(Generic[Incoming]):
         on_message: Callable[[Incoming], None],
         on_line: OnLine,
     ) -> ChildProcess[Incoming]:
-        """Start it. Raises OSError when the system refuses (no memory, no files left)."""
+        """Start the child. Raises OSError when the system refuses (no memory, no files left)."""
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             control, control_of_child = socket.socketpair()
             undo.callback(control.close)
@@ -172,25 +175,25 @@ class ChildProcess(Generic[Incoming]):
         await adopt(control, lambda: connection)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send it a message; dropped once it is gone."""
+        """Send the child a message; dropped once the child is gone."""
         if self._connection is not None:
             self._connection.send(message)
 
     def kill(self, cause: str) -> None:
-        """SIGKILL its whole group now; `cause` becomes the reason of its exit."""
+        """Send SIGKILL to the whole group now; `cause` becomes the reason of its exit."""
         if not self.exited.done():
             self._cause = self._cause or cause
             self.note_segments()
             self._signal_group(signal.SIGKILL)
 
     def note_segments(self) -> set[Segment]:
-        """The shared memory that it and its group have mapped so far, to be removed after them."""
+        """Return the shared memory that the group has mapped so far, for removal at its end."""
         self._segments |= shared_memory.mapped(group_of(self.pid))
         return self._segments
 
     async def dump_and_kill(self, cause: str) -> None:
-        """Have it write the stacks of all its threads, also under the GIL, and kill its group."""
-        self._cause = self._cause or cause  # the signal may end it
+        """Have the child dump its threads' stacks, also while one holds the GIL; kill its group."""
+        self._cause = self._cause or cause  # set first: the signal may end the child
         found = procfs.read(self.pid)
         if found is not None and found.state not in "TtZX" and not self.exited.done():
             with contextlib.suppress(ProcessLookupError):
@@ -199,7 +202,7 @@ class ChildProcess(Generic[Incoming]):
         self.kill(cause)
 
     async def stop(self, ask: msgspec.Struct, grace_s: float) -> Exit:
-        """Ask it to end, insist after `grace_s`, and return when it is reaped."""
+        """Ask the child to end, insist after `grace_s`, and return when it is reaped."""
         self.send(ask)
         if not await self._exits_within(grace_s):
             with contextlib.suppress(ProcessLookupError):
@@ -214,14 +217,14 @@ class ChildProcess(Generic[Incoming]):
 
     def _signal_group(self, number: signal.Signals) -> None:
         if self._process.returncode is not None:
-            return  # reaped: its PID, which names the group, may be another's by now
+            return  # reaped: its PID, which names the group, may belong to another process
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    # ---- its end
+    # ---- exit
 
     def _on_close(self, error: Exception | None) -> None:
-        """The control channel is closed: it is dead, dying, or talks nonsense."""
+        """Handle the closed control channel: the child is dead, ending, or broke the protocol."""
         if error is not None and not isinstance(error, OSError):
             self.kill(f"broke the wire protocol: {error}")
         elif not self.exited.done():
@@ -254,7 +257,7 @@ class ChildProcess(Generic[Incoming]):
         self._loop.create_task(self._conclude(code))
 
     async def _end_escaped(self) -> None:
-        """What it had started in groups of their own must not keep a GPU's memory."""
+        """Kill the processes it started in other groups: they must not keep a GPU's memory."""
         for _ in range(_ESCAPED_LOOKS):
             if not kill_marked(CHILD_MARK, self._mark) + subreaper.kill_strays(CHILD_MARK):
                 return
@@ -268,11 +271,11 @@ class ChildProcess(Generic[Incoming]):
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()
         await self._clear_shared_memory()
-        # Someone may have passed the pipe on, so its end is not waited for forever.
+        # Another process may hold the pipe open, so the wait for its end is bounded.
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
         if self._connection is not None:
             self._connection.abort()
-        # A worker exits by itself (os.EX_SOFTWARE) where the kernel killed a process below it.
+        # A worker exits by itself (os.EX_SOFTWARE) after the kernel killed a process below it.
         killed = code in (-signal.SIGKILL, os.EX_SOFTWARE)
         exit_ = Exit(
             code=code if code >= 0 else None,
@@ -296,7 +299,7 @@ async def _start(command: Command, control_fd: int, output_fd: int, mark: str) -
 
 def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
     # No preexec_fn: it would run Python between fork and exec. The child sets its own
-    # PR_SET_PDEATHSIG, with `--parent-pid` to see whether it came too late.
+    # PR_SET_PDEATHSIG, and checks `--parent-pid` to see whether that came too late.
     return subreaper.start(
         [
             *python_command.module(command.module),

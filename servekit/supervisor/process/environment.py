@@ -1,4 +1,4 @@
-"""The environment of each child, made before its interpreter starts; our own is never edited."""
+"""The environment of each child, built before its interpreter starts; our own is never changed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from servekit.system.orphan_cleanup import MARK
 _ALWAYS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that indexes in messages agree
     "TOKENIZERS_PARALLELISM": "false",  # a worker may fork helpers after tokenizing
-    "PYTHONUNBUFFERED": "1",  # the last line before a crash is the one that matters
+    "PYTHONUNBUFFERED": "1",  # so that the last line before a crash is not lost
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-#: What is said of one machine, and nothing to hand to another.
+#: Variables that hold for one machine and are not sent to another.
 OF_THIS_MACHINE = frozenset({"CUDA_VISIBLE_DEVICES", MARK})
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -29,12 +29,12 @@ def for_worker(
     instance: str,
     kind: EngineKind,
 ) -> dict[str, str]:
-    """A worker's environment: `base`, ours, the engine's, the model's own `env`, and the pin."""
+    """Return a worker's environment: `base`, our constants, the engine's, the model's, the pin."""
     env = {**base, **_ALWAYS, **kind.env}
     if assignment.threads is not None:
         env |= dict.fromkeys(THREADS, str(assignment.threads))
     env |= extra
-    by_index = kind.pin == "index"  # NVML's, which CUDA's order is made to be by _ALWAYS
+    by_index = kind.pin == "index"  # NVML's index, which is CUDA's by CUDA_DEVICE_ORDER
     pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in assignment.gpus)
     return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
 
@@ -42,9 +42,10 @@ def for_worker(
 def for_remote_worker(
     base: Mapping[str, str], assignment: Assignment, extra: Mapping[str, str], kind: EngineKind
 ) -> dict[str, str]:
-    """What is laid over its node's own environment; its pin is set there.
+    """Return the variables to add to the environment of the worker's node, which sets the GPU pin.
 
-    Of `base`, ours, it gets the numbers of threads, which rank before a share of the node's cores.
+    Of our own environment, `base`, the worker gets the thread counts only; they take precedence
+    over its share of the node's cores.
     """
     own = {name: base[name] for name in THREADS if name in base}
     assignment = replace(assignment, threads=None) if own else assignment
@@ -53,19 +54,22 @@ def for_remote_worker(
 
 
 def for_gateway(base: Mapping[str, str], instance: str) -> dict[str, str]:
-    """A gateway's environment. It sees no GPU, whatever it imports."""
+    """Return a gateway's environment, which hides all GPUs from it."""
     return {**base, **_ALWAYS, "CUDA_VISIBLE_DEVICES": "", MARK: instance}
 
 
 def usable_cpus() -> int:
-    """Cores this process may use: its affinity, and its cgroup's quota rounded up."""
+    """Return the cores this process may use: its affinity, and its cgroup's quota rounded up."""
     affinity = len(os.sched_getaffinity(0))
     quota = _quota(Path("/sys/fs/cgroup"))
     return max(1, min(affinity, quota) if quota else affinity)
 
 
 def _quota(root: Path) -> int | None:
-    """Cores of a CPU quota, None if unlimited. Source: kernel cgroup-v2 cpu.max; v1 cfs_quota."""
+    """Return the cores of a CPU quota, None if unlimited.
+
+    Source: kernel cgroup-v2 cpu.max; v1 cfs_quota.
+    """
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):

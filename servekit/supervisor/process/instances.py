@@ -1,7 +1,7 @@
-"""Which instances run on this machine, and which of them a command is about.
+"""The discovery of running instances, and the choice of the instance that a command addresses.
 
-An instance is found by the lock that its supervisor holds open, in /proc: that needs no variable of
-a shell, holds under sudo, cron and `docker exec`, and is never out of date.
+An instance is found in /proc, by the lock file that its supervisor holds open. That needs no shell
+variable, works under sudo, cron and `docker exec`, and is never out of date.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from servekit.supervisor.process.run_dir import Record, default_paths, nobody, r
 from servekit.system import procfs
 
 _DELETED = " (deleted)"
-#: A supervisor makes a run directory anew that somebody has removed.
+#: The longest wait for a supervisor to restore a run directory that somebody has removed.
 _RESTORED_S = 2.0
 _LOOK_EVERY_S = 0.1
-#: Of a command line, characters.
+#: The part of a command line that is read, in characters.
 _LONGEST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """One instance that runs."""
+    """A running instance."""
 
     run_dir: Path
     record: Record
@@ -36,7 +36,7 @@ class Running:
 
 
 def running() -> list[Running]:
-    """The instances of this user; for root, where there is none of its own, those of everybody."""
+    """Return this user's instances; for root without instances of its own, those of all users."""
     deadline = time.monotonic() + _RESTORED_S
     while True:
         found, removed = _look()
@@ -47,9 +47,9 @@ def running() -> list[Running]:
 
 
 def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, str]) -> Path | None:
-    """The run directory that is meant: what is given, the default, or the only one that runs.
+    """Return the run directory to use: the given one, the default, or the only running instance's.
 
-    None where nothing runs. Raises StartError where several run, and none is the default.
+    Returns None if no instance runs. Raises StartError if several run and none is the default.
     """
     if given is not None:
         return given
@@ -63,9 +63,9 @@ def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, s
 
 
 def find(given: Path | None, environ: Mapping[str, str]) -> Path:
-    """The run directory of the instance that a command is about.
+    """Return the run directory of the instance that a command addresses.
 
-    Raises StartError where none runs, or several do.
+    Raises StartError if no instance runs, or several do.
     """
     if given is not None:
         return given
@@ -76,9 +76,10 @@ def find(given: Path | None, environ: Mapping[str, str]) -> Path:
 
 
 def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
-    """The same for what is written there: where nothing runs, the default that was used last.
+    """Return the run directory whose files a command reads.
 
-    Raises StartError where several run, or there is no such directory.
+    As `find`, but if no instance runs, returns the default that was used last. Raises StartError if
+    several instances run, or there is no such directory.
     """
     path = given if given is not None else choose(given, running(), environ)
     if path is None:
@@ -90,7 +91,7 @@ def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
 
 
 def listing(found: Sequence[Running]) -> str:
-    """One line for each: how to choose it, and what it is."""
+    """Return one line for each instance: how to choose it, and what it is."""
     return "\n".join(
         f"  --run-dir {shlex.quote(str(one.run_dir))}  (pid {one.record.pid}, {one.record.url}, "
         f"{one.record.config})"
@@ -103,11 +104,11 @@ def _last_used(folder: Path) -> float:
 
 
 def _look() -> tuple[list[Running], bool]:
-    """What runs, and whether the directory of one is just not there."""
+    """Return the running instances, and whether the directory of one is missing at the moment."""
     found: dict[Path, Running] = {}
     removed = False
     for pid in procfs.all_pids():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  (pathlib: 4 ×)
             if uid != os.getuid() and os.getuid() != 0:
                 continue
@@ -121,7 +122,7 @@ def _look() -> tuple[list[Running], bool]:
 
 
 def _locks(pid: int) -> Iterator[tuple[str, Path]]:
-    """Of a process: each file named `lock` that it has open, and the folder of that."""
+    """Yield each file named `lock` that a process has open, with its folder."""
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             link = os.readlink(entry.path)  # noqa: PTH115

@@ -1,4 +1,4 @@
-"""What a child writes: split into lines, kept in a file of its own, passed on to the log."""
+"""The output of a child: split into lines, written to its log file, passed on to the log."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ OnLine = Callable[[str], None]
 _LONGEST_LINE_BYTES = 64 * 2**10
 #: Enough for fifty threads in deep calls.
 _MOST_STACK_LINES = 2000
-#: faulthandler's own words; source: CPython Python/traceback.c.
+#: The format of faulthandler's output; source: CPython Python/traceback.c.
 _STACK_BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 _STACK_GOES_ON = re.compile(r"  (File |<|\.\.\.|Garbage-collecting)")
-#: Once a dump has begun, this long without a line is its end.
+#: A pause of this length ends a stack dump that has begun.
 _DUMP_PAUSE_S = 0.05
 
 
 class RotatingFile:
     """An append-only log with a bounded size: NAME.log, then NAME.log.1 (older) and so on.
 
-    It never raises: a full disk must not touch the service. A line is written whole or lost whole;
-    what is lost is said in our own log when it begins, and in the file once there is room again.
+    It never raises: a full disk must not affect the service. A line is written whole or lost whole.
+    The loss is reported in our own log when it begins, and in the file once there is room again.
     """
 
     def __init__(self, path: Path, max_bytes: int = 10 * 2**20, keep: int = 3) -> None:
@@ -40,7 +40,7 @@ class RotatingFile:
         self._keep = keep
         self._fd: int | None = None
         self._lost = 0  # lines in a row
-        self._reason = ""  # why the last of them was
+        self._reason = ""  # why the last of them was lost
 
     def write(self, line: bytes) -> None:
         """Append a line, its newline included."""
@@ -53,7 +53,7 @@ class RotatingFile:
 
     def close(self) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # NFS and quotas complain as late as here
+            with contextlib.suppress(OSError):  # NFS and quotas may report an error only now
                 os.close(self._fd)
         self._fd = None
 
@@ -61,7 +61,7 @@ class RotatingFile:
         fd = self._with_room(len(data))
         rest = data
         try:
-            while rest:  # unbuffered: what was written before a crash of ours is on file
+            while rest:  # unbuffered: lines before a crash of ours are in the file
                 rest = rest[os.write(fd, rest) :]
         except OSError:
             if len(rest) < len(data):
@@ -69,7 +69,7 @@ class RotatingFile:
             raise
 
     def _with_room(self, size_bytes: int) -> int:
-        """The file to write to: another one if this is full, or was removed to make room."""
+        """Return the file to write to; open a new one if this one is full, or was removed."""
         found = os.fstat(self._fd) if self._fd is not None else None
         if found is None or not found.st_nlink:
             self.close()
@@ -93,7 +93,7 @@ class RotatingFile:
     def _numbered(self, number: int) -> Path:
         return self._path if number == 0 else self._path.with_name(f"{self._path.name}.{number}")
 
-    # ---- lines that are lost
+    # ---- lost lines
 
     def _gap(self) -> bytes:
         return f"[{self._lost} lines lost: {self._reason}]\n".encode() if self._lost else b""
@@ -110,7 +110,7 @@ class RotatingFile:
 
 
 class Output(asyncio.Protocol):
-    """The reading end of a child's stdout and stderr, which are one pipe so that order is kept."""
+    """The reading end of a child's stdout and stderr, which share a pipe so that order is kept."""
 
     def __init__(self, file: RotatingFile, on_line: OnLine, tail: int = 40) -> None:
         self._file = file
@@ -140,7 +140,7 @@ class Output(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _take(self, line: bytes) -> None:
-        # A progress bar rewrites its line with \r; what it last showed is the line.
+        # A progress bar rewrites its line with \r; keep what it showed last.
         shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
         self._file.write(shown + b"\n")
         text = shown.decode(errors="replace")
@@ -150,13 +150,13 @@ class Output(asyncio.Protocol):
             self._on_line(text)
 
     def _keep(self, text: str) -> None:
-        """Stacks apart: a dump of many threads must not push out what was said before it."""
+        """Keep stacks apart: a dump of many threads must not push out the lines before it."""
         begins = _STACK_BEGINS.match(text) is not None
         self._in_stack = begins or (self._in_stack and _STACK_GOES_ON.match(text) is not None)
         (self.stacks if self._in_stack else self.tail).append(text)
 
     async def dumped(self, within_s: float) -> None:
-        """Wait for the stacks that the child was just told to write; older ones are forgotten."""
+        """Wait for the stacks that the child was just told to write; drop older stacks."""
         self.stacks.clear()
         deadline = asyncio.get_running_loop().time() + within_s
         seen = -1

@@ -1,9 +1,9 @@
-"""End an instance whose supervisor was killed: `python -m` this module RUN_DIR MARK.
+"""The orphan guard, which ends an instance whose supervisor was killed.
 
-A worker sees the end of its lifeline, or gets PR_SET_PDEATHSIG, and is gone. What it had started
-itself is not its child any more by then, and nobody would end that: so one small process of our
-own waits for the supervisor's end of a pipe to close. A supervisor that ends in order says so
-first, by one byte.
+Runs as `python -m` this module, with RUN_DIR MARK GRACE_S. A worker sees the end of its lifeline,
+or gets PR_SET_PDEATHSIG, and exits. The processes that it started itself are no longer its children
+by then, and nobody would end them. So this small process waits for the supervisor's end of a pipe
+to close. A supervisor that ends in order writes one byte first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from servekit.system.orphan_cleanup import (
     unmark_by_limit,
 )
 
-#: A child that was between fork and exec when its parent died carries its mark a moment later.
+#: How long to search: a child that was between fork and exec when its parent died carries its mark
+#: a moment later.
 _WATCH_S = 0.3
-#: From one start to the next, should it die again and again.
+#: The shortest time between two starts of the guard.
 _AGAIN_S = 0.5
 
 
 class OrphanGuard:
-    """The supervisor's side of it."""
+    """The supervisor's handle on the guard process."""
 
     def __init__(
         self, run_dir: Path, mark: str, environ: Mapping[str, str], grace_s: float = 0.0
@@ -53,16 +54,16 @@ class OrphanGuard:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        with contextlib.suppress(OSError):  # or else it is one that is ended with the others
+        with contextlib.suppress(OSError):  # else the guard is ended with the other children
             unmark_by_limit(process.pid)
         return process
 
     def look(self) -> bool:
-        """Called often: start it again if somebody has ended it; whether that was so."""
+        """Restart the guard if it has died; return whether it was. Called at each tick."""
         if self._process.poll() is None or time.monotonic() < self._began_at + _AGAIN_S:
             return False
         self._reap()
-        with contextlib.suppress(OSError):  # no memory, no files left: it is tried again
+        with contextlib.suppress(OSError):  # no memory, no files left: try again at a later tick
             self._process = self._start()
             return True
         return False
@@ -75,13 +76,13 @@ class OrphanGuard:
         subreaper.reaped(self._process)
 
     def dismiss(self) -> None:
-        """There is nothing left to guard; returns when it is gone."""
+        """Tell the guard that nothing is left to guard; return when it is gone."""
         stdin: IO[bytes] | None = self._process.stdin
         assert stdin is not None
         try:
             stdin.write(b".")
             stdin.close()
-        except BrokenPipeError:  # it was killed before us
+        except BrokenPipeError:  # it was killed before
             pass
         self._reap()
 
@@ -101,14 +102,14 @@ def main() -> None:
 
 
 def _succeeded(run_dir: Path, mark: str, grace_s: float) -> bool:
-    """Wait for another supervisor, which sees to what the last one has left; whether one came."""
+    """Wait for a new supervisor, which takes over the processes; return whether one came."""
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
         try:
             if json.loads((run_dir / "supervisor.json").read_text())["mark"] != mark:
                 return True
         except (OSError, ValueError, KeyError):
-            pass  # it is being written, or nobody has come yet
+            pass  # it is being written, or no supervisor has come yet
         time.sleep(0.1)
     return False
 

@@ -1,20 +1,20 @@
-"""The run directory: one instance's lock, sockets, logs and the record of what it started.
+"""The run directory: one instance's lock, sockets, logs and the record of its processes.
 
     lock               flock, held while the instance lives; its text is the holder's PID
-    supervisor.json    who runs here: pid, start time, URL, configuration, mark
-    children.json      what it started: name, pid, birthmark
-    shared_memory.json what its children have in /dev/shm
+    supervisor.json    the supervisor: pid, start time, URL, configuration, mark
+    children.json      its processes: name, pid, birthmark
+    shared_memory.json its children's segments in /dev/shm
     control.sock       the operator's socket
     w1.sock …          one socket per worker incarnation
-    logs/NAME.log      what each child wrote: gateway-0.log, MODEL~0.log of the worker MODEL/0
-    events.db          what has happened, in earlier lives too (`supervisor.journal`)
+    logs/NAME.log      each child's output: gateway-0.log, MODEL~0.log of the worker MODEL/0
+    events.db          the events, of earlier lives too (`supervisor.event_log`)
 
-It belongs to this user alone (0700). What a dead instance left is swept by the next one. Without
-room for its records there is no instance: nobody could stop it or ask it anything.
+It belongs to this user alone (0700). The next instance removes what a dead instance left. Without
+disk space for its records an instance does not start: nobody could stop or query it.
 
-The default is under XDG_STATE_HOME, which survives the logout of the user and a restart of the
-machine, as logs and events are to. Where that cannot be written, a directory in XDG_RUNTIME_DIR or
-/tmp stands for it. Whatever somebody removes while the instance lives is made anew (`restore`).
+The default is under XDG_STATE_HOME, so that logs and events survive the user's logout and a reboot.
+If that cannot be written, a directory in XDG_RUNTIME_DIR or /tmp replaces it. Files that somebody
+removes while the instance lives are created again (`restore`).
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _LONGEST_NAME = "control.sock"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Who runs in a run directory."""
+    """The supervisor that runs in a run directory."""
 
     pid: int
     started_at: float  # Unix time, s
     url: str
     config: str
     mark: str
-    boot: str = ""  # the machine's boot ID: PIDs and birthmarks say nothing after another boot
+    boot: str = ""  # the boot ID: PIDs and birthmarks mean nothing after another boot
 
 
 class InUse(StartError):
-    """Another instance holds the run directory."""
+    """The error of a run directory that another instance holds."""
 
 
 def default_paths(environ: Mapping[str, str]) -> list[Path]:
-    """Where an instance lives when nobody says otherwise: the first that can be used.
+    """Return the default run directories; an instance takes the first that it can use.
 
     The second is for a home directory that several machines share.
     """
@@ -72,18 +72,21 @@ def default_paths(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _state_home(environ: Mapping[str, str]) -> Path:
-    """Source: XDG base directory specification. `sudo` may leave another user's HOME to us."""
+    """Return XDG_STATE_HOME or its default; source: XDG base directory specification.
+
+    Ignores a HOME of another user, which `sudo` may leave to us.
+    """
     if (given := Path(environ.get("XDG_STATE_HOME", ""))).is_absolute():
         return given
     home = Path(environ.get("HOME", ""))
     if not home.is_absolute() or not _may_be_ours(home):
-        with contextlib.suppress(KeyError):  # a container's user may be unknown there
+        with contextlib.suppress(KeyError):  # a container's user may be missing in its passwd file
             home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     return home / ".local" / "state" if home.is_absolute() else _fallback_base()
 
 
 def nobody(path: Path) -> NobodyRuns:
-    """What every command says where it needs an instance, and none runs in `path`."""
+    """Return the error of a command that needs an instance when none runs in `path`."""
     return NobodyRuns(
         f"no servekit runs in {path}; `servekit up` starts one, --run-dir names another"
     )
@@ -94,7 +97,7 @@ def _fallback_base() -> Path:
 
 
 def read_record(path: Path) -> Record | None:
-    """Who runs, or last ran, in `path`."""
+    """Return the record of the supervisor that runs or last ran in `path`, if any."""
     try:
         return Record(**json.loads((path / "supervisor.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -116,7 +119,7 @@ class RunDir:
     def __init__(self, path: Path, lock_fd: int, made: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock_fd = lock_fd
-        self._made = made  # folders that were not there before
+        self._made = made  # folders that did not exist before
         self._in_vain = True
         self._record: Record | None = None
         self._sockets = 0
@@ -126,9 +129,9 @@ class RunDir:
 
     @classmethod
     def take(cls, path: Path, *, sweep: bool = True) -> RunDir:
-        """Make it ours and clear what a dead instance left. Raises StartError.
+        """Lock the directory and end what a dead instance left. Raises StartError.
 
-        Without `sweep` what it has left running runs on.
+        Without `sweep`, the processes of the dead instance run on.
         """
         path = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow a symlink)
         _check_length(path)
@@ -152,7 +155,7 @@ class RunDir:
     def take_default(cls, environ: Mapping[str, str]) -> RunDir:
         """Take the first of `default_paths` that can be used. Raises StartError.
 
-        One that another instance of this machine holds is no reason to look further.
+        If another instance of this machine holds a directory, the search ends with that error.
         """
         refusals: list[StartError] = []
         for path in default_paths(environ):
@@ -168,9 +171,9 @@ class RunDir:
         raise refusals[0]
 
     def restore(self) -> bool:
-        """Make anew what somebody has removed; whether anything was missing.
+        """Create again what somebody has removed; return whether anything was missing.
 
-        Raises OSError where it cannot be made, and StartError where it is another's by now.
+        Raises OSError if it cannot be created, and StartError if another instance has taken it.
         """
         if _is_still_there(self._lock_fd, self.path / "lock") and self.logs.is_dir():
             return False
@@ -187,27 +190,30 @@ class RunDir:
         return True
 
     def new_socket(self) -> Path:
-        """A socket path that no incarnation before has used."""
+        """Return a socket path that no earlier incarnation has used."""
         self._sockets += 1
         return self.path / f"w{self._sockets}.sock"
 
     def log_path(self, name: str) -> Path:
-        # "~" occurs in no model's name, so no two children share a file.
+        # No model's name contains "~", so no two children share a file.
         return self.logs / f"{name.replace('/', '~')}.log"
 
     def record(self, record: Record) -> None:
-        """Say who runs here. Raises StartError when the disk is full or refuses."""
+        """Record the supervisor that runs here. Raises StartError when the disk refuses."""
         self._in_vain = self._record is None
         with _told(self.path):
             _write(self.path / "supervisor.json", json.dumps(asdict(record)))
         self._record, self._in_vain = record, False
 
     def record_children(self, children: Iterable[Started]) -> None:
-        """Say what runs here. Raises OSError."""
+        """Record the processes that run here. Raises OSError."""
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
 
     def release(self) -> None:
-        """Leave the lock file, the logs and the events; nothing that a start in vain has made."""
+        """Unlock the directory; keep the lock file, the logs and the events.
+
+        A start that failed removes the directory too, if it created it.
+        """
         self._clear()
         with contextlib.suppress(OSError):
             self.logs.rmdir()
@@ -223,10 +229,10 @@ class RunDir:
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _sweep(self) -> None:
-        """End what a dead instance left running, then remove its files."""
+        """End the processes that a dead instance left, then remove their shared memory."""
         record = read_record(self.path)
         if record is not None and record.boot not in ("", boot_id()):
-            return  # nothing of it runs on this machine, or any more
+            return  # another boot: none of its processes runs on this machine
         children = read_children(self.path)
         end_leftovers(children, record.mark if record else "")
         unnoted = shared_memory.named_after({child.pid for child in children})
@@ -248,7 +254,7 @@ def _check_length(path: Path) -> None:
 
 
 def _check_sockets(path: Path) -> None:
-    """Raises OSError on a file system without sockets."""
+    """Bind a probe socket. Raises OSError on a file system without sockets."""
     probe = path / "probe.sock"
     probe.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -257,7 +263,7 @@ def _check_sockets(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """What tells this boot of this machine from all others; "" where the kernel does not say."""
+    """Return the ID of this boot of this machine; "" if the kernel does not say."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -282,7 +288,7 @@ def _make_private(path: Path) -> None:
 
 
 def _check_default_base(path: Path) -> None:
-    # Under /tmp, another user may have made our parent first, to swap what is below it.
+    # Under /tmp, another user may have created our parent first, to swap what is below it.
     if _fallback_base() in path.parents:
         _check_ours(_fallback_base())
 
@@ -314,7 +320,10 @@ def _lock(path: Path) -> int:
 
 
 def _is_still_there(fd: int, path: Path) -> bool:
-    """Whether `path` is what was opened: a start in vain removes its lock as it gives it up."""
+    """Return whether `path` is still the file that was opened.
+
+    A start that failed removes its lock file as it unlocks it.
+    """
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -322,7 +331,7 @@ def _is_still_there(fd: int, path: Path) -> bool:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """The innermost first; what holds something stays."""
+    """Remove the empty folders among these, which are given innermost first."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -330,7 +339,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into StartError."""
+    """Turn an OSError of the disk into a StartError."""
     try:
         yield
     except OSError as error:
@@ -343,7 +352,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old text or the new, never half of it."""
+    """Replace a file in one step: readers see the old text or the new, never a part of it."""
     fresh = path.with_suffix(".new")
     try:
         fresh.write_text(text)

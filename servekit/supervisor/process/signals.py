@@ -1,6 +1,8 @@
-"""Signals become requests. Not by asyncio's own handlers: in a storm these never leave the loop
-that reads the wake-up pipe, since each signal that is read may be followed by the next one, and
-taking them away makes a signal deadly for a moment.
+"""Signal handling: signals become requests on the event loop.
+
+This avoids asyncio's own handlers. In a storm of signals they never leave the loop that reads the
+wake-up pipe, since each signal read may be followed by another; and to remove them makes a signal
+deadly for a moment.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from typing import Literal
 SignalRequest = Literal["signal", "hangup"]
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: The second one means "now"; a third has nothing to add.
+#: The second signal means "now"; a third adds nothing.
 _MOST_PENDING = 2
 
 
 class Signals:
-    """Hands over "hangup" for SIGHUP and "signal" for SIGINT and SIGTERM, on the event loop."""
+    """Signal handlers that post "hangup" for SIGHUP and "signal" for SIGINT and SIGTERM.
+
+    They post on the event loop.
+    """
 
     def __init__(self, post: Callable[[SignalRequest], None]) -> None:
         self._post = post
@@ -29,11 +34,11 @@ class Signals:
     def catch(self) -> None:
         for number in _NUMBERS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: it is to outlive its terminal
+                continue  # nohup: the instance is to outlive its terminal
             signal.signal(number, self._on_signal)
 
     def ignore(self) -> None:
-        """Nothing that could be asked for is left to do; a late signal must do no harm."""
+        """Ignore all signals: the end is under way, and a late signal must do no harm."""
         for number in _NUMBERS:
             signal.signal(number, signal.SIG_IGN)
 

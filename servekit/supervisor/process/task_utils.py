@@ -1,4 +1,4 @@
-"""Waiting for the tasks that run lives, and for what they do."""
+"""Helpers that wait for the tasks of managed processes, and for work within them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Tasks = set[asyncio.Task[None]]
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """How a life is to end: what its child is told, and how long that may take."""
+    """The way a process is to end: the message for its child, and the grace time."""
 
     ask: msgspec.Struct
     grace_s: float
 
 
 async def ended(tasks: Tasks, within_s: float) -> set[str]:
-    """Wait for lives to end; the names of those that did not. Raises what broke one off."""
+    """Wait for tasks to end; return the names of those that did not. Raises a task's exception."""
     if not tasks:
         return set()
     done, pending = await asyncio.wait(tasks, timeout=within_s)
@@ -32,7 +32,7 @@ async def ended(tasks: Tasks, within_s: float) -> set[str]:
 
 
 async def unless(over: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None, and it is cancelled, if `over` is done before."""
+    """Return the result of `work`; cancel it and return None if `over` is done first."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
@@ -43,7 +43,7 @@ async def unless(over: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T |
 
 
 async def undisturbed(over: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> bool:
-    """Whether `work` was done before `over` was; whichever is first cancels the other."""
+    """Return whether `work` was done before `over`; the first to end cancels the other."""
     told = asyncio.get_running_loop().create_task(over)
     try:
         await unless(told, work)

@@ -1,9 +1,9 @@
-"""A standby, as the supervisor sees it: it forks workers which are up in a third of the time.
+"""A fork server, which starts workers in a third of the time.
 
-An interpreter that imports torch and transformers takes seconds of a core, as long as a model
-is short of a worker. A standby of the same environment, GPU pin included, has done it already, and
-its forks are our own children in every respect; see `worker.standby`. Where it is not at hand, not
-ready or not able to, a fresh interpreter is started as ever: nothing depends on it.
+A fresh interpreter takes seconds of a core to import torch and transformers, while a model lacks a
+worker. A fork server of the same environment, GPU pin included, has done so already, and its forks
+are our own children in every respect; see `worker.fork_server`. If it is not ready or cannot fork,
+a fresh interpreter is started instead: nothing depends on it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from servekit.system.subreaper import Forked
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: A fork takes some tens of milliseconds; one that takes so long is not to be waited for.
+#: A fork takes tens of milliseconds; the wait for it ends after this time.
 _FORK_S = 5.0
 _STOP_GRACE_S = 1.0
 
 
 class ForkServer(ManagedProcess[FromStandby]):
-    """Runs one standby, for the workers of one model at one place."""
+    """The fork server for the workers of one model at one place."""
 
     incoming = FromStandby
     begins_with = "preparation"
@@ -76,7 +76,7 @@ class ForkServer(ManagedProcess[FromStandby]):
     def greet(self) -> None:
         assert self.child is not None
         if self._theirs is not None:
-            self._theirs.close()  # so that the end of the standby is the end of the connection
+            self._theirs.close()  # so that the connection ends with the fork server
         self.child.send(Load(worker_spec(self.model, self.place, "")))
 
     def receive(self, message: FromStandby) -> None:
@@ -102,9 +102,9 @@ class ForkServer(ManagedProcess[FromStandby]):
     async def fork(
         self, name: str, env: Mapping[str, str], mark: str, control_fd: int, output_fd: int
     ) -> Forked | None:
-        """A worker of that name, or None where a fresh interpreter has to do.
+        """Fork a worker of that name; return None if a fresh interpreter must be used.
 
-        `control_fd` and `output_fd` stay the caller's; the worker has copies.
+        The caller keeps `control_fd` and `output_fd`; the worker has copies.
         """
         if self.state != "ready" or self.ending or env != self._env:
             return None
@@ -113,7 +113,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             async with self._turn, asyncio.timeout(_FORK_S):
                 return self._taken(await self._ask(order, [control_fd, output_fd]))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            # What it may yet fork has no one to talk to, and ends by itself.
+            # A worker that is forked too late has no connection, and ends by itself.
             log.warning("not forked", child=name, reason=f"{type(error).__name__}: {error}")
             if self.child is not None:
                 self.child.kill("did not fork when it was asked to")
@@ -133,14 +133,14 @@ class ForkServer(ManagedProcess[FromStandby]):
             case NotForked(message):
                 log.warning("workers are not forked from a standby", reason=message)
                 self.reason = message
-                self.end(Stop(), _STOP_GRACE_S)  # the next fork would find the same
+                self.end(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
                 return None
             case forked:
                 self.forks += 1
                 return subreaper.take(forked.pid)
 
     def status(self) -> ReplicaStatus:
-        """As a replica's, with neither a socket nor requests."""
+        """Return its status as a replica's, without a socket or requests."""
         return ReplicaStatus(
             name=self.name,
             state=self.state,

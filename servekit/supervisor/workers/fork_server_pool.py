@@ -1,9 +1,9 @@
-"""The standbys of one model: which there are to be, and from which a worker is forked.
+"""The fork servers of one model.
 
-There is one for each environment that its workers have: one on the CPU, and one for each GPU
-or set of GPUs that a replica has. They
-are started when all workers have come up, so that they take nothing from those, and what a model
-is made of has been fetched by then. They end when their model is unloaded.
+There is one for each environment of its workers: one on the CPU, and one for each GPU or set of
+GPUs that a replica has. They start when all workers have come up: they take nothing from those, and
+the model's files have been fetched. They end when the model is unloaded,
+unless that only makes room for another model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from servekit.system import procfs
 from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
 
-#: With `standby: auto` there is none where less memory than this is available.
+#: With `standby: auto`, the available memory below which none is started.
 ROOM_BYTES = 4 * 2**30
 _STOP_GRACE_S = 1.0
 
 
 class Worker(Protocol):
-    """What is asked of a replica."""
+    """A replica, as the pool sees it."""
 
     model: ModelConfig
     place: Assignment
@@ -38,19 +38,19 @@ class Worker(Protocol):
 
 
 class ForkServerPool:
-    """Made empty; `tend` fills it. `run` runs a standby's life."""
+    """The fork servers of one model; empty until `tend`. `run` runs a fork server's task."""
 
     def __init__(self, host: SupervisorContext, run: Callable[[ForkServer], None]) -> None:
         self._host = host
         self._run = run
         self._closed = False
         self._at: dict[Slot, ForkServer] = {}
-        self.standbys: list[ForkServer] = []  # those that end included
+        self.standbys: list[ForkServer] = []  # ending ones included
 
     def tend(self, model: ModelConfig, workers: Sequence[Worker], *, away: bool = False) -> None:
-        """Called often: have those that are wanted, and no others.
+        """Start the fork servers that are wanted, and end the others. Called often.
 
-        `away`: the model is unloaded, and what it took is for others.
+        `away`: the model is unloaded, and its memory is for other models.
         """
         wanted = _wanted(model) and not away and self._host.launcher is None
         workers = [one for one in workers if same_worker(one.model, model)]
@@ -63,13 +63,13 @@ class ForkServerPool:
                 self._start(model, worker.place)
 
     def close(self) -> None:
-        """End all of them; there will be no others."""
+        """End all fork servers for good."""
         self._closed = True
         for slot in list(self._at):
             self._end(slot)
 
     def ended(self, standby: ForkServer) -> None:
-        """Its life is over."""
+        """Forget a fork server that has ended."""
         self.standbys.remove(standby)
 
     async def fork(
@@ -81,7 +81,7 @@ class ForkServerPool:
         control_fd: int,
         output_fd: int,
     ) -> Forked | None:
-        """A worker of `model` for that place; None where a fresh interpreter has to do."""
+        """Fork a worker of `model` for that place; None if a fresh interpreter must be used."""
         standby = self._at.get(place.gpus)
         if standby is None or not same_worker(standby.model, model):
             return None

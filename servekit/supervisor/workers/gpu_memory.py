@@ -1,4 +1,4 @@
-"""What one worker has to do with GPU memory: its claim, its turn to load, what it really holds."""
+"""The GPU memory of one worker: its claim, its admission to load, and its actual usage."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from servekit.system.gpus import Gpu, Holdings, gpu_memory_by_pid
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Drivers hand memory out in pages of 2 MiB; some of them more is no news.
+#: Drivers allocate pages of 2 MiB; an excess of a few of them is not reported.
 _TOLERANCE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a worker gets in: by which gate, and what has to be free of each of its GPUs."""
+    """The admission of a worker: its gate, and the bytes that must be free on each of its GPUs."""
 
     gate: GpuAdmission
     needs: tuple[int, ...]
 
 
 class WorkerGpuMemory:
-    """Of one worker, through all its incarnations. `gpus` are those of the machine it is on.
+    """The GPU memory of one worker, through all its incarnations.
 
-    `waits` is told what it waits for before it may load, "" when it does not any more.
+    `gpus` are those of the worker's machine. `waits` is called with what the worker waits for
+    before it may load, and with "" when it no longer waits.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class WorkerGpuMemory:
         self.place = place
         self.gpus = gpus
         self.own = place.gpus
-        self.in_use: tuple[GpuStatus, ...] = ()  # its own, where they are on another machine
-        self.lacking = NOTHING  # while it waits: what others would have to give, by GPU in bytes
+        self.in_use: tuple[GpuStatus, ...] = ()  # its own, if they are on another machine
+        self.lacking = NOTHING  # while it waits: bytes that others would have to free, by GPU
         self.pid = 0
         self.held_bytes = 0
         self.by_gpu: dict[str, int] = {}
@@ -59,15 +60,15 @@ class WorkerGpuMemory:
         self.excess = ""  # a sentence on what it holds beyond its claim
         self._entry = entry
         self._waits = waits
-        self._pids: set[int] = set()  # of all incarnations, with what they have started
+        self._pids: set[int] = set()  # of all incarnations, with their descendants
         claims = place.claims or (0,) * len(place.gpus)
         self.claims = {gpu.uuid: size for gpu, size in zip(place.gpus, claims, strict=True)}
 
-    # ---- its claim
+    # ---- claim and admission
 
     @property
     def need_bytes(self) -> Mapping[str, int]:
-        """What has to be free before it is started, by GPU."""
+        """The bytes that must be free before it is started, by GPU."""
         needs = self._entry.needs if self._entry is not None else (0,) * len(self.place.gpus)
         return {gpu.uuid: size for gpu, size in zip(self.place.gpus, needs, strict=True)}
 
@@ -76,45 +77,45 @@ class WorkerGpuMemory:
         self._waits(what)
 
     async def enter(self) -> str:
-        """Wait until it may load; the reason if it may not."""
+        """Wait until it may load; return the reason if it may not."""
         return "" if self._entry is None else await self._entry.gate.enter(self)
 
     def loaded(self) -> None:
-        """The next one may load."""
+        """Let the next worker load."""
         if self._entry is not None:
             self._entry.gate.loaded(self.name)
 
     async def fell_asleep(self) -> None:
-        """What it has given back may be claimed by others, until it enters again."""
+        """Release the memory it has freed, until it enters again."""
         if self._entry is not None:
             await self._entry.gate.fell_asleep(self)
 
     def loads(self, phase: str) -> None:
-        """It says how far it is; see `wire.values.Progress`."""
+        """Pass on the phase of its load; see `protocol.types.Progress`."""
         if self._entry is not None:
             from_files = phase not in ("fetch", "convert")
             self._entry.gate.loads(self.name, from_files=from_files)
 
     def leave(self) -> None:
-        """Its process is reaped, or was never started."""
+        """Leave the gate: its process is reaped, or was never started."""
         if self._entry is not None:
             self._entry.gate.left(self.name, self._pids)
-        self._pids = set()  # in its next life they may be anybody's
+        self._pids = set()  # the next life's processes may be others with these PIDs
 
-    # ---- its figures
+    # ---- measurements
 
     def begin(self, pid: int) -> None:
-        """It has a process."""
+        """Record the PID of its process."""
         self.pid = pid
         self._pids.add(pid)
 
     def forget(self) -> None:
-        """The process is gone."""
+        """Forget the figures of a process that is gone."""
         self.pid, self.held_bytes, self.stray, self.excess = 0, 0, "", ""
         self.by_gpu, self.stray_by_gpu = {}, {}
 
     async def strays(self) -> str:
-        """Ask now; a sentence on what it holds on GPUs that are not its own, "" if nothing."""
+        """Ask NVML; return a sentence on memory it holds on other GPUs, "" if none."""
         if not self.gpus:
             return ""
         holdings = await asyncio.to_thread(gpu_memory_by_pid)
@@ -123,11 +124,11 @@ class WorkerGpuMemory:
         return stray_memory(group, self.claims.keys(), holdings, self.gpus)
 
     def measure(self, told: Holdings | RemoteGpus) -> None:
-        """Take its share of what NVML has told, here or where it is."""
+        """Take its share of NVML's figures, from this machine or its node."""
         if isinstance(told, RemoteGpus):
             self.own, self.gpus, self.in_use = told.own, told.gpus, told.in_use
             self.claims = dict.fromkeys((gpu.uuid for gpu in told.own), 0)
-            here = told.pid == self.pid  # else it is news of one that has died
+            here = told.pid == self.pid  # else the figures are of an earlier process
             self._measure(frozenset({self.pid}), {self.pid: told.held} if here else {})
         elif self.pid:
             group = group_of(self.pid)
@@ -148,7 +149,7 @@ class WorkerGpuMemory:
             self._entry.gate.ledger.measured(self.name, self.by_gpu)
 
     def complain(self, of: str, reason: str) -> None:
-        """Say so in the log and in the events."""
+        """Log the reason, and record its event."""
         log.error(of, child=self.name, pid=self.pid, reason=reason)
         journal.tell("stray", reason, worker=self.name, pid=self.pid)
 

@@ -1,4 +1,4 @@
-"""One worker's place on another machine, where a launcher has given it one; else nothing."""
+"""The place of a worker on another machine, where a launcher provides one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from servekit.supervisor.lifecycle.remote_process import RemoteChild
 
 
 class RemotePlacement:
-    """Of one worker, through all its incarnations."""
+    """The remote place of one worker, through all its incarnations; without a launcher, none."""
 
     def __init__(self, name: str, host: SupervisorContext) -> None:
         self._name = name
@@ -24,7 +24,7 @@ class RemotePlacement:
         return self._host.launcher is not None
 
     async def enter(self, guest: Guest) -> str:
-        """Wait for a place; the reason if there is none to be had."""
+        """Wait for a place; return the reason if there is none."""
         return "" if self._host.launcher is None else await self._host.launcher.enter(guest)
 
     async def spawn(
@@ -33,24 +33,24 @@ class RemotePlacement:
         on_message: Callable[[FromWorker], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[FromWorker] | None:
-        """Start it there; None where it is to be a child of ours. Raises OSError."""
+        """Start the worker there; return None if it is to be our child. Raises OSError."""
         if self._host.launcher is None:
             return None
         return await self._host.launcher.spawn(guest, FromWorker, on_message, on_line)
 
     async def release(self) -> None:
-        """It will not be started any more."""
+        """Release the place of a worker that will not be started again."""
         if self._host.launcher is not None:
             await self._host.launcher.release(self._name)
 
     async def strays(self) -> str:
-        """A sentence on GPU memory there that is not its own; "" if none."""
+        """Return a sentence on memory it holds on other GPUs there; "" if none."""
         return "" if self._host.launcher is None else await self._host.launcher.strays(self._name)
 
     def adopts(self, child: AnyChild[Any], adapters: Adapters) -> bool:
-        """Whether it was there before us, and has loaded what it is to serve, or is about to.
+        """Return whether the worker existed before us and has loaded its model, or is about to.
 
-        What operators have added to it, by its word, is kept.
+        Keeps the adapters that operators have added to it, as it reports.
         """
         if isinstance(child, RemoteChild):
             adapters.keep(child.added)
@@ -58,7 +58,7 @@ class RemotePlacement:
         return isinstance(child, RemoteChild) and child.state != "empty"
 
     def remember(self, child: AnyChild[Any] | None, adapters: Adapters) -> None:
-        """Have it know what operators have added, if it may outlive us."""
+        """Have the worker remember the adapters that operators added, if it may outlive us."""
         if isinstance(child, RemoteChild):
             child.remember(adapters.added)
 

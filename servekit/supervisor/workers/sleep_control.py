@@ -1,6 +1,7 @@
-"""One worker that is put to sleep and woken: what it was told, and what its state is meanwhile.
+"""Sleep and wake-up of one worker.
 
-Asleep it claims of its GPUs what it still holds; to wake it enters as one that is started does.
+While asleep, it claims the GPU memory that it still holds; to wake, it is admitted as a starting
+worker is.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _DIED = "its worker died"
 
 
 class SleepControl:
-    """Of one replica. An open order is answered: by its worker, or by its death."""
+    """The sleep control of one replica. Every order is answered: by its worker, or by its death."""
 
     def __init__(self, replica: WorkerProcess) -> None:
         self._replica = replica
         self._answer: asyncio.Future[Answer] | None = None
-        #: Held by who enters: should it die while it wakes, its next life comes after that.
+        #: Held during admission: if the worker dies while it wakes, its next life waits.
         self.entering = asyncio.Lock()
 
     async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
-        """Put it to sleep, once what runs is done; why not, "" where it sleeps.
+        """Put it to sleep once its requests are done; return why that failed, or "".
 
         `told` returns when the gateways know that it takes no more requests.
         """
@@ -50,7 +51,7 @@ class SleepControl:
         if not isinstance(answer, SleepFailed) and replica.child is child:
             await replica.vram.fell_asleep()
         if replica.child is not child:
-            return _DIED  # and what is there now, is awake
+            return _DIED  # and its next incarnation is awake
         if not isinstance(answer, SleepFailed):
             log.info("asleep", child=replica.name, after_s=answer.took_s)
             return ""
@@ -59,7 +60,7 @@ class SleepControl:
         return answer.message
 
     async def wake(self) -> str:
-        """Wake it, and have it serve; why not, "" where it does."""
+        """Wake it, and let it serve; return why that failed, or ""."""
         replica = self._replica
         child = replica.child
         if child is None:
@@ -67,7 +68,7 @@ class SleepControl:
         async with self.entering:
             reason = await unless(child.exited, replica.vram.enter())
             if replica.child is not child:
-                replica.vram.leave()  # it may have been let in after its death
+                replica.vram.leave()  # it may have been admitted after its death
         if reason is None or replica.child is not child:
             return _DIED
         if reason:
@@ -91,7 +92,7 @@ class SleepControl:
     async def _send(
         self, order: Sleep | Wake, limit_s: float, child: AnyChild[FromWorker] | None
     ) -> Answer:
-        """Its answer; one that takes longer than `limit_s` is ended."""
+        """Return its answer; end a worker that takes longer than `limit_s`."""
         replica = self._replica
         if replica.child is not child:
             return SleepFailed(_DIED)
@@ -111,10 +112,10 @@ class SleepControl:
             self._answer = None
 
     def answered(self, message: Answer) -> None:
-        """Its worker has said so."""
+        """Take the worker's answer."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(message)
 
     def died(self) -> None:
-        """No answer comes any more."""
+        """Answer the open order of a worker that has died."""
         self.answered(SleepFailed(_DIED))

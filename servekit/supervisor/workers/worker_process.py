@@ -1,4 +1,4 @@
-"""One worker, as the supervisor sees it."""
+"""A worker process, as the supervisor manages it."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ from servekit.system.subreaper import Fork
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Pings go out this often, or four times within the shortest time that a stall may take.
+#: The interval of pings; shorter where a quarter of the shortest timeout is.
 _PING_EVERY_S = 1.0
 
 
 class WorkerProcess(ManagedProcess[FromWorker]):
-    """Runs one worker at its place."""
+    """A worker process at its place."""
 
     incoming = FromWorker
-    notice_s = 0.1  # gateways send it nothing more before it is told to finish
+    notice_s = 0.1  # gateways stop sending to it before it is told to finish
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         super().__init__(place.name, host, circuit)
         self.policy = policy_of(model)
         self.adapters = adapters
-        self.model = model  # a reload may change what does not concern the worker
+        self.model = model  # a reload may change keys that do not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
         self._edition = edition(model)
         self._fork = fork
-        self._socket: Path | None = None  # of one that is launched here
+        self._socket: Path | None = None  # of a worker on this machine
         self.progress: Progress | None = None
         self.timings_s: dict[str, float] = {}
         self.pulse = Liveness(time.monotonic())
@@ -102,7 +102,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._held: dict[str, AdapterInfo] = {}
         self._errands = PendingRequests()
         self.slumber = SleepControl(self)
-        self._wary = False  # it died before it was ready: perhaps of an adapter, but of which?
+        self._wary = False  # died before ready: the next starts without adapters
         self.seat = RemotePlacement(self.name, host)
         self.vram = WorkerGpuMemory(place, gpus, entry, self.told_to_wait)
 
@@ -122,7 +122,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         await self.seat.release()
 
     def told_to_wait(self, what: str) -> None:
-        """It is not let in yet, because of what it is told."""
+        """Show what it waits for before it is admitted."""
         self.progress = Progress(what) if what else None
         self.host.changed()
 
@@ -149,7 +149,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.pulse = Liveness(time.monotonic())
         self.vram.begin(self.child.pid)
         if self.seat.adopts(self.child, self.adapters):
-            return  # it tells what it is
+            return  # it reports what it serves
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -186,7 +186,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._wary = self._ready_at is None
         self._held = {}
         if self._coming_up is not None and not self._errands.open:
-            self._coming_up.cancel()  # else it is told what has become of its errand
+            self._coming_up.cancel()  # else the open order returns, and ends the task
         self._errands.died(self.name, "" if self.ending else self._died_of)
         self._errands = PendingRequests()
         self.slumber.died()
@@ -196,7 +196,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._coming_up = self._loop.create_task(self._come_up(info, timings_s))
 
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
-        """Let it serve only if it holds memory where it may, and the adapters that it should."""
+        """Let it serve only with GPU memory where it is allowed, and with all its adapters."""
         self.starting.awaits("admission", time.monotonic())
         child = self.child
         strays = await (self.seat if self.seat.is_remote else self.vram).strays()
@@ -217,13 +217,13 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.info, self.timings_s, self.progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.device, after_s=took_s)
-        self.pulse = Liveness(time.monotonic())  # what was said of the load is over
+        self.pulse = Liveness(time.monotonic())  # forgets the figures of the load
         self.vram.loaded()
         self.came_up()
         self._ping()
 
     def look(self) -> None:
-        """Called often: ask how it is, and end it if it makes no progress."""
+        """Ping it, and end it if it makes no progress. Called at each tick."""
         super().look()
         if self.child is None or self.state == "stalled":
             return
@@ -235,7 +235,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             self.give_up(cause)
 
     def give_up(self, cause: str) -> None:
-        """End it: it does not what it should."""
+        """Kill a worker that has stalled, after a stack dump."""
         if self.child is None or self.ending:
             return
         log.error("stalled", child=self.name, pid=self.pid, reason=cause)
@@ -246,11 +246,11 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
     def slept(self) -> None:
-        """The supervisor has not run for a while: nobody could answer it."""
+        """Restart its timers: the supervisor was suspended and could read no answer."""
         self.pulse.slept(time.monotonic())
 
     def pardon(self) -> None:
-        """It was busy with what it was told to do."""
+        """Restart its timers after work that we had ordered."""
         self.pulse.pardon(time.monotonic())
 
     def _ping(self) -> None:
@@ -260,7 +260,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.child.send(Ping(self._pings))
 
     def _timeouts(self) -> Timeouts:
-        """While it loads an adapter it may be as silent as when it loads its model."""
+        """Return its timeouts; while it loads an adapter, the longer one holds."""
         stall_s, load_s = self.model.stall_timeout_s, self.model.load_timeout_s
         return Timeouts(max(stall_s, load_s) if self._errands.loading else stall_s, load_s)
 
@@ -272,17 +272,17 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     @property
     def generation(self) -> str:
-        """What it has loaded; the beginning of that while it does not serve."""
+        """The generation that it has loaded; only its first part while it does not serve."""
         known = self.info.generation if self.info is not None and self.serves else ""
         return known or self._edition
 
     @property
     def holds(self) -> Mapping[str, AdapterInfo]:
-        """The adapters that it has, by its own word."""
+        """The adapters that it has, as it reports."""
         return self._held
 
     async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
-        """Have it load an adapter; one that takes longer than its model may is ended."""
+        """Have it load an adapter; end it if that takes longer than a model's load may."""
         name, limit_s = adapter.name, self.model.load_timeout_s
         make = functools.partial(LoadAdapter, adapter=adapter)
         answer = await self._order(make, f"loaded the adapter {name!r}", limit_s)
@@ -293,7 +293,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return answer if isinstance(answer, Refusal) else Refusal("it has answered amiss")
 
     async def unload_adapter(self, name: str) -> bool:
-        """Have it unload an adapter; if it does not, it is ended: gone is gone."""
+        """Have it unload an adapter; end it if it fails to, so that the adapter is gone."""
         limit_s = self.model.timeout_s + self.model.load_timeout_s
         make = functools.partial(UnloadAdapter, name=name)
         answer = await self._order(make, f"unloaded the adapter {name!r}", limit_s)
@@ -315,11 +315,11 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     @property
     def trouble(self) -> str:
-        """Why it cannot serve although it is ready, by its own word; "" if it can."""
+        """The reason why it cannot serve although it is ready, as it reports; "" if it can."""
         return self.pulse.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
-        """With what troubles it now, or what it waits for."""
+        """Return its history, with its present trouble or what it waits for."""
         return story_of(self, super().story())
 
     def load(self) -> tuple[int, int]:
@@ -333,7 +333,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return self.vram.held_bytes
 
     def measure_gpus(self, told: Holdings | RemoteGpus) -> None:
-        """Take its share of what NVML tells, and look whether it is where it should be."""
+        """Take its share of NVML's figures, and check that it is on its own GPUs."""
         known = bool(self.vram.stray)
         self.vram.measure(told)
         if self.vram.stray and self.serves:
@@ -347,12 +347,12 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     @property
     def address(self) -> str:
-        """Where gateways reach it; "" where nothing is to be reached."""
+        """The address for gateways; "" if there is none."""
         return self.seat.address(self.child) or str(self._socket or "")
 
     @property
     def device(self) -> str:
-        """Where it runs, in words."""
+        """The node and device it runs on, in words."""
         return self.seat.where() or self.place.device
 
     @property

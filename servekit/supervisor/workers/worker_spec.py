@@ -1,4 +1,4 @@
-"""What a worker is told to load, made of the file and of its place."""
+"""The specification that a worker loads, made from the configuration and its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from servekit.system import procfs
 def worker_spec(
     model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
 ) -> WorkerSpec:
-    """What the worker is told to load."""
+    """Return what the worker is to load, and how."""
     on_gpus = bool(place.gpus or place.elsewhere)
     return WorkerSpec(
         name=place.name,
@@ -47,13 +47,14 @@ def worker_spec(
 
 
 def edition(model: ModelConfig) -> str:
-    """A digest of all that the file says of a model's text: the first part of its generation.
+    """Return a digest of the settings that determine a model's text, the first part of its
+    generation.
 
-    Room, slots and places are not in it: a worker with more of them says the same.
+    Memory, slots and places are left out: they do not change the text.
     """
     options = model.engine_options().model_dump(exclude_none=True)
     sampling = model.sampling.model_dump(exclude_none=True)
-    sampling.pop("max_tokens", None)  # a length that is settled when an answer begins
+    sampling.pop("max_tokens", None)  # a length, which is fixed when an answer begins
     neutral = KINDS[model.engine].neutral
     said = (
         *(model.engine, model.path, model.revision, model.dtype, model.trust_remote_code),
@@ -64,14 +65,14 @@ def edition(model: ModelConfig) -> str:
 
 
 def parallel(model: ModelConfig, place: Assignment) -> Parallel:
-    """How its engine spreads it over its devices; "" where it has one."""
+    """Return how its engine spreads it over its devices; "" for one device."""
     return _wished(model) if devices(model, place) > 1 else ""
 
 
 def devices(model: ModelConfig, place: Assignment) -> int:
-    """How many its engine spreads it over.
+    """Return the number of devices over which its engine spreads it.
 
-    On a CPU that is processes, where each device has one: a file for GPUs can be tried without any.
+    On a CPU these are processes, one per device: a configuration for GPUs can be tried without any.
     """
     if place.gpus or place.elsewhere:
         return len(place.gpus) or place.elsewhere
@@ -86,9 +87,9 @@ def _wished(model: ModelConfig) -> Parallel:
 
 
 def _share(model: ModelConfig, place: Assignment) -> int:
-    """What it may take of each GPU; 0 where that is all that it finds free.
+    """Return the bytes it may take of each GPU; 0 for all that it finds free.
 
-    Of a GPU without a reserve, a claim on the whole is no less than there is: nothing to keep to.
+    On a GPU without a reserve, a claim on the whole GPU is no limit.
     """
     whole = all(c >= gpu.total_bytes for c, gpu in zip(place.claims, place.gpus, strict=False))
     return 0 if model.memory is None and whole else min(place.claims, default=0)

@@ -1,4 +1,4 @@
-"""One worker as others are told of it."""
+"""The status of a worker, for gateways and operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def status_of(replica: WorkerProcess) -> ReplicaStatus:
-    """For gateways, which go by its state and where it is, and for operators."""
+    """Return the status for gateways, which use state and address, and for operators."""
     last, vram, place = replica.pulse.last, replica.vram, replica.place
     return ReplicaStatus(
         name=replica.name,
@@ -41,7 +41,7 @@ def status_of(replica: WorkerProcess) -> ReplicaStatus:
 
 
 def story_of(one: WorkerProcess, story: ReplicaHistory) -> ReplicaHistory:
-    """What became of it, and what it waits for while it has no process."""
+    """Return the worker's history, with what it waits for while it has no process."""
     waits = one.progress.phase if one.child is None and one.progress is not None else ""
     reason = one.trouble or "; ".join(filter(None, (story.reason, waits)))
     return replace(story, reason=reason)
