@@ -23,7 +23,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One line of the process table. `started` is in clock ticks since boot: a PID's birthmark."""
+    """An entry of the process table. `started`, in ticks since boot, tells reused PIDs apart."""
 
     pid: int
     state: str

@@ -44,7 +44,7 @@ def mapped(pids: Iterable[int]) -> set[Segment]:
 
 
 def named_after(pids: Collection[int]) -> set[Segment]:
-    """Return our user's segments with one of the PIDs in their names, as torch creates them.
+    """Return the segments with one of the PIDs in their names, as torch creates them.
 
     A segment that was created just before the death has not been recorded.
     """
