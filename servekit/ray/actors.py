@@ -52,7 +52,7 @@ class StartOrder:
     """
 
     args: tuple[str, ...]
-    env: dict[str, str]  # in addition to the node's own
+    env: dict[str, str]  # overrides the node's own
     fingerprint: str
     log_path: Path
     role: Literal["worker", "gateway"] = "worker"

@@ -200,7 +200,7 @@ class RayLauncher:
     # ---- identity of a worker
 
     def _environment(self, guest: Guest) -> dict[str, str]:
-        """Return the environment in addition to the node's own, which sets the GPU pin."""
+        """Return the variables that override the node's own; the node sets the GPU pin."""
         extra = {**self._host.keys_of(guest.model), **guest.model.env}
         kind = KINDS[guest.model.engine]
         return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)

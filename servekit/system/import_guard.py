@@ -68,7 +68,7 @@ def stand(process: str) -> ImportGuard:
 
 @contextlib.contextmanager
 def guarded(process: str) -> Iterator[None]:
-    """Guard this process within the block."""
+    """Guard this process for the duration of the block."""
     guard = stand(process)
     try:
         yield

@@ -184,7 +184,7 @@ class Driver:
         self._berths[berth.name] = berth
         self._follow(berth)
 
-    # ---- berths
+    # ---- places
 
     async def _berth(self, wish: c.Berth) -> msgspec.Struct:
         if (known := self._berths.get(wish.name)) is not None:

@@ -36,7 +36,10 @@ class CapacityProvider(Protocol):
     """Finder of room for replicas; launchers of remote workers have their own."""
 
     def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
-        """Return the GPUs where one more replica has room now (empty: on the CPU), or why none."""
+        """Return the GPUs where one more replica has room now, or why there are none.
+
+        The result is empty on the CPU, and where the cluster chooses.
+        """
 
     def short(self, model: str, replicas: int) -> None:
         """Report on every change for how many replicas of a model there is no room; 0 for none.
