@@ -1,5 +1,5 @@
-"""Several machines by Ray: placement of workers and gateways on other nodes.
+"""Multi-node support with Ray: placement of workers and gateways on other nodes.
 
-This folder is the supervisor's side: it imports no Ray and speaks to the process in `ray.process`
-over a socket. Only the supervisor and `cli` may import from here.
+This folder is the supervisor's side: it does not import Ray, but talks over a socket to the process
+in `ray.process`. Only the supervisor and `cli` may import from here.
 """

@@ -1,4 +1,4 @@
-"""What runs in the actors of a Ray cluster, worker or gateway: its place, its output, its end."""
+"""The Ray actors of workers and gateways: their places, output and end."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ from servekit.system.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: How long a process may take to write its stacks, and they to come here.
+#: How long a process may take to write its stacks, and these to arrive here.
 _DUMP_S = 3.0
-#: How long giving a place back may take.
+#: How long the release of a place may take.
 VACATE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """What a process in a berth is started with, on the host where that is.
+    """Arguments and environment of a process that starts in an actor, on the actor's host.
 
-    `fingerprint` is of all of it that makes it what it is: one that has another is not taken over.
+    `fingerprint` covers everything that defines the process: a running process with another
+    fingerprint is not taken over.
     """
 
     args: tuple[str, ...]
-    env: dict[str, str]  # over the node's own
+    env: dict[str, str]  # overrides the node's own
     fingerprint: str
     log_path: Path
     role: Literal["worker", "gateway"] = "worker"
@@ -61,10 +62,10 @@ class StartOrder:
 
 @dataclass(slots=True)
 class _Place:
-    """What is known of one process's place."""
+    """State of one process's place."""
 
-    wait: Callable[[str], None]  # told what it waits for; "" when it does not any more
-    measure: Callable[[RemoteGpus], None]  # told of its GPUs there
+    wait: Callable[[str], None]  # receives what the process waits for; "" when nothing
+    measure: Callable[[RemoteGpus], None]  # receives its GPU information
     host: str = ""
     gpus: Slot = ()
     running: Running | None = None
@@ -75,9 +76,9 @@ class _Place:
 
 
 class RayActors:
-    """All of an instance, by the names of who is in them, who have certificates of these.
+    """All actors of an instance, by the name of their process, and the certificates of these.
 
-    `cluster` is set before any of it is used.
+    Set `cluster` before use.
     """
 
     cluster: Cluster
@@ -93,7 +94,7 @@ class RayActors:
         wish: Callable[[int], Berth],
         measure: Callable[[RemoteGpus], None] = lambda told: None,
     ) -> str:
-        """Wait for a place, as `wish` asks for it by its id; why there is none, "" if there is."""
+        """Wait for a place that `wish` requests with its id; return why there is none, or ""."""
         known = self._places.get(name)
         place = self._places[name] = known or _Place(wait, measure)
         place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
@@ -117,12 +118,12 @@ class RayActors:
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
-        """Start it in its place, or take over what serves there. Raises OSError."""
+        """Start a process in its place, or take over the one that runs there. Raises OSError."""
         place = self._places[name]
         place.output = output = Output(RotatingFile(order.log_path), on_line)
         place.role = order.role
         if place.running is not None:
-            self._certificates.forget(order.role, name)  # which it has is not known
+            self._certificates.forget(order.role, name)  # its certificate is unknown
         running = place.running or await self._start(name, order, place)
         place.running = None
         ended = self._end_of(place, running.pid)
@@ -155,7 +156,7 @@ class RayActors:
         return Running(started.pid, started.address, order.fingerprint)
 
     async def strays(self, name: str) -> str:
-        """A sentence on GPU memory that it holds elsewhere; "" if none, or nobody can tell."""
+        """Return a message about GPU memory that it holds elsewhere; "" if none or unknown."""
         try:
             async with asyncio.timeout(VACATE_S):
                 found: Held = await self.cluster.ask(lambda id: Strays(id, name))
@@ -164,7 +165,7 @@ class RayActors:
         return found.stray
 
     async def release(self, name: str) -> None:
-        """Give its place back."""
+        """Release the place of a process."""
         if self._places.pop(name, None) is None:
             return
         try:
@@ -174,19 +175,19 @@ class RayActors:
             log.warning("a place was not given back", worker=name, reason=str(error))
 
     def host(self, name: str) -> str:
-        """The address of the node where it has its place; "" where it has none."""
+        """Return the address of the node of a process; "" if it has no place."""
         place = self._places.get(name)
         return "" if place is None else place.host
 
     def where(self, name: str) -> str:
-        """On which node and device it is, in words; "" where it has no place."""
+        """Return the node and device of a process in words; "" if it has no place."""
         place = self._places.get(name)
         if place is None or not place.host:
             return ""
         return device(place.gpus) if place.gpus else f"cpu on {place.host}"
 
     def look(self) -> None:
-        """Called often: renew certificates that are due, the supervisor's own among them."""
+        """Renew certificates that are due, including the supervisor's own; call this often."""
         self._certificates.look()
         for name, place in self._places.items():
             child = place.child
@@ -196,7 +197,7 @@ class RayActors:
             if due is not None:
                 child.send(Renew(due))
 
-    # ---- what the cluster tells
+    # ---- messages from the cluster
 
     def waits(self, name: str, what: str) -> None:
         if (place := self._places.get(name)) is not None:
@@ -215,7 +216,7 @@ class RayActors:
                 place.child.rss_bytes = message.rss_bytes
 
     def exited(self, message: Exited) -> None:
-        """Of a process; PID 0 is whichever runs there."""
+        """Resolve the end of a process; PID 0 means any process in that place."""
         place = self._places.get(message.name)
         if place is None:
             return
@@ -230,7 +231,7 @@ class RayActors:
             place.ended = {pid: asyncio.get_running_loop().create_future()}
         return place.ended[pid]
 
-    # ---- what is done to a process
+    # ---- control of a process
 
     async def _kill(self, name: str) -> None:
         self.cluster.tell(Signal(name, signal.SIGKILL, group=True))

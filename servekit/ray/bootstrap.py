@@ -1,4 +1,4 @@
-"""What it takes to join a Ray cluster, and to find again what runs there."""
+"""Setup to join a Ray cluster and to find again what runs there."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from servekit.errors import StartError
 from servekit.protocol.ray_messages import Want
 from servekit.protocol.transport.certificate_authority import Authority
 
-#: In the run directory: whoever comes after us needs it to be let in by the workers.
+#: File in the run directory that lets the next supervisor connect to the workers.
 _AUTHORITY = "authority"
-#: To a head that listens.
+#: Timeout of a connection to the head node.
 _REACH_S = 5.0
 
 
 def namespace(settings: RayConfig, run_dir: Path) -> str:
-    """Ray's, for the actors of the instance that runs here."""
+    """Return the Ray namespace of this instance's actors."""
     here = f"{socket.gethostname()}:{run_dir}"
     return settings.namespace or f"servekit-{hashlib.sha256(here.encode()).hexdigest()[:12]}"
 
 
 def forget(run_dir: Path) -> None:
-    """Nothing is left to be found again."""
+    """Remove the authority, since nothing is left that could be taken over."""
     (run_dir / _AUTHORITY).unlink(missing_ok=True)
 
 
 async def reach(address: str) -> None:
-    """Raises StartError where nobody listens: Ray itself takes minutes to say so."""
+    """Connect to the head node as a test. Raises StartError: Ray itself takes minutes to fail."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -53,7 +53,7 @@ async def reach(address: str) -> None:
 
 
 def authority(run_dir: Path) -> Authority:
-    """The one of whoever served from this run directory before, if it did not end in order."""
+    """Return the authority of a previous supervisor that was killed, or else a new one."""
     try:
         return Authority.from_bytes((run_dir / _AUTHORITY).read_bytes())
     except (OSError, StartError):
@@ -61,7 +61,7 @@ def authority(run_dir: Path) -> Authority:
 
 
 def leave(run_dir: Path, authority: Authority) -> None:
-    """For whoever comes after us. Raises OSError."""
+    """Store the authority for the next supervisor. Raises OSError."""
     path = run_dir / _AUTHORITY
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
@@ -69,7 +69,7 @@ def leave(run_dir: Path, authority: Authority) -> None:
 
 
 def wants(models: Sequence[ModelConfig]) -> tuple[Want, ...]:
-    """What each model needs on a node: its engine, and its files where they are not fetched."""
+    """Return what each model needs on a node: its engine, and its files unless they are fetched."""
     return tuple(map(want, models))
 
 

@@ -1,6 +1,6 @@
-"""The process that speaks to Ray (`servekit.ray.process`), as the supervisor sees it.
+"""Client of the process that talks to Ray (`servekit.ray.process`).
 
-What is asked of it is answered, or the process dies, and then all that was asked has failed.
+Every question is answered, or the process dies and all pending questions fail.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 
 class Unable(OSError):
-    """What was asked for cannot be; an OSError, as when the system does not start a process."""
+    """A failed request; an OSError, like a failure of the system to start a process."""
 
     def __init__(self, message: str, pid: int = 0) -> None:
         super().__init__(0, message)
@@ -47,7 +47,7 @@ class Unable(OSError):
 
 
 class Listener(Protocol):
-    """What hears of workers."""
+    """Receiver of events about workers."""
 
     def waits(self, name: str, what: str) -> None: ...
     def lines(self, name: str, lines: tuple[str, ...]) -> None: ...
@@ -57,10 +57,10 @@ class Listener(Protocol):
 
 
 class Cluster(ManagedProcess[FromCluster]):
-    """Runs the process; `joined` is done once it has joined the cluster, or cannot.
+    """The process that talks to Ray; `joined` completes when it has joined the cluster or failed.
 
-    `nodes` are those of the cluster when it joined or, where it is to `watch`, now: `on_nodes` is
-    called when they have changed.
+    `nodes` are the nodes at that time or, with `watch`, the current ones; `on_nodes` is called when
+    they change.
     """
 
     incoming = FromCluster
@@ -79,9 +79,9 @@ class Cluster(ManagedProcess[FromCluster]):
         self.starting.occasion = StartReason.up()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
         self.joined.add_done_callback(_seen)
-        self.there = asyncio.Event()  # it is joined now
+        self.there = asyncio.Event()  # set while joined
         self.nodes: tuple[Node, ...] = ()
-        self.own = ""  # Ray's id of the node that we are on
+        self.own = ""  # Ray's id of our own node
         self.on_nodes: Callable[[], None] = lambda: None
         self._watch = watch
         self._settings = settings
@@ -91,7 +91,7 @@ class Cluster(ManagedProcess[FromCluster]):
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._join_id = 0
-        self._turn = 0  # in which we came, by Ray's count
+        self._turn = 0  # our position in Ray's order of jobs
         self._since = time.time()
 
     def command(self) -> Command:
@@ -155,7 +155,7 @@ class Cluster(ManagedProcess[FromCluster]):
                     asked.set_result(message)
 
     async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
-        """The answer. Raises Unable where there is none, or it is Sorry."""
+        """Return the answer. Raises Unable if there is none, or it is Sorry."""
         await self.there.wait()
         if self.child is None:
             raise Unable("the process that speaks to Ray has died")
@@ -171,7 +171,7 @@ class Cluster(ManagedProcess[FromCluster]):
         return answer
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Dropped where nobody is there to hear it."""
+        """Send a message; dropped if the process is not running."""
         if self.child is not None:
             self.child.send(message)
 
@@ -191,15 +191,15 @@ class Cluster(ManagedProcess[FromCluster]):
             self.joined.set_exception(Unable(self.reason or "its client has died"))
 
     def _on_line(self, text: str) -> None:
-        if text.startswith("{"):  # ours; what Ray has to say of itself fills pages, in its log file
+        if text.startswith("{"):  # ours; Ray's own messages fill pages, and go to its log file only
             super()._on_line(text)
 
     def load(self) -> tuple[int, int]:
-        """It is of use as long as it lives."""
+        """Count as useful work after 60 s, since this process serves no requests."""
         return int(self._ready_at is not None and time.monotonic() - self._ready_at > 60), 0
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Whoever waits for it may have gone: then nobody is to be told of its error."""
+    """Retrieve the error, so that asyncio does not report it if no one waits for the future."""
     if not future.cancelled():
         future.exception()

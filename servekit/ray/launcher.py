@@ -1,9 +1,9 @@
-"""`launcher: ray`: workers in the actors of a Ray cluster, reached over TCP with mutual TLS.
+"""Launcher for `launcher: ray`: workers in Ray actors, reached over TCP with mutual TLS.
 
-Ray says where, and starts and ends processes; nothing of a request passes through it. A worker and
-its place are two things: it is started again where it was as long as its node lives, and placed
-anew when that is lost. Actors outlive the supervisor for `ray.grace_s`, and the next one finds
-them by their names: what runs as the file wants it is taken over, and the rest is ended.
+Ray chooses nodes, and starts and ends processes; requests do not pass through it. A worker and its
+place are separate: the worker is restarted in the same place while its node lives, and placed again
+when the node is lost. Actors outlive the supervisor for `ray.grace_s`, and the next supervisor
+finds them by name: workers that match the configuration are taken over, the others end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Instance(SupervisorContext, Protocol):
 
 
 class RayLauncher:
-    """Made on the event loop; of no use before `open`."""
+    """Launcher of workers in a Ray cluster. Create it on the event loop and call `open` first."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RayLauncher:
     # ---- the cluster
 
     async def open(self, plan: Plan) -> None:
-        """Join the cluster and look at its nodes. Raises StartError where it cannot serve that."""
+        """Join the cluster and check its nodes. Raises StartError if it cannot serve the plan."""
         address, within_s = self._settings.address, self._settings.connect_s
         await bootstrap.reach(address)
         self._run(self.cluster)
@@ -108,11 +108,11 @@ class RayLauncher:
         return await self._survey.again(self.cluster, models)
 
     async def fault(self, node: Node) -> str:
-        """Why nothing of ours can run on a node, whatever room it has; "" if it can."""
+        """Return why no process of ours can run on a node, regardless of room; "" if one can."""
         return await self._survey.fault(self.cluster, node)
 
     def _unreachable(self, host: str) -> str:
-        """Why gateways on other nodes would be of no use; "" if they are, or there are none."""
+        """Return why gateways on other nodes would be unreachable; "" if they are not, or none."""
         there = self.cluster.nodes
         own = next((node.host for node in there if node.node == self.cluster.own), "")
         if (
@@ -127,7 +127,7 @@ class RayLauncher:
         )
 
     def keep(self, models: Sequence[ModelConfig]) -> None:
-        """Of what was found, end all that nobody will ask for."""
+        """End the found processes that the configuration does not need."""
         names = [f"{m.name}/{i}" for m in models if m.load == "on_start" for i in range(least(m))]
         if self.gateways_everywhere:
             sites = node_requirements.sites_of(self.cluster.nodes, self.cluster.own, {})
@@ -135,7 +135,7 @@ class RayLauncher:
         self.cluster.keep(tuple(names))
 
     async def close(self, tasks: Mapping[ManagedProcess[Any], asyncio.Task[None]]) -> set[str]:
-        """All workers have ended, and given their places back. Who does not end."""
+        """Leave the cluster after all workers have ended; return the processes that remain."""
         if self._heritage is not None and self._settling is not None:
             self._settling.cancel()
             self._heritage.end()
@@ -197,16 +197,16 @@ class RayLauncher:
     def where(self, name: str) -> str:
         return self.berths.where(name)
 
-    # ---- what a worker is
+    # ---- identity of a worker
 
     def _environment(self, guest: Guest) -> dict[str, str]:
-        """Over that of its node; whose pin is set there."""
+        """Return the variables that override the node's own; the node sets the GPU pin."""
         extra = {**self._host.keys_of(guest.model), **guest.model.env}
         kind = KINDS[guest.model.engine]
         return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)
 
     def _fingerprint(self, guest: Guest) -> str:
-        """Of all that a worker is started with: one that has another is not taken over."""
+        """Return a hash of everything that a worker is started with, for the takeover."""
         spec = worker_spec(guest.model, guest.place, "")
         env = sorted(self._environment(guest).items())
         parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))

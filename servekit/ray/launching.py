@@ -1,4 +1,4 @@
-"""What launches workers, as the file says: nothing of its own, or Ray."""
+"""Selection of the launcher of workers by the configuration: none, or Ray."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def launcher_of(
     run: Callable[[ManagedProcess[Any]], None],
     heritage: Takeover | None,
 ) -> RayLauncher | None:
-    """What the file says; None where workers are children of the supervisor."""
+    """Return the configured launcher; None if workers are children of the supervisor."""
     return RayLauncher(plan, host, run, heritage) if plan.config.launcher == "ray" else None
 
 
 def grace_s(launcher: RayLauncher | None) -> float:
-    """How long what serves may outlive the supervisor."""
+    """Return how long running processes may outlive the supervisor, in seconds."""
     return 0.0 if launcher is None else launcher.grace_s
 
 
 async def opened(
     launcher: RayLauncher | None, plan: Plan, until_told: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Whether what launches workers is at hand; False where it is told to end before it is."""
+    """Open the launcher; return False if a shutdown was requested first."""
     return launcher is None or await undisturbed(until_told(), launcher.open(plan))

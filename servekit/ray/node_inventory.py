@@ -1,4 +1,4 @@
-"""What the nodes of a Ray cluster are, by their own word, and what they can serve."""
+"""Inventory of a Ray cluster's nodes, by their own reports, and what they can serve."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from servekit.ray.client import Cluster, Unable
 
 
 class NodeInventory:
-    """`nodes` are as they were last seen: when we joined, and when a reload brought new models."""
+    """The nodes as last seen: when the cluster was joined, or a reload added models."""
 
     def __init__(self, settings: RayConfig) -> None:
         self._settings = settings
         self.nodes: tuple[Node, ...] = ()
 
     def gpus_for(self, model: ModelConfig) -> int:
-        """How many each of its workers gets; 0: it runs on the CPU."""
+        """Return the number of GPUs per worker of a model; 0: it runs on the CPU."""
         return node_requirements.gpus_for(model, any_there=any(node.gpus for node in self.nodes))
 
     def refusal(self, models: Sequence[ModelConfig]) -> str:
-        """Why the cluster cannot serve these, as it was last seen; "" if it can."""
+        """Return why the last seen nodes cannot serve these models; "" if they can."""
         cpus = self._settings.cpus
         needs = [node_requirements.Need(model.name, self.gpus_for(model), cpus) for model in models]
         return node_requirements.refusal(
@@ -35,7 +35,7 @@ class NodeInventory:
         )
 
     async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
-        """Ask the nodes that there are now for what these need: why they cannot be served."""
+        """Query the current nodes for these models; return why they cannot be served, or ""."""
         wants, within_s = bootstrap.wants(models), self._settings.connect_s
         try:
             async with asyncio.timeout(within_s):
@@ -48,10 +48,10 @@ class NodeInventory:
         return self.refusal(models)
 
     async def fault(self, cluster: Cluster, node: Node) -> str:
-        """Why nothing of ours can run on a node, whatever room it has; "" if it can."""
+        """Return why no process of ours can run on a node, regardless of room; "" if one can."""
         own, within_s = own_versions(), self._settings.connect_s
         if said := node_requirements.fault(node, own):
-            try:  # which was true when it came, and it may have been busy, or been set right
+            try:  # the last report may be outdated: the node may have been busy, or repaired since
                 looked: Looked = await cluster.ask(lambda id: Look(id, within_s, (), node.node))
             except Unable as error:
                 return error.message

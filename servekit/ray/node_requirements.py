@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster can run what the file asks for: pure, and said in one sentence.
+"""Checks of whether a cluster's nodes can run the configuration: pure, with one-sentence results.
 
 Only nodes on which some worker could be placed count: a head without resources needs no engine.
 """
@@ -15,7 +15,7 @@ from servekit.protocol.ray_messages import Node
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What each worker of a model claims, all on one node."""
+    """Resources that each worker of a model claims, all on one node."""
 
     model: str
     gpus: int
@@ -24,7 +24,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What is installed where the supervisor runs."""
+    """Versions installed on the supervisor's machine."""
 
     servekit: str
     python: str
@@ -32,7 +32,7 @@ class Versions:
 
 
 def gpus_for(model: ModelConfig, *, any_there: bool) -> int:
-    """How many GPUs each worker of a model gets, where nodes have some or none; 0: the CPU."""
+    """Return the number of GPUs per worker of a model; 0: the CPU. `any_there`: nodes have GPUs."""
     needs = KINDS[model.engine].gpu_here
     if model.device == "cpu" or (needs == "never" and model.device != "cuda"):
         return 0
@@ -41,7 +41,7 @@ def gpus_for(model: ModelConfig, *, any_there: bool) -> int:
 
 
 def in_words(model: ModelConfig) -> str:
-    """What a worker of a model runs on, before anybody has asked the nodes."""
+    """Describe the device of a model's workers before the nodes are known."""
     least, most = (gpus_for(model, any_there=any_there) for any_there in (False, True))
     if not most:
         return "cpu, on a Ray node"
@@ -51,9 +51,9 @@ def in_words(model: ModelConfig) -> str:
 def refusal(
     nodes: Sequence[Node], own: Versions, needs: Sequence[Need], *, grows: bool = False
 ) -> str:
-    """What keeps the file from being served by these nodes; "" if nothing does.
+    """Return why these nodes cannot serve the configuration; "" if they can.
 
-    `grows`: there may be other nodes later, larger ones, too.
+    `grows`: other nodes may join later, including larger ones.
     """
     return next(filter(None, _refusals(nodes, own, needs, grows)), "")
 
@@ -71,7 +71,7 @@ def _refusals(
 
 
 def unfit(node: Node, own: Versions, model: str) -> str:
-    """Why no worker of a model can run there, whatever room it has; "" if one can."""
+    """Return why no worker of a model can run on a node, regardless of room; "" if one can."""
     if node.problem:
         return f"the Ray node {node.host} cannot run workers: {node.problem}"
     lack = node.lacks.get(model)
@@ -80,14 +80,14 @@ def unfit(node: Node, own: Versions, model: str) -> str:
 
 
 def fault(node: Node, own: Versions) -> str:
-    """Why nothing of ours can run there, whatever it is; "" if it can."""
+    """Return why no process of ours can run on a node; "" if one can."""
     return node.problem or next(_differing(node, own), "")
 
 
 def sites_of(nodes: Sequence[Node], own: str, in_use: Mapping[str, str]) -> dict[str, Node]:
-    """Where gateways are to be, by address: one on each machine but ours, which `own` is on.
+    """Return the nodes for gateways by address: one on each machine except ours (`own`).
 
-    Of several nodes at one address that which is `in_use` there stays; else it is the first.
+    Of several nodes at one address, the one in `in_use` stays; else it is the first.
     """
     here = {node.host for node in nodes if node.node == own}
     found: dict[str, Node] = {}
@@ -98,7 +98,7 @@ def sites_of(nodes: Sequence[Node], own: str, in_use: Mapping[str, str]) -> dict
 
 
 def fits(node: Node, need: Need) -> bool:
-    """Whether a worker fits the node while nothing else is there."""
+    """Return whether a worker fits the node while nothing else runs there."""
     return node.gpus >= need.gpus and node.cpus >= need.cpus
 
 

@@ -1,8 +1,8 @@
-"""Gateways on the other nodes of a cluster: one on each that is there, whenever it comes or goes.
+"""Gateways on the other nodes of a cluster: one on each, as nodes join and leave.
 
-They are what the supervisor's own are, and differ in how they come to be: an actor of Ray's holds
-the listening sockets on its node, as the supervisor does at home, and starts the process, which
-the supervisor reaches over TCP. They outlive it as workers do, and the next one takes them over.
+They work like the supervisor's own gateways, but start differently: a Ray actor holds the listening
+sockets on its node and starts the process, which the supervisor reaches over TCP. They outlive the
+supervisor like workers, and the next supervisor takes them over.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from servekit.supervisor.process import environment
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: For one whose node is lost to say goodbye, should it live.
+#: Time for the gateway of a lost node to shut down, if it is still alive.
 _LOST_S = 1.0
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Desk(Protocol):
-    """Who answers what operators ask a gateway over HTTP."""
+    """Service that answers operators' requests to a gateway over HTTP."""
 
     def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What each of them is to serve, and by whose means."""
+    """Settings and services that all remote gateways share."""
 
     server: ServerConfig
     ports: tuple[int, ...]  # the public one first
@@ -63,7 +63,7 @@ class Service:
 
 
 class RemoteGateway(Gateway):
-    """Runs the gateway of one node, which is known by its address."""
+    """Gateway of one node, identified by its address."""
 
     incoming = FromRemoteGateway
 
@@ -71,14 +71,14 @@ class RemoteGateway(Gateway):
         self, node: Node, service: Service, host: SupervisorContext, beside: Gateway
     ) -> None:
         super().__init__(node.host, (), service.server, host, lambda spent: None)
-        self.node = node  # Ray has another one for a machine that was started again
+        self.node = node  # a restarted machine is a new node for Ray
         self._service = service
-        self._certified = ""  # the stamp of the certificate that it has
-        self._holds_until = 0.0  # till then it goes by what the last supervisor said
+        self._certified = ""  # stamp of its current certificate
+        self._holds_until = 0.0  # until then it keeps the last supervisor's topology
         self.on_over: Callable[[RemoteGateway], None] = lambda _: None
         self.join(beside)
 
-    # ---- its place
+    # ---- place
 
     async def enter(self) -> str:
         node, berths = self.node, self._service.launcher.berths
@@ -138,7 +138,7 @@ class RemoteGateway(Gateway):
         parts = (self._args(), self._listen(), __version__, authority)
         return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
 
-    # ---- what it is told
+    # ---- messages to the gateway
 
     def greet(self) -> None:
         adopted = self.child is not None and getattr(self.child, "state", "") == "ready"
@@ -147,14 +147,15 @@ class RemoteGateway(Gateway):
         super().greet()
 
     def _again(self) -> None:
-        """It is reached again; what is about the moment may not have reached it."""
+        """Publish again after a reconnection, since messages may have been lost."""
         self._certified = ""
         self.publish(self._topology)
 
     def publish(self, topology: Topology) -> None:
-        """As any gateway; but one that serves by what the last supervisor said goes on with that
+        """Publish a topology; a gateway that was taken over first keeps the previous one.
 
-        until ours has found again what there was, and does not lose it in between.
+        It changes once this supervisor has found the workers again, so that it does not lose them
+        in between.
         """
         if self._holds_until and not self._may_change(topology):
             self._topology = topology
@@ -176,19 +177,19 @@ class RemoteGateway(Gateway):
         return self.child is not None
 
     def _certify(self, stamp: str) -> None:
-        """Hand it the certificate and its key, which are files on our machine."""
+        """Send the certificate and its key, which are files on our machine."""
         tls = self._service.server.tls
         if tls is None or self.child is None or stamp == self._certified:
             return
         try:
             files = tls.certificate.read_bytes(), tls.key.read_bytes()
-        except OSError as error:  # a moment ago it could be read
+        except OSError as error:  # it was readable a moment ago
             log.error("the certificate cannot be read", child=self.name, reason=str(error))
             return
         self._certified = stamp
         self.child.send(CertificateUpdate(stamp, *files))
 
-    # ---- what it tells
+    # ---- messages from the gateway
 
     def receive(self, message: FromGateway | AdminRequest) -> None:
         if isinstance(message, AdminRequest):
@@ -210,10 +211,10 @@ class RemoteGateway(Gateway):
 
 
 class RemoteGateways:
-    """All of an instance; none without a cluster, or where the file does not ask for any.
+    """All remote gateways of an instance; none without a cluster, or if not configured.
 
-    `gateways` are those on the supervisor's node, and become those of all nodes: whoever has the
-    list sees them come and go. `run` runs the life of one.
+    `gateways` are those on the supervisor's node; those of other nodes are added to and removed
+    from this list. `run` runs the life of a gateway.
     """
 
     def __init__(
@@ -231,17 +232,17 @@ class RemoteGateways:
         self._halted = False
 
     def begin(self) -> None:
-        """From now on, one on each node."""
+        """Run one gateway on each node from now on."""
         if self._service is not None and self._service.launcher.gateways_everywhere:
             self._service.launcher.cluster.on_nodes = self._look
             self._look()
 
     def halt(self) -> None:
-        """Begin none any more."""
+        """Start no more gateways."""
         self._halted = True
 
     def _ended(self, life: RemoteGateway) -> None:
-        """The life of one is over; its node may be there again by now."""
+        """Remove a gateway that has ended; its node may be back already."""
         if self._halted:
             return
         del self._by_host[life.node.host]
@@ -250,7 +251,7 @@ class RemoteGateways:
         self._look()
 
     def _look(self) -> None:
-        """Compare what is there with what should be."""
+        """Compare the gateways with the nodes, and start or end the difference."""
         if self._halted or self._service is None:
             return
         cluster = self._service.launcher.cluster
@@ -281,22 +282,22 @@ def remote_gateways(
     desk: Desk,
     run: Callable[[ManagedProcess[Any]], None],
 ) -> RemoteGateways:
-    """Of an instance whose own gateways have these sockets."""
+    """Return the remote gateways of an instance whose own gateways have these sockets."""
     ports = tuple(sock.getsockname()[1] for sock in listeners)
     service = None if launcher is None else Service(server, ports, launcher, desk)
     return RemoteGateways(gateways, service, host, run)
 
 
 def _is_whole(topology: Topology) -> bool:
-    """What a supervisor has found again is all there, or lost: none is on its way up."""
+    """Return whether all workers have been found again or lost: none is starting or loading."""
     workers = [replica for model in topology.models for replica in model.replicas]
     on_their_way = ("starting", "loading")
     return bool(topology.models) and all(one.state not in on_their_way for one in workers)
 
 
 def listens_at(host: str, node: str) -> str:
-    """Where one listens on a node of that address, by the file's `server.host`.
+    """Return the address to listen on at a node, for the configured `server.host`.
 
-    Every address is that there, too; one address is ours alone, and there it is the node's own.
+    A wildcard address stays; a specific address is our machine's, so the node's own replaces it.
     """
     return host if host in _EVERY_ADDRESS else node

@@ -1,4 +1,4 @@
-"""What a supervisor that was killed has left to us: its port, and gateways that serve on."""
+"""Takeover from a supervisor that was killed: its port, and gateways that keep serving."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from servekit.system.orphan_cleanup import Started, end_leftovers, read_children
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: For our own gateways and workers to serve, before the old ones end in any case.
+#: Time for our own gateways and workers to serve before the old ones are ended in any case.
 PATIENCE_S = 120.0
 _LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """`elders` are connections to the gateways that serve by what the last supervisor said."""
+    """Sockets and processes of the previous instance.
+
+    `elders` are connections to the gateways that serve with its topology.
+    """
 
     listeners: tuple[socket.socket, ...]
     elders: tuple[socket.socket, ...]
@@ -35,7 +38,7 @@ class Takeover:
 
     @classmethod
     def of(cls, run_dir: Path, port: int) -> Takeover | None:
-        """Take over what serves there on that port, 0 is any; None where nothing does."""
+        """Take over what serves on that port (0: any); None if nothing does."""
         record = read_record(run_dir)
         found = inherit(run_dir.glob("heir-*.sock"))
         if not found or record is None:
@@ -52,19 +55,19 @@ class Takeover:
         )
         if port in (0, listeners[0].getsockname()[1]):
             return made
-        made.dismiss()  # it is to be another port
+        made.dismiss()  # another port is configured
         for sock in listeners:
             sock.close()
         return None
 
     def dismiss(self) -> None:
-        """Have them finish what they have, and end."""
+        """Drain the old gateways."""
         for elder in self.elders:
             with contextlib.suppress(OSError):
                 elder.send(DRAIN)
 
     async def settle(self, status: Callable[[], Status], drain_s: float) -> None:
-        """Once ours serve, have the old gateways end, and see to it that nothing is left."""
+        """Drain the old gateways once ours serve, and end whatever is left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 while not _serves(status()):  # noqa: ASYNC110 - looked at from outside
@@ -77,7 +80,7 @@ class Takeover:
         self.end()
 
     def end(self) -> None:
-        """Now."""
+        """Kill the previous instance's processes and close their sockets immediately."""
         end_leftovers(self.children, self.mark)
         for elder in self.elders:
             elder.close()

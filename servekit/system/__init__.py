@@ -1,6 +1,6 @@
 """The operating system and the GPUs: processes, sockets, limits, shared memory, NVML.
 
-These modules know nothing of models and requests. NVML is asked in a process of its own
-(`nvml_process`), because the supervisor must never load a CUDA library.
-Every part of the package may import from here; this folder imports only `errors` and itself.
+These modules know nothing about models and requests. NVML is read in a separate process
+(`nvml_process`), because the supervisor must never load a CUDA library. Every part of the package
+may import from here; this folder imports only itself, `errors` and the messages of `protocol`.
 """

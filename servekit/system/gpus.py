@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as NVML tells of them (`supervisor.nvml`)."""
+"""The GPUs of this machine, as NVML reports them (`nvml_client`)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from servekit.system.nvml_client import driver, is_present
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. Memory is in bytes, as it was when the GPU was read; what the driver keeps for
-    itself is in neither figure."""
+    """One GPU. Memory is in bytes at the time of the reading, without the driver's own part."""
 
     index: int
     uuid: str
     name: str
     total_bytes: int
     free_bytes: int
-    linked: tuple[str, ...] = ()  # UUIDs of the GPUs that NVLink joins it to
-    node: str = ""  # of a cluster, where it is; "": here
+    linked: tuple[str, ...] = ()  # UUIDs of the GPUs connected by NVLink
+    node: str = ""  # its cluster node; "": this machine
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}){on_node(self.node)}"
 
 
-#: The GPUs of one worker, in NVML's order; none for one on the CPU.
+#: The GPUs of one worker, in NVML's order; empty for a CPU worker.
 Slot = tuple[Gpu, ...]
 #: Bytes held, by process and GPU UUID.
 Holdings = Mapping[int, Mapping[str, int]]
 
 
 def find_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
-    """The GPUs of this machine in NVML's order; none without a driver.
+    """Return the GPUs of this machine in NVML's order; none without a driver.
 
-    `visible` is the supervisor's own CUDA_VISIBLE_DEVICES, or None when it is unset: GPUs that it
-    hides are not ours to hand out. Blocks while a driver wakes its GPUs.
+    `visible` is the supervisor's own CUDA_VISIBLE_DEVICES, or None if unset: GPUs that it hides are
+    not used. Blocks while a driver initialises its GPUs.
     """
     found = driver.ask("gpus") if is_present() else None
     gpus = [Gpu(**{**gpu, "linked": tuple(gpu["linked"])}) for gpu in found or ()]
@@ -44,19 +43,19 @@ def find_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
 
 
 def gpu_memory_by_pid() -> Holdings:
-    """What each process holds on each GPU, as far as this PID namespace can see. Blocks."""
+    """Return the bytes that each process in this PID namespace holds, by GPU. Blocks."""
     found = driver.ask("memory") if is_present() else None
     return {int(pid): held for pid, held in (found or {}).items()}
 
 
 def free_bytes() -> Mapping[str, int]:
-    """What is free of each GPU now, by UUID; empty where the driver does not answer. Blocks."""
+    """Return the free bytes by GPU UUID; empty if the driver does not answer. Blocks."""
     found = driver.ask("free") if is_present() else None
     return found or {}
 
 
 def gpus_in_use(ours: Sequence[Gpu] | None = None) -> tuple[GpuStatus, ...]:
-    """How full and how busy our GPUs, or all, are now; empty where the driver does not answer.
+    """Return memory use and utilisation of our GPUs, or of all; empty without the driver's answer.
 
     Blocks.
     """
@@ -66,7 +65,7 @@ def gpus_in_use(ours: Sequence[Gpu] | None = None) -> tuple[GpuStatus, ...]:
 
 
 def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indexes or UUID prefixes, cut at the first bad one.
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indexes or UUID prefixes, up to the first bad one.
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
@@ -82,12 +81,12 @@ def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
 
 
 def on_node(name: str) -> str:
-    """ " on 10.0.0.5"; nothing of what is here."""
+    """Return such as " on 10.0.0.5"; "" for this machine."""
     return f" on {name}" if name else ""
 
 
 def match(gpus: Sequence[Gpu], entry: int | str) -> Gpu | None:
-    """The one GPU that an NVML index or a UUID (or an unambiguous start of one) names."""
+    """Return the GPU that an NVML index, a UUID or an unambiguous UUID prefix names."""
     text = str(entry)
     if text.isdecimal():
         return next((gpu for gpu in gpus if gpu.index == int(text)), None)

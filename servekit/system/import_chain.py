@@ -1,4 +1,7 @@
-"""Who imports whom right now, read off the stack. Stdlib only: it runs in any traced program."""
+"""The chain of imports in progress, read off the stack.
+
+Uses the standard library only, since it runs in any traced program.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 from types import FrameType
 from typing import List, Optional, Tuple
 
-#: Where the import statement's own machinery stands.
+#: Files of Python's import machinery.
 _MACHINERY = ("<frozen importlib._bootstrap", "<frozen importlib._bootstrap_external")
 _PATHS = ("/importlib/__init__.py", "/importlib/_bootstrap.py")
 
@@ -14,14 +17,14 @@ Step = Tuple[str, str, int]  # module, file, line
 
 
 def is_machinery(filename: str) -> bool:
-    """Whether a frame of that file is Python's importing itself, and no one's own code."""
+    """Return whether frames of that file belong to Python's import machinery."""
     return filename.startswith(_MACHINERY) or filename.endswith(_PATHS)
 
 
 def importers(frame: Optional[FrameType] = None) -> List[Step]:
-    """The frames that are importing right now, outermost first: module, file and line of each.
+    """Return the importing frames, outermost first, as module, file and line.
 
-    What the innermost one imports is not among them.
+    The module that the innermost frame imports is not included.
     """
     found: List[Step] = []
     within = False
@@ -36,7 +39,7 @@ def importers(frame: Optional[FrameType] = None) -> List[Step]:
 
 
 def modules_under_way(frame: Optional[FrameType] = None) -> List[str]:
-    """The modules that importing has brought under way, outermost first; [] outside any import."""
+    """Return the modules being imported, outermost first; [] outside any import."""
     steps = importers(frame)
     names = [step[0] for step in steps]
     frame = frame or sys._getframe(1)

@@ -1,11 +1,11 @@
-"""What the supervisor and the gateway refuse to import, with the chain that led there.
+"""Guard against forbidden imports in the supervisor and the gateway, naming the import chain.
 
-A finder at the head of `sys.meta_path` rather than an audit hook: Python asks it once per module
-that is imported, and never again; an audit hook would run at every file, socket and process.
+The guard is a finder at the head of `sys.meta_path` rather than an audit hook: Python calls it once
+per imported module, whereas an audit hook would run for every file, socket and process.
 
-The refusal is an ImportError. A library that uses torch only where it can be had, and says so with
-`try: import torch` and `except ImportError`, goes on without it; and `importlib.util.find_spec`
-still tells the truth about what is installed. Everybody else stops, with a sentence.
+The refusal is an ImportError. A library that uses torch optionally, with `try: import torch` and
+`except ImportError`, works without it, and `importlib.util.find_spec` still finds what is
+installed. All other code stops with a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import ModuleType
 from servekit.errors import ForbiddenImport
 from servekit.system.import_chain import importers
 
-#: Whatever initialises CUDA when imported or at the first use, or is there for nothing else.
+#: Packages that initialise CUDA when imported or first used, or exist only for it.
 NO_CUDA = frozenset(
     {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "xformers", "flash_attn"}
     | {"triton", "vllm", "llama_cpp", "xllamacpp", "tensorflow", "jax", "jaxlib", "cupy"}
@@ -29,7 +29,7 @@ NO_CUDA = frozenset(
 
 
 class ImportGuard(MetaPathFinder, Loader):
-    """Finds forbidden modules, and refuses to load them."""
+    """Import finder that finds forbidden modules and refuses to load them."""
 
     def __init__(self, process: str, names: frozenset[str] = NO_CUDA) -> None:
         self._process = process
@@ -38,7 +38,7 @@ class ImportGuard(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._names:  # a package's name: within it nobody gets further
+        if fullname not in self._names:  # top-level names suffice: submodules cannot be reached
             return None
         found = PathFinder.find_spec(fullname, path, target)
         if found is not None:
@@ -49,7 +49,7 @@ class ImportGuard(MetaPathFinder, Loader):
         raise ForbiddenImport(self._sentence(spec.name), name=spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Not reached: there is no module."""
+        """Do nothing: never reached, since `create_module` raises."""
 
     def _sentence(self, name: str) -> str:
         chain = [step for step, _, _ in importers(sys._getframe(2)) if step != __name__]
@@ -58,7 +58,7 @@ class ImportGuard(MetaPathFinder, Loader):
 
 
 def stand(process: str) -> ImportGuard:
-    """Guard this process from now on. Raises ForbiddenImport for what is there already."""
+    """Guard this process from now on. Raises ForbiddenImport for modules already imported."""
     guard = ImportGuard(process)
     for name in sorted(NO_CUDA & sys.modules.keys()):
         raise ForbiddenImport(f"{name} was imported in the {process} before its guard", name=name)
@@ -68,7 +68,7 @@ def stand(process: str) -> ImportGuard:
 
 @contextlib.contextmanager
 def guarded(process: str) -> Iterator[None]:
-    """Guard this process within the block."""
+    """Guard this process for the duration of the block."""
     guard = stand(process)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The process that reads NVML (`supervisor.nvml`), as its users see it.
+"""Client of the process that reads NVML (`nvml_process`).
 
-It is started at the first question and again when it has died or did not answer in time; then
-what is known of the GPUs is nothing, for a while, rather than something that holds everybody up.
+The process is started at the first question, and again after it died or did not answer in time.
+After a failure the client answers None for a while, so that no caller is held up.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 Question = Literal["gpus", "free", "memory", "use", "details"]
 
-#: A machine has a driver where one of these is there: Linux, and Linux within Windows.
+#: One of these exists if there is a driver: on Linux, or on Linux within Windows.
 _DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia"))
-#: The first answer waits for the driver to open every GPU: seconds each, without persistence mode.
+#: The first answer waits for the driver to open every GPU: seconds each without persistence mode.
 _FIRST_S = 60.0
 _ANSWER_S = 5.0
-#: After a driver that did not answer, nobody asks for this long.
+#: Pause after a driver that did not answer.
 _REST_S = 60.0
 
 
 class Driver:
-    """Answers questions, one at a time, from any thread; blocks until the answer or its deadline.
+    """Client that asks one question at a time, from any thread, and blocks until its deadline.
 
-    `command` is what to start, with our PID after it.
+    `command` is the process to start; our PID is appended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Driver:
         self._rests_until = 0.0
 
     def ask(self, question: Question) -> Any:
-        """The answer; None where there is none to be had."""
+        """Return the answer; None if there is none."""
         with self._lock:
             if time.monotonic() < self._rests_until:
                 return None
@@ -68,7 +68,7 @@ class Driver:
                 return None
 
     def close(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process; the next question starts another one."""
         with self._lock:
             self._end()
 
@@ -102,14 +102,14 @@ class Driver:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        # In a driver's call SIGKILL may have to wait: then so does the reaping, without us.
+        # SIGKILL is delayed during a driver call: do not wait long for the process to be reaped.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1.0)
         subreaper.reaped(process)
 
 
 def _line(fd: int, deadline: float) -> bytes:
-    """One line from a pipe. Raises TimeoutError, or OSError where it ends before."""
+    """Return one line from a pipe. Raises TimeoutError, or OSError if the pipe ends before."""
     line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
@@ -123,9 +123,9 @@ def _line(fd: int, deadline: float) -> bytes:
 
 
 def is_present() -> bool:
-    """Whether this machine has a GPU driver at all."""
+    """Return whether this machine has a GPU driver."""
     return any(path.exists() for path in _DEVICES)
 
 
-#: The one of this process.
+#: The client of this process.
 driver = Driver()

@@ -1,26 +1,25 @@
-"""`python -m servekit.system.nvml_process`: reads the GPUs, in a process of its own.
+"""`python -m servekit.system.nvml_process`: reads the GPUs in a separate process.
 
 Each line on stdin is a question, each line on stdout its answer in JSON:
 
     gpus     [{"index": 0, "uuid": "GPU-…", "name": "NVIDIA H200", "total_bytes": …,
-               "free_bytes": …, "linked": [UUID of each GPU that NVLink joins it to, …]}, …]
+               "free_bytes": …, "linked": [UUID of each GPU connected by NVLink, …]}, …]
     free     {UUID: bytes}
     memory   {PID: {UUID: bytes}}
     use      [{"index", "uuid", "name", "total_bytes" as above, "used_bytes": …,
-               "utilisation": 0 to 1, or null where the GPU does not tell}, …]
+               "utilisation": 0 to 1, or null if the GPU does not report it}, …]
     details  {"error": "", "driver": "580.95.05", "cuda": "13.0", "gpus": [as above, and
                "compute_mode": "default", "exclusive" or "prohibited", "mig": false,
-               "persistence": true (each None where the GPU has no such thing),
-               "processes": [[PID, bytes], …]]}; only "error" where there is no NVML
+               "persistence": true (each None if the GPU does not support it),
+               "processes": [[PID, bytes], …]]}; only "error" without NVML
 
-A process of its own, because a driver that is broken or busy may keep a call for minutes, and the
-supervisor must go on meanwhile; and because the library takes 19 MB of whoever loads it. It stays
-for as long as stdin is open: to open every device anew for each look took a third of a core on a
-machine with two H200.
+The process is separate, because a broken or busy driver may block a call for minutes while the
+supervisor must go on, and because the library takes memory in each process that loads it. It lives
+as long as stdin is open, since opening every device again for each reading is slow.
 
 Source: NVML API reference (nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetComputeRunningProcesses).
-NVML numbers GPUs by PCI bus, as CUDA does under CUDA_DEVICE_ORDER=PCI_BUS_ID. It makes no CUDA
-context and takes no memory of a GPU.
+NVML numbers GPUs by PCI bus, as CUDA does under CUDA_DEVICE_ORDER=PCI_BUS_ID. It creates no CUDA
+context and takes no GPU memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from servekit.system.parent_death import die_with
 
 def main() -> None:
     die_with(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's are not for us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignore a terminal's signals
         signal.signal(number, signal.SIG_IGN)
     nvml = _initialised()
     questions: dict[str, Callable[[Any], Any]] = {
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def _initialised() -> Any:
-    """NVML, or None: no library, no driver, no permission all mean that there is no GPU for us."""
+    """Return NVML, or None without library, driver or permission: then there is no usable GPU."""
     try:
         import pynvml
 
@@ -80,7 +79,7 @@ def _gpus(nvml: Any) -> list[dict[str, Any]]:
 
 
 def _is_linked(nvml: Any, one: Any, other: Any) -> bool:
-    """Whether NVLink joins them. Source: NVML API reference, nvmlDeviceGetP2PStatus."""
+    """Return whether NVLink connects them. Source: NVML API reference, nvmlDeviceGetP2PStatus."""
     try:
         status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         return bool(status == nvml.NVML_P2P_STATUS_OK)
@@ -114,7 +113,10 @@ def _used(nvml: Any, gpu: dict[str, Any], handle: Any) -> dict[str, Any]:
 
 
 def _utilisation(nvml: Any, handle: Any) -> float | None:
-    """Source: NVML API reference, nvmlDeviceGetUtilizationRates; not under MIG."""
+    """Return the utilisation, or None under MIG.
+
+    Source: NVML API reference, nvmlDeviceGetUtilizationRates.
+    """
     try:
         return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
     except (AttributeError, nvml.NVMLError):
@@ -147,7 +149,7 @@ def _detailed(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     def asked(name: str) -> Any:
         try:
             return getattr(nvml, name)(handle)
-        except nvml.NVMLError:  # this GPU or this driver knows nothing of it
+        except nvml.NVMLError:  # not supported by this GPU or this driver
             return None
 
     mode, mig = asked("nvmlDeviceGetComputeMode"), asked("nvmlDeviceGetMigMode")
@@ -162,7 +164,7 @@ def _detailed(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
 
 
 def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Index and handle of each GPU that answers; one that has fallen off the bus is left out."""
+    """Yield index and handle of each GPU that answers; a GPU that fell off the bus is left out."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -184,9 +186,10 @@ def _read(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
 
 
 def _memory_of(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Total and free bytes. What the driver keeps for itself (0.6 GB of an H200) nobody gets.
+    """Return total and free bytes, without the driver's own reserve.
 
-    Source: NVML API reference, nvmlDeviceGetMemoryInfo_v2; older drivers know the first only.
+    Source: NVML API reference, nvmlDeviceGetMemoryInfo_v2; older drivers only support the first
+    version, which includes the reserve.
     """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -197,7 +200,7 @@ def _memory_of(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def _processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:
-    # A process shows up in both lists when it also draws; the larger figure is the whole.
+    # A process that also draws is in both lists; the larger figure is the total.
     held: dict[int, int] = {}
     queries: tuple[Callable[[Any], Any], ...] = (
         nvml.nvmlDeviceGetComputeRunningProcesses,

@@ -1,10 +1,10 @@
-"""Ending what a dead instance left behind: its children's groups, and all that carries its mark.
+"""Cleanup of a dead instance's processes: its children's groups, and all that carry its mark.
 
-The mark is carried twice: in the environment, and as a resource limit that limits nothing. A
-process that empties its environment and begins a session of its own keeps its limits.
+The mark is carried twice: in the environment, and as a resource limit that has no effect. A process
+that empties its environment and starts its own session keeps its limits.
 
-Used by the guard, within a moment of the death, and by the next start in the same run directory.
-It imports little on purpose: the guard is one more process.
+Used by the guard process, right after the death, and by the next start in the same run directory.
+It imports little, to keep the guard process small.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 
 from servekit.system import procfs
 
-#: In the environment of everything that an instance starts, grandchildren included.
+#: Environment variable of everything that an instance starts, grandchildren included.
 MARK = "SERVEKIT_INSTANCE"
-#: In the run directory: what the supervisor has started, and what was seen of what they have.
+#: File in the run directory: the supervisor's children and their recorded descendants.
 CHILDREN = "children.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """One child: `started` tells it from another process that got its PID later."""
+    """One child; `started` distinguishes it from a later process with the same PID."""
 
     name: str
     pid: int
@@ -37,7 +37,7 @@ class Started:
 
 
 def end_leftovers(children: Iterable[Started], mark: str, within_s: float = 5.0) -> int:
-    """SIGKILL the groups of `children` and all that carries `mark`; how many were left alive."""
+    """SIGKILL the groups of `children` and all processes with `mark`; return how many were left."""
     deadline = time.monotonic() + within_s
     for child in children:
         if procfs.is_alive(child.pid, child.started):
@@ -50,10 +50,10 @@ def end_leftovers(children: Iterable[Started], mark: str, within_s: float = 5.0)
 
 
 def mark_by_limit(mark: str) -> None:
-    """Have all that this process starts from now on carry `mark` as a limit.
+    """Make all processes that this process starts from now on carry `mark` as a limit.
 
-    As the soft RLIMIT_RTTIME, in microseconds of more than 70,000 years: it can stop nothing, and
-    has no other use. Source: getrlimit(2).
+    The mark is the soft RLIMIT_RTTIME, in microseconds of more than 70,000 years, so it limits
+    nothing, and the limit has no other use. Source: getrlimit(2).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
     if hard == resource.RLIM_INFINITY:
@@ -61,7 +61,7 @@ def mark_by_limit(mark: str) -> None:
 
 
 def unmark_by_limit(pid: int) -> None:
-    """Take the limit from a child that is to be spared. Raises OSError."""
+    """Remove the limit from a child that is to be spared. Raises OSError."""
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
     resource.prlimit(pid, resource.RLIMIT_RTTIME, (hard, hard))
 
@@ -71,10 +71,10 @@ def _limit(mark: str) -> int:
 
 
 def _kill_limited(mark: str) -> int:
-    """SIGKILL what carries `mark` as a limit, if it is ours; how many there were."""
+    """SIGKILL our processes that carry `mark` as a limit; return how many there were."""
     try:
         limit = _limit(mark)
-    except ValueError:  # it is none that we have given
+    except ValueError:  # not one of our marks
         return 0
     found = [one for one in procfs.limited(limit) if procfs.is_ours(one.pid)]
     for process in found:
@@ -84,9 +84,9 @@ def _kill_limited(mark: str) -> int:
 
 
 def kill_marked(name: str, mark: str) -> int:
-    """SIGKILL what carries `mark` in its environment as `name`; how many there were.
+    """SIGKILL processes that have `mark` in the environment variable `name`; return how many.
 
-    To be repeated until it finds none: what is forked while it looks is seen the next time.
+    Repeat until it finds none: processes forked during the search are found the next time.
     """
     found = list(procfs.marked(f"{name}={mark}")) if mark else []
     for process in found:
@@ -96,14 +96,14 @@ def kill_marked(name: str, mark: str) -> int:
 
 
 def _kill(pid: int) -> None:
-    """It, and its group if it leads one."""
+    """SIGKILL the process, and its group if it leads one."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def read_children(run_dir: Path) -> list[Started]:
-    """What the supervisor of `run_dir` had last recorded."""
+    """Return the children that the supervisor of `run_dir` last recorded."""
     try:
         return [Started(**entry) for entry in json.loads((run_dir / CHILDREN).read_text())]
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What /proc tells about processes. Every answer may be stale by the time it is used.
+"""Process information from /proc; every answer may be stale by the time it is used.
 
 Source: proc(5), /proc/PID/stat and /proc/PID/statm.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-#: What the cgroup of a container may use: v2, v1.
+#: Memory limits of a container's cgroup: v2, v1.
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -23,7 +23,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One line of the process table. `started` is in clock ticks since boot: a PID's birthmark."""
+    """An entry of the process table. `started`, in ticks since boot, tells reused PIDs apart."""
 
     pid: int
     state: str
@@ -33,19 +33,19 @@ class Process:
 
 
 def read(pid: int) -> Process | None:
-    """The process of that PID, a zombie included; None if there is none."""
+    """Return the process with that PID, even if it is a zombie; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (pathlib: 4 ×)
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    # The second field is the command in parentheses, which may itself hold parentheses.
+    # The second field is the command in parentheses, which may itself contain parentheses.
     fields = text[text.rindex(")") + 2 :].split()
     return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
 
 
 def available_bytes() -> int:
-    """Memory that this machine could still hand out without swapping; 0 if it does not say."""
+    """Return the memory that this machine can hand out without swapping; 0 if unknown."""
     try:
         lines = (_PROC / "meminfo").read_text().splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def available_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """The memory of this machine, or what its cgroup may use of it; 0 if neither says."""
+    """Return the memory of this machine, or its cgroup's limit; 0 if unknown."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for line in (_PROC / "meminfo").read_text().splitlines():
@@ -62,19 +62,19 @@ def memory_bytes() -> int:
                 found.append(int(line.split()[1]) * 1024)
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()))  # "max" where there is none
+            found.append(int(path.read_text()))  # "max" if unlimited
     return min(found, default=0)
 
 
 def everyone() -> Iterator[Process]:
-    """All processes but zombies."""
+    """Yield all processes except zombies."""
     for process in map(read, all_pids()):
         if process is not None and process.state not in "ZX":
             yield process
 
 
 def descendants(pid: int) -> list[Process]:
-    """All living processes that it has started, or that they have."""
+    """Return all living descendants of a process."""
     of: dict[int, list[Process]] = {}
     for process in everyone():
         of.setdefault(process.parent, []).append(process)
@@ -87,18 +87,18 @@ def descendants(pid: int) -> list[Process]:
 
 
 def all_pids() -> list[int]:
-    """Of every process, zombies included."""
+    """Return the PIDs of all processes, zombies included."""
     return [int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdecimal()]
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Whether this very process still runs; another one that got its PID does not count."""
+    """Return whether this very process still runs; another one with its PID does not count."""
     process = read(pid)
     return process is not None and process.started == started and process.state not in "ZX"
 
 
 def age_s() -> float:
-    """How long ago this process was started, to a clock tick; 0 where /proc does not say."""
+    """Return the age of this process in seconds, to a clock tick; 0 if unknown."""
     own = read(os.getpid())
     if own is None:
         return 0.0
@@ -106,16 +106,17 @@ def age_s() -> float:
 
 
 def rss_bytes(pid: int, others: Collection[int] = ()) -> int:
-    """Resident memory; 0 when it is gone.
+    """Return the resident memory of a process, 0 if it is gone, and of `others` that belong to it.
 
-    Of `others`, which belong to it, without what they may share with it: files and shared memory.
+    For `others`, memory that may be shared with the process does not count: files and shared
+    memory.
     """
     resident, _ = _resident(pid)
     return resident + sum(own - shared for own, shared in map(_resident, others))
 
 
 def _resident(pid: int) -> tuple[int, int]:
-    """Resident bytes, and how many of these may be shared. Source: proc(5), /proc/PID/statm."""
+    """Return resident bytes, and how many may be shared. Source: proc(5), /proc/PID/statm."""
     try:
         _, resident, shared, *_ = (_PROC / str(pid) / "statm").read_text().split()
     except (OSError, ValueError):
@@ -124,20 +125,20 @@ def _resident(pid: int) -> tuple[int, int]:
 
 
 def command(pid: int, longest: int = 80) -> str:
-    """Its command line, cut to what fits a message; "" when it is gone or not ours to read."""
+    """Return the command line, shortened for messages; "" if it is gone or not readable."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return ""
     text = " ".join(word.decode(errors="replace") for word in words)
-    if len(text) > longest:  # what it is says more than where it lies
+    if len(text) > longest:  # the program's name matters more than its folder
         program = words[0].decode(errors="replace")
         text = text.removeprefix(program[: program.rfind("/") + 1])
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def marked(mark: str) -> Iterator[Process]:
-    """Living processes, this one apart, that started with `mark` (NAME=VALUE) in their environment.
+    """Yield other living processes whose initial environment has `mark` (NAME=VALUE).
 
     Only those that we may read: our own user's.
     """
@@ -148,7 +149,7 @@ def marked(mark: str) -> Iterator[Process]:
 
 
 def limited(realtime_us: int) -> Iterator[Process]:
-    """Living processes, this one apart, with that soft limit on real-time CPU time.
+    """Yield other living processes with that soft limit on real-time CPU time.
 
     Source: proc(5), /proc/PID/limits; getrlimit(2), RLIMIT_RTTIME.
     """
@@ -167,7 +168,7 @@ def _realtime_limit(pid: int) -> bytes:
 
 
 def is_ours(pid: int) -> bool:
-    """Whether it runs as our user."""
+    """Return whether the process runs as our user."""
     try:
         return os.stat(f"/proc/{pid}").st_uid == os.getuid()  # noqa: PTH116
     except OSError:
@@ -175,13 +176,13 @@ def is_ours(pid: int) -> bool:
 
 
 def has(pid: int, name: str) -> bool:
-    """Whether it started with a variable of that name in its environment."""
+    """Return whether the process started with that environment variable."""
     start = f"{name}=".encode()
     return any(entry.startswith(start) for entry in _environ(pid))
 
 
 def variable(pid: int, name: str) -> str | None:
-    """What that variable was when it started; None where it had none, or we may not see it."""
+    """Return the initial value of an environment variable; None if unset or not readable."""
     start = f"{name}=".encode()
     found = [entry for entry in _environ(pid) if entry.startswith(start)]
     return found[0].removeprefix(start).decode(errors="replace") if found else None
@@ -196,8 +197,10 @@ def _environ(pid: int) -> list[bytes]:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed for memory: in our own cgroup where it counts, else on this
-    host since boot; 0 where unknown. Source: kernel cgroup-v2 memory.events, /proc/vmstat.
+    """Return how many processes the kernel has killed for lack of memory; 0 if unknown.
+
+    Counted in our own cgroup if possible, else on this host since boot. Source: kernel cgroup-v2
+    memory.events, /proc/vmstat.
     """
     for path in (*_memory_events(), _PROC / "vmstat"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How our own interpreter is started once more."""
+"""Commands that start our own Python interpreter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def module(name: str) -> tuple[str, ...]:
-    """The command for `python -m NAME`; with `-P` unless we stand in the working directory.
+    """Return the command for `python -m NAME`, with `-P` unless we run from the source folder.
 
-    With `-m`, Python puts the working directory first on its path, and a file of the user's that
-    is called like a module (random.py) would break every child.
+    With `-m`, Python puts the working directory first on its path, and a user's file with the name
+    of a module (random.py) would break every child.
     """
     package_parent = Path(__file__).resolve().parents[2]
     if package_parent == Path.cwd() and not sys.flags.safe_path:

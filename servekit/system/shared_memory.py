@@ -1,8 +1,8 @@
-"""Shared memory that processes leave in /dev/shm when they are killed.
+"""Shared memory that killed processes leave in /dev/shm.
 
-It outlives its makers: a worker that dies a thousand times would fill the machine's memory with
-segments that nobody can name any more. What a worker has mapped is noted while it lives; after
-its death those of its segments go that no living process maps.
+Segments outlive their makers, so workers that die often would fill the machine's memory. The
+segments that a worker has mapped are recorded while it lives; after its death, those that no living
+process maps are removed.
 
 Source: shm_overview(7); proc(5), /proc/PID/maps.
 """
@@ -19,34 +19,34 @@ from pathlib import Path
 from servekit.system import procfs
 
 DIRECTORY = Path("/dev/shm")
-#: In the run directory: what the living workers have mapped.
+#: File in the run directory: segments mapped by the living workers.
 SEGMENTS = "shared_memory.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One segment. `inode` tells it from another that got its name later."""
+    """One segment; `inode` distinguishes it from a later one with the same name."""
 
     name: str
     inode: int
 
 
 def changed_at() -> int:
-    """When a segment was last made or removed by anybody, in ns; 0 where there are none at all."""
+    """Return when a segment was last created or removed by any process, in ns; 0 if unknown."""
     with contextlib.suppress(OSError):
         return DIRECTORY.stat().st_mtime_ns
     return 0
 
 
 def mapped(pids: Iterable[int]) -> set[Segment]:
-    """What these processes have mapped, as far as it still has a name."""
+    """Return the segments that these processes have mapped, except unlinked ones."""
     return {segment for pid in pids for segment in _mapped_by(pid)}
 
 
 def named_after(pids: Collection[int]) -> set[Segment]:
-    """Segments of our user with a maker's PID in their names, as torch gives them.
+    """Return the segments with one of the PIDs in their names, as torch creates them.
 
-    One that was made just before the death has not been noted.
+    A segment that was created just before the death has not been recorded.
     """
     found = set()
     with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def named_after(pids: Collection[int]) -> set[Segment]:
 
 
 def remove(segments: Collection[Segment]) -> int:
-    """Remove those that are still there and that no living process maps; how many that were."""
+    """Remove the segments that no living process maps; return how many were removed."""
     left = [segment for segment in segments if _inode(segment.name) == segment.inode]
     if not left:
         return 0
@@ -74,14 +74,14 @@ def remove(segments: Collection[Segment]) -> int:
 
 
 def note(run_dir: Path, segments: Iterable[Segment]) -> None:
-    """Write down what is to be removed once its makers are gone. Raises OSError."""
+    """Record the segments to remove once their makers are gone. Raises OSError."""
     fresh = run_dir / f"{SEGMENTS}.new"
     fresh.write_text(json.dumps([asdict(segment) for segment in segments]))
     fresh.replace(run_dir / SEGMENTS)
 
 
 def read(run_dir: Path) -> set[Segment]:
-    """What was last noted in a run directory."""
+    """Return the segments that were last recorded in a run directory."""
     try:
         return {Segment(**entry) for entry in json.loads((run_dir / SEGMENTS).read_text())}
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""The public socket: bound before anything is started, inherited by every gateway."""
+"""The public socket: bound before any process is started, inherited by every gateway."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 def bind(host: str, port: int, *, setting: str = "--port") -> socket.socket:
-    """A listening socket on `host`:`port`; port 0 takes a free one.
+    """Return a listening socket on `host`:`port`; port 0 takes a free one.
 
-    Raises StartError, which names `setting` as the place to say another port.
+    Raises StartError, which names `setting` as the place to configure another port.
     """
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -34,13 +34,13 @@ def bind(host: str, port: int, *, setting: str = "--port") -> socket.socket:
 
 
 def close(listeners: Iterable[socket.socket]) -> None:
-    """Our own copies of them: who has inherited them goes on."""
+    """Close our own copies; processes that inherited the sockets keep theirs."""
     for sock in listeners:
         sock.close()
 
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
-    """The base URL under which this machine reaches it."""
+    """Return the base URL of a socket for clients on this machine."""
     scheme = "https" if tls else "http"
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -48,7 +48,7 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 def holder_of(port: int) -> str:
-    """Who listens on a TCP port: "pid 42 (nginx -g …)"; "" when it cannot be told."""
+    """Return the process that listens on a TCP port: "pid 42 (nginx -g …)"; "" if unknown."""
     inodes = set(_listening_inodes(port))
     if not inodes:
         return ""
@@ -82,7 +82,7 @@ def _refusal(host: str, port: int, error: OSError, setting: str) -> str:
 
 
 def _listening_inodes(port: int) -> Iterator[str]:
-    """Links that /proc/PID/fd shows for sockets that listen on `port`. Source: proc(5)."""
+    """Yield the /proc/PID/fd links of sockets that listen on `port`. Source: proc(5)."""
     for table in ("tcp", "tcp6"):
         try:
             lines = (Path("/proc/net") / table).read_text().splitlines()[1:]

@@ -1,10 +1,10 @@
-"""The children that this process started itself, told apart from those that the kernel gives it.
+"""Own children of this process, as opposed to orphans that the kernel gives it.
 
-The supervisor is a subreaper: what a worker starts and leaves behind becomes a child of ours, not
-of init, wherever it moved its session and whatever it did to its environment. So we find it, end
-it and reap it. As PID 1 of a container that holds without asking.
+The supervisor is a subreaper: processes that a worker starts and leaves behind become our children
+instead of init's, whatever session they moved to and whatever their environment. So we find, end
+and reap them. PID 1 of a container gets them in any case.
 
-A process has one set of children, so this module's state is the module's own.
+A process has one set of children, so the state is global to this module.
 
 Source: prctl(2), PR_SET_CHILD_SUBREAPER; proc(5), /proc/PID/task/TID/children.
 """
@@ -27,17 +27,17 @@ from servekit.system import procfs
 _PR_SET_CHILD_SUBREAPER = 36
 _TASKS = Path("/proc/self/task")
 
-_lock = threading.Lock()  # between a fork and the note of it nobody may reap
-_own: set[int] = set()  # PIDs whose end somebody else waits for
-#: Who was here, alive, at the last two looks: PID and birthmark.
+_lock = threading.Lock()  # between a fork and its registration no child may be reaped
+_own: set[int] = set()  # PIDs of children that other code waits for
+#: Living orphans at the last look, and at both of the last two looks: PID and start time.
 _before: set[tuple[int, int]] = set()
 _settled: set[tuple[int, int]] = set()
-#: Without it, whoever started us may have children of other kinds in this process.
+#: Whether orphans may be reaped; otherwise other code may have children in this process.
 _adopting = False
 
 
 def become_subreaper() -> None:
-    """Be given every orphan among our descendants from now on. Raises OSError."""
+    """Adopt every orphan among our descendants from now on. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -46,7 +46,7 @@ def become_subreaper() -> None:
 
 
 def start(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """`subprocess.Popen`; say `reaped` once it has been waited for. Raises OSError."""
+    """Start a `subprocess.Popen`; call `reaped` after waiting for it. Raises OSError."""
     with _lock:
         process: subprocess.Popen[bytes] = subprocess.Popen(args, **options)
         _own.add(process.pid)
@@ -54,21 +54,21 @@ def start(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 class Forked:
-    """A child that another process has forked for us, with what is used of Popen's interface."""
+    """A child that another process has forked for us, with the used part of Popen's interface."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def wait(self) -> int:
-        """Reap it; returns its exit code, or the number of its signal, negative."""
+        """Reap the child; return its exit code, or the negative number of its signal."""
         if self.returncode is None:
             _, status = os.waitpid(self.pid, 0)
             self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Raises ProcessLookupError."""
+        """Send a signal. Raises ProcessLookupError."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
@@ -77,12 +77,13 @@ class Forked:
 
 
 Process = subprocess.Popen[bytes] | Forked
-#: Has a worker forked from a standby, if there is one: environment, mark, and two descriptors.
+#: Function that forks a worker from a fork server, if there is one: environment, mark, two
+#: descriptors.
 Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
 
 
 def take(pid: int) -> Forked:
-    """What was forked for us and given to us is ours from now on, and somebody waits for its end.
+    """Register a child that was forked for us, and that the caller will wait for.
 
     Raises ChildProcessError if it is not our child, or has ended and was reaped.
     """
@@ -93,30 +94,30 @@ def take(pid: int) -> Forked:
 
 
 def reaped(process: Process) -> None:
-    """Its PID may be another's from now on."""
+    """Forget a reaped child: its PID may be reused."""
     _own.discard(process.pid)
 
 
 def is_own(pid: int) -> bool:
-    """Whether we started it, and somebody waits for its end."""
+    """Return whether we started the process, and other code waits for it."""
     return pid in _own
 
 
 def adopted() -> list[procfs.Process]:
-    """The children that others had started, zombies among them; none before we are a subreaper."""
+    """Return the children that others started, zombies included; none unless we are a subreaper."""
     if not _adopting:
         return []
     with _lock:
-        others = (pid for pid in _children() if pid not in _own)  # to read all takes time
+        others = (pid for pid in _children() if pid not in _own)  # reading all is slow
         found = [process for pid in others if (process := procfs.read(pid)) is not None]
         return [process for process in found if process.parent == os.getpid()]
 
 
 def look() -> None:
-    """Called often: reap what has ended of them, and remember who stays.
+    """Reap ended orphans and remember the living ones; call this often.
 
-    Whoever is here at two looks in a row was left behind by a process in the midst of a worker
-    that lives on; those that come with a worker's death are new to us.
+    Orphans seen at two looks in a row were left behind by a worker that lives on; those that appear
+    at a worker's death are new.
     """
     global _before, _settled
     living = {(p.pid, p.started) for p in _reap(adopted())}
@@ -124,10 +125,10 @@ def look() -> None:
 
 
 def kill_strays(mark: str) -> int:
-    """SIGKILL the adopted who are new here and carry no `mark` (a name) in their environment.
+    """SIGKILL new orphans without the variable `mark` in their environment; return how many.
 
-    Called at a child's death: they are what it left, having emptied their environments, for what
-    carries a mark is found by it. How many there were; to be repeated until 0.
+    Call this at a child's death, and repeat until 0: these are processes that it left behind with
+    an emptied environment; others are found by their mark.
     """
     return _kill(
         process
@@ -137,14 +138,14 @@ def kill_strays(mark: str) -> int:
 
 
 def end_adopted(within_s: float = 5.0) -> None:
-    """SIGKILL and reap all of them."""
+    """SIGKILL and reap all orphans."""
     deadline = time.monotonic() + within_s
     while _kill(_reap(adopted())) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _reap(found: Iterable[procfs.Process]) -> list[procfs.Process]:
-    """Collect those that have ended; returns the others."""
+    """Reap those that have ended; return the others."""
     living = []
     for process in found:
         if process.state != "Z":
@@ -165,13 +166,13 @@ def _kill(processes: Iterable[procfs.Process]) -> int:
 
 
 def _children() -> Iterator[int]:
-    """PIDs of all our children: from the kernel's list of each thread's, else from all there are.
+    """Yield the PIDs of all our children, from the kernel's lists or else from all processes.
 
-    The list is quick, and not in every kernel (CONFIG_PROC_CHILDREN).
+    The lists are quicker, but not in every kernel (CONFIG_PROC_CHILDREN).
     """
     try:
         lists = [(task / "children").read_text() for task in _TASKS.iterdir()]
-    except OSError:  # none, or a thread that ended meanwhile
+    except OSError:  # no lists, or a thread that ended meanwhile
         yield from procfs.all_pids()
         return
     for line in lists:

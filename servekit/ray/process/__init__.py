@@ -1,15 +1,18 @@
-"""The process that speaks to Ray for the supervisor, and what runs in Ray's actors.
+"""The process that talks to Ray for the supervisor, and the code in Ray's actors.
 
-Ray places workers and tells of nodes; no request goes through it. It is imported here only, in
-processes of their own: its client takes some 90 MB and threads, and may hang or die with the
-cluster, which is nothing that the supervisor may do.
+Ray places workers and reports nodes; requests do not pass through it. Ray is imported only here, in
+separate processes: its client takes much memory and threads, and may hang or die with the cluster,
+which must not happen to the supervisor.
 
-    driver   the client: berths in, berths out (`wire.cluster`)
-    shim     what an actor is: starts a worker or a gateway on its node and tells of it
-    warden   between the two: a process and all that it starts end with their actor
-    doors    where a gateway on a node listens
-    nodes    which nodes there are; has them look at themselves
-    scouts   which of them cannot run a worker
-    placing  has Ray find room for one
-    look     what a node finds of itself
+    driver            the client: requests and releases places (`protocol.ray_messages`)
+    actor             the actor: starts a worker or a gateway on its node and reports on it
+    actor_handle      the driver's side of one actor
+    actor_supervisor  parent of the actor's process: ends it and its children with the actor
+    sockets           listening sockets of a gateway on a node
+    namespace_lock    one instance per Ray namespace
+    nodes             the list of nodes, and their checks of themselves
+    node_probe        the check that runs on a node
+    node_checks       nodes that cannot run a worker
+    node_selection    choice of a node
+    placement_groups  Ray's search for room for a worker
 """

@@ -1,4 +1,4 @@
-"""`python -m servekit.ray.process`: started by the supervisor only."""
+"""Entry point `python -m servekit.ray.process`, started by the supervisor only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What an actor of Ray's is: it starts a worker or gateway on its node, hears it, tells of it.
+"""Ray actor that starts a worker or gateway on its node and reports on it.
 
-All of it is called from the driver, in threads of the actor. When nobody has asked for anything
-for a while and no worker runs any more, it gives its place back and is gone: a supervisor that
-never returns leaves nothing in the cluster.
+The driver calls it in the actor's threads. When it has not been called for a while and no process
+runs any more, it releases its place and exits: a supervisor that never returns leaves nothing in
+the cluster.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from servekit.system import procfs
 from servekit.system.gpu_memory_audit import group_of, stray_memory
 from servekit.system.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_use
 
-#: Lines that are kept for a supervisor that comes later.
+#: Output lines kept for a later supervisor.
 _MOST_LINES = 2000
 _LONGEST_LINE_BYTES = 64 * 2**10
-#: A worker listens as soon as its interpreter has imported what that takes.
+#: Time until a process listens, which includes the imports for that.
 _LISTENS_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.5
-#: For Ray to take a place back; whoever joins the cluster next finds what it has not.
+#: Time for Ray to release a place; the next driver in the cluster releases the remaining ones.
 _GIVE_BACK_S = 20.0
-#: Over the grace of its worker, for the worker to be the first to go.
+#: Added to the worker's grace period, so that the worker exits first.
 _LONGER_S = 5.0
 
 
 class ActorState(msgspec.Struct, frozen=True):
-    """What the driver sees of a shim."""
+    """State of an actor, as the driver sees it."""
 
     node: str
     host: str
@@ -56,26 +56,26 @@ class ActorState(msgspec.Struct, frozen=True):
 
 
 class ActorEvents(msgspec.Struct, frozen=True):
-    """What has happened since the driver last asked."""
+    """Events since the driver last asked."""
 
     lines: tuple[str, ...]
-    seen: int  # to be asked from, next time
+    seen: int  # argument of the next poll
     pid: int = 0  # of a worker that has ended
     code: int | None = None  # its exit code; negative: a signal; None: none has ended
     out_of_memory: bool = False
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What the process takes, and NVML says, on the node."""
+    """Resource use of the process and the GPUs on the node."""
 
-    gpus: tuple[GpuStatus, ...]  # all of them
+    gpus: tuple[GpuStatus, ...]  # all GPUs of the node
     pid: int  # of the process; 0: none runs
-    held: dict[str, int]  # bytes that it and what it has started hold, by UUID
-    rss_bytes: int = 0  # that it has resident
+    held: dict[str, int]  # bytes held by the process group, by UUID
+    rss_bytes: int = 0  # resident memory
 
 
 class Process:
-    """One worker or gateway, from its start until its warden has told of its end."""
+    """One worker or gateway, from its start until its supervisor has reported its end."""
 
     def __init__(self, fingerprint: str, role: str) -> None:
         self.fingerprint, self.role = fingerprint, role
@@ -86,7 +86,7 @@ class Process:
         self.warden: subprocess.Popen[bytes] | None = None
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """A line of JSON from it, or from its warden."""
+        """Apply a JSON report from the process or its supervisor."""
         self.pid = told.get("pid", self.pid)
         self.address = told.get("address", self.address)
         self.code = told.get("code", self.code)
@@ -94,7 +94,7 @@ class Process:
 
 
 class ProcessActor:
-    """One berth. `gpus` is how many Ray was asked for."""
+    """Actor of one place. `gpus` is the number that was requested from Ray."""
 
     def __init__(self, gpus: int, grace_s: float) -> None:
         self._wanted = gpus
@@ -108,10 +108,10 @@ class ProcessActor:
         self._doors = Sockets()
         threading.Thread(target=self._leave_when_alone, daemon=True).start()
 
-    # ---- what the driver asks
+    # ---- calls by the driver
 
     def look(self) -> bytes:
-        """Where it is, and what runs here: a Sight."""
+        """Return the node and what runs here: an encoded ActorState."""
         import ray
 
         self._asked()
@@ -121,7 +121,7 @@ class ProcessActor:
         return msgspec.msgpack.encode(sight)
 
     def start(self, order: bytes) -> tuple[int, str, str]:
-        """Start a worker: its PID and address; or why there is none."""
+        """Start a process: return its PID and address, or why it failed."""
         self._asked()
         wish = msgspec.msgpack.decode(order, type=Start)
         self.end()
@@ -144,13 +144,13 @@ class ProcessActor:
         return 0, "", f"it did not listen within {_LISTENS_WITHIN_S:g} s"
 
     def poll(self, seen: int, wait_s: float) -> bytes:
-        """News, as soon as there are any, or after `wait_s`."""
+        """Return new ActorEvents as soon as there are any, or after `wait_s`."""
         self._asked()
         process = self._process
         with self._changed:
             self._changed.wait_for(lambda: self._count > seen or _ended(process), wait_s)
             if self._count > seen and not _ended(process):
-                self._changed.wait(0.05)  # lines come in flocks
+                self._changed.wait(0.05)  # lines come in batches
             fresh = min(self._count - seen, len(self._lines))
             lines = tuple(list(self._lines)[len(self._lines) - fresh :]) if fresh > 0 else ()
             news = ActorEvents(lines, self._count)
@@ -164,14 +164,14 @@ class ProcessActor:
         return msgspec.msgpack.encode(news)
 
     def signal(self, number: int, group: bool) -> None:
-        """Send a signal to the worker, or to its group."""
+        """Send a signal to the process, or to its group."""
         process = self._process
         if process is not None and process.pid and process.code is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if group else os.kill)(process.pid, number)
 
     def strays(self) -> str:
-        """A sentence on GPU memory that the worker holds where it may not; "" if none."""
+        """Return a message about GPU memory that the worker holds on other GPUs; "" if none."""
         process = self._process
         if process is None:
             return ""
@@ -179,11 +179,11 @@ class ProcessActor:
         return stray_memory(group_of(process.pid), own, gpu_memory_by_pid(), find_gpus())
 
     def measure(self) -> bytes:
-        """What is taken now: Figures."""
+        """Return the current resource use: encoded Figures."""
         self._asked()
         process = self._process
         pid = process.pid if process is not None and process.code is None else 0
-        # gateways use no GPU: nobody asks the driver of a node for them
+        # gateways use no GPU, so the node's driver is not queried for them
         is_worker = process is not None and process.role == "worker"
         gpus = gpus_in_use() if self._wanted or is_worker else ()
         holdings = gpu_memory_by_pid() if gpus and pid else {}
@@ -195,14 +195,14 @@ class ProcessActor:
         return msgspec.msgpack.encode(Figures(gpus, pid, held, rss_bytes))
 
     def end(self) -> None:
-        """Kill what runs; returns when nothing of it is left."""
+        """Kill the process, and return when nothing of it is left."""
         process = self._process
         if process is not None and process.warden is not None:
             assert process.warden.stdin is not None
             process.warden.stdin.close()
             process.warden.wait()
 
-    # ---- the worker
+    # ---- the process
 
     def _spawn(self, process: Process, wish: Start, listening: Sequence[int]) -> None:
         credentials = Credentials.from_bytes(wish.credentials).hand_over()
@@ -231,7 +231,7 @@ class ProcessActor:
             threading.Thread(target=work, args=(process, opened), daemon=True).start()
 
     def _environment(self, wish: Start) -> dict[str, str]:
-        """The node's own, less what Ray tells its workers, and the pin."""
+        """Return the node's environment without Ray's variables, with ours and the GPU pin."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         own = {name: value for name, value in own.items() if name not in THREADS}
         if not wish.env.keys() & {*THREADS}:
@@ -241,7 +241,7 @@ class ProcessActor:
         return {**own, **wish.env, "CUDA_VISIBLE_DEVICES": pin}
 
     def _hear(self, process: Process, output: IO[bytes]) -> None:
-        """What it writes, line by line."""
+        """Store the output of the process by lines."""
         with output:
             while line := output.readline(_LONGEST_LINE_BYTES):
                 text = line.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
@@ -251,7 +251,7 @@ class ProcessActor:
                     self._changed.notify_all()
 
     def _follow(self, process: Process, reports: IO[bytes]) -> None:
-        """What it and its warden report, until both are gone."""
+        """Apply reports of the process and its supervisor, until both have exited."""
         with reports:
             for line in reports:
                 told = json.loads(line)
@@ -260,7 +260,7 @@ class ProcessActor:
                     continue
                 break
             else:
-                told = {"code": -signal.SIGKILL}  # nobody was left to say so
+                told = {"code": -signal.SIGKILL}  # nothing was left to report it
         assert process.warden is not None
         process.warden.wait()
         self._take(process, told)
@@ -270,7 +270,7 @@ class ProcessActor:
             process.take(told)
             self._changed.notify_all()
 
-    # ---- its own state
+    # ---- own state
 
     def _running(self) -> Running | None:
         process = self._process
@@ -303,24 +303,24 @@ def _ended(process: Process | None) -> bool:
 
 
 def _own_threads() -> dict[str, str]:
-    """What the node itself says of threads: Ray sets a thread for each CPU of its actors.
+    """Return the node's own thread settings: Ray sets a thread for each CPU of its actors.
 
-    Its own process (the raylet) is our parent; our environment of the start has been overwritten by
-    our title.
+    They come from our parent, the raylet, since our own initial environment was overwritten by the
+    process title.
     """
     told = {name: procfs.variable(os.getppid(), name) for name in THREADS}
     return {name: value for name, value in told.items() if value is not None}
 
 
 def _safe_path() -> tuple[str, ...]:
-    # Whatever lies in the actor's working directory must not be imported by our name.
+    # The actor's working directory must not shadow our modules.
     return ("-P",)
 
 
 def _give_back() -> None:
-    """Remove the placement group that this actor is in, which ends the actor, too.
+    """Remove this actor's placement group, which ends the actor, too.
 
-    Without its head Ray answers nothing, and for a long time says nothing of that either.
+    Without its head Ray does not answer, nor fail for a long time, so exit after a timeout.
     """
     giving = threading.Thread(target=_remove_group, daemon=True)
     giving.start()
@@ -331,7 +331,7 @@ def _give_back() -> None:
 def _remove_group() -> None:
     import ray
 
-    with contextlib.suppress(Exception):  # the cluster may be gone: then so is this
+    with contextlib.suppress(Exception):  # if the cluster is gone, so is the group
         group = ray.util.get_current_placement_group()
         if group is not None:
             ray.util.remove_placement_group(group)

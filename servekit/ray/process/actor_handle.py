@@ -1,6 +1,6 @@
-"""One worker's place in the cluster, made and given back through Ray's own calls.
+"""Handle of one process's place in the cluster, made and released through Ray's calls.
 
-They block, all of them: each is made in a thread. What an actor is asked is awaited.
+Ray's own calls block, so each runs in a thread. Calls of an actor are awaited.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from servekit.ray.process.node_selection import Free, free_of
 
 log: Any = structlog.get_logger("servekit.ray.process")
 
-#: For Ray to start an actor's process where there is room, and for an actor to answer.
+#: Time for Ray to start an actor where there is room, and for an actor to answer.
 _ACTOR_S = 60.0
 _ANSWER_S = 5.0
-#: How long Ray may take to give a place back.
+#: Time for Ray to release a place.
 _GONE_S = 10.0
-#: Threads of an actor: calls that wait must not keep others out.
+#: Threads of an actor: waiting calls must not block others.
 _THREADS = 16
-#: How long one question for news may wait for some.
+#: Longest wait of one poll for events.
 POLL_S = 5.0
-#: Longer than a driver may take to open its GPUs: who asked again would fill the actor's threads.
+#: More than a driver takes to open its GPUs: repeated calls would fill the actor's threads.
 _MEASURE_S = 90.0
 
 
 class Gone(Exception):
-    """The actor, or its node, is no more."""
+    """The actor or its node is gone."""
 
 
 class ActorHandle:
-    """A placement group and its actor. `label` is the name that both have in the namespace.
+    """A placement group and its actor, which have the name `label` in the namespace.
 
     An actor that claims nothing has no group.
     """
@@ -66,19 +66,19 @@ class ActorHandle:
         self.model = ""
 
     async def look(self) -> ActorState:
-        """See where it is and what runs there. Raises Gone."""
+        """Return the node and what runs there. Raises Gone."""
         answer = await self._ask(self._actor.look, within_s=_ANSWER_S)
         self.sight = msgspec.msgpack.decode(answer, type=ActorState)
         return self.sight
 
     async def start(self, order: Start) -> tuple[int, str, str]:
-        """Start a worker: its PID and address, or why there is none. Raises Gone."""
+        """Start a process: return its PID and address, or why it failed. Raises Gone."""
         sent = msgspec.msgpack.encode(order)
         answer: tuple[int, str, str] = await self._ask(self._actor.start, sent, within_s=180.0)
         return answer
 
     async def poll(self, seen: int) -> ActorEvents:
-        """What has happened, as soon as something has. Raises Gone."""
+        """Return events as soon as there are any. Raises Gone."""
         answer = await self._ask(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
         return msgspec.msgpack.decode(answer, type=ActorEvents)
 
@@ -87,21 +87,21 @@ class ActorHandle:
             await self._ask(self._actor.signal, number, group, within_s=_ANSWER_S)
 
     async def strays(self) -> str:
-        """A sentence on GPU memory that its worker holds elsewhere. Raises Gone."""
+        """Return a message about GPU memory that its worker holds elsewhere. Raises Gone."""
         return str(await self._ask(self._actor.strays, within_s=10.0))
 
     async def measure(self) -> Figures:
-        """What it takes there. Raises Gone."""
+        """Return the resource use. Raises Gone."""
         answer = await self._ask(self._actor.measure, within_s=_MEASURE_S)
         return msgspec.msgpack.decode(answer, type=Figures)
 
     async def end(self) -> None:
-        """Kill what runs there, and wait for its end."""
+        """Kill the process, and wait for its end."""
         with contextlib.suppress(Gone):
             await self._ask(self._actor.end, within_s=_ANSWER_S)
 
     async def vacate(self) -> None:
-        """Give the place back; returns when Ray has it."""
+        """Release the place, and return when Ray has done so."""
         await self.end()
         await asyncio.to_thread(self._remove)
 
@@ -134,9 +134,10 @@ async def make(
     aim: placement_groups.Aim,
     waits: Callable[[str], None],
 ) -> ActorHandle:
-    """Have Ray place a worker, where `aim` says if it can; `waits` is told for what. Raises Gone.
+    """Have Ray place a process, on the node from `aim` if possible. Raises Gone.
 
-    Who is to be on a certain node, by its wish, claims nothing there, and waits for nothing.
+    `waits` receives what it waits for. A process that must be on a certain node claims nothing
+    there, and waits for nothing.
     """
     if wish.node:
         return await _make_on(wish, grace_s, placement_groups.name(wish))
@@ -149,14 +150,14 @@ async def make(
 
 
 async def _make_on(wish: Wish, grace_s: float, label: str) -> ActorHandle:
-    """An actor on a certain node. Raises Gone."""
+    """Create an actor on a certain node. Raises Gone."""
     berth = ActorHandle(label, None, None)
     await _begin(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
     return berth
 
 
 async def _begin(berth: ActorHandle, there: Any, wish: Wish, grace_s: float) -> None:
-    """Have its actor made, and wait for it. Raises Gone; whatever is raised, nothing is left."""
+    """Create the actor and wait for it. Raises Gone; after any error nothing is left."""
     making = asyncio.create_task(asyncio.to_thread(_actor, berth.label, there, wish, grace_s))
     try:
         berth._actor = await asyncio.shield(making)
@@ -167,10 +168,10 @@ async def _begin(berth: ActorHandle, there: Any, wish: Wish, grace_s: float) -> 
 
 
 async def _undo(berth: ActorHandle, making: asyncio.Task[Any]) -> None:
-    """Give back what is being made: an actor that a thread makes yet would be nobody's."""
+    """Release a place, including an actor that a thread is still creating."""
     with contextlib.suppress(Exception):
         berth._actor = await making
-    await asyncio.to_thread(berth._remove)  # nothing was started there
+    await asyncio.to_thread(berth._remove)  # no process was started there
 
 
 def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
@@ -187,33 +188,33 @@ def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
 
 
 async def _up(berth: ActorHandle) -> None:
-    """Wait until the actor's process is there. Raises Gone."""
+    """Wait until the actor's process is up. Raises Gone."""
     answer = await berth._ask(berth._actor.look, within_s=_ACTOR_S)
     berth.sight = msgspec.msgpack.decode(answer, type=ActorState)
 
 
 def find() -> list[ActorHandle]:
-    """Those that are there already, of whoever was before us in this namespace. Blocks."""
+    """Return the existing actors of earlier drivers in this namespace. Blocks."""
     found: list[ActorHandle] = []
     for label in list_named_actors():
         if "#" not in label:
             continue
-        with contextlib.suppress(ValueError):  # it has gone meanwhile
+        with contextlib.suppress(ValueError):  # gone meanwhile
             actor = ray.get_actor(label)
             found.append(ActorHandle(label, _group(label), actor))
     return found
 
 
 def sweep() -> None:
-    """Give back the places in this namespace that have no actor any more. Blocks.
+    """Release the places in this namespace that have no actor any more. Blocks.
 
-    That of an actor that ended while Ray had no head to be told, or had just begun to be made.
+    Such are left by actors that ended while Ray had no head, or had only begun to start.
     """
     actors = set(list_named_actors())
     for found in placement_group_table().values():
         label = found["name"]
         gone = found["state"] == "REMOVED" or "#" not in label or label in actors
-        if not gone and (group := _group(label)) is not None:  # else it is of another namespace
+        if not gone and (group := _group(label)) is not None:  # else it is in another namespace
             log.info("an empty place is given back", worker=name_of(label))
             remove_placement_group(group)
 
@@ -225,13 +226,13 @@ def _group(label: str) -> Any:
 
 
 def name_of(label: str) -> str:
-    """The worker's."""
+    """Return the name of the process."""
     return label.rpartition("#")[0]
 
 
 def free_nodes() -> list[Free]:
-    """What is free of each node now. Blocks."""
-    from ray._private.state import available_resources_per_node  # there is no public way
+    """Return the free resources of each node. Blocks."""
+    from ray._private.state import available_resources_per_node  # no public API
 
     return free_of(ray.nodes(), available_resources_per_node())
 

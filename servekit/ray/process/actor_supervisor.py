@@ -1,8 +1,8 @@
 """Supervise the process of an actor: `python -m` this module ROLE MARK REPORT_FD ARGS….
 
-An actor of Ray's can be killed at any time, and its worker, or gateway, must not outlive it, nor
-may anything that this has started: so this small process stands between them, with the actor's end
-of a pipe for a lifeline. It tells in one JSON line on REPORT_FD each: the process's PID, and how it
+A Ray actor can be killed at any time, and its worker or gateway must not outlive it, nor anything
+that this has started. So this small process is their parent, and ends them when its pipe from the
+actor closes. It reports on REPORT_FD, as a line of JSON each, the PID of the process and how it
 ended.
 """
 
@@ -22,13 +22,13 @@ from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
 from servekit.system.rlimits import raise_file_limit
 
-#: Where there are no pidfds.
+#: Poll interval without pidfds.
 _LOOK_EVERY_S = 0.05
 _CLEAR_S = 5.0
 
 
 def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
-    """Returns when nothing of the worker is left."""
+    """Start the process, and return when nothing of it is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     subreaper.become_subreaper()
@@ -57,7 +57,7 @@ def _tell(fd: int, what: dict[str, object]) -> None:
 
 
 def _until_over(worker: subprocess.Popen[bytes]) -> None:
-    """Until the worker has ended, or the actor is gone."""
+    """Wait until the process has ended, or the actor is gone."""
     try:
         pidfd = os.pidfd_open(worker.pid)
     except OSError:
@@ -73,7 +73,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _end(worker: subprocess.Popen[bytes], mark: str) -> int:
-    """End its group, and what has left that; its exit code, or its signal, negative."""
+    """Kill the process, its group and its other descendants; return its exit code or -signal."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
     code = worker.wait()

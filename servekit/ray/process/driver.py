@@ -1,7 +1,7 @@
-"""The process that speaks to Ray: does what the supervisor asks, and tells what it hears.
+"""The process that talks to Ray: it executes the supervisor's requests and reports events.
 
-It holds nothing that matters. When it dies the workers serve on, the next one finds their actors
-by name, and the supervisor's own connections to them have not been touched.
+It holds no essential state. When it dies, the workers keep serving, the next driver finds their
+actors by name, and the supervisor's own connections to them are unaffected.
 """
 
 from __future__ import annotations
@@ -35,26 +35,25 @@ from servekit.system.parent_death import end_group
 
 log: Any = structlog.get_logger("servekit.ray.process")
 
-#: How long a node may take to look at itself, beside what the supervisor allows for all: by then
-#: it is to be told which node it was.
+#: Margin of the supervisor's timeout for the nodes' checks, to report which node did not answer.
 _SOONER_S = 2.0
-#: A node that took a worker with it is not chosen again for so long: Ray learns of it later.
+#: How long a node is avoided after a worker was lost on it, since Ray notices later.
 _SHUN_S = 30.0
-#: Between two looks at which nodes there are.
+#: Interval between reads of the list of nodes.
 _WATCH_EVERY_S = 1.0
-#: As often as the supervisor reads the GPUs of its own machine.
+#: The supervisor's interval for the GPUs of its own machine.
 _MEASURE_EVERY_S = 5.0
 
 
 async def live(control: socket.socket) -> int:
-    """Until the supervisor is gone, or closes the connection."""
+    """Run until the supervisor is gone, or closes the connection."""
     driver = Driver()
     await driver.hear(control)
     return await driver.over
 
 
 class Driver:
-    """All state is written on the event loop."""
+    """State and message loop of the process. Change state only on the event loop."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -63,10 +62,10 @@ class Driver:
         self._berths: dict[str, ActorHandle] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._making: dict[str, asyncio.Task[None]] = {}
-        self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model, and where
-        self._shunned: dict[str, float] = {}  # by node: until when
-        self._nodes: dict[str, Node] = {}  # those that are there, by Ray's id
-        self._wants: tuple[c.Want, ...] = ()  # what they are asked about models
+        self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model and node
+        self._shunned: dict[str, float] = {}  # end of the avoidance, by node
+        self._nodes: dict[str, Node] = {}  # current nodes, by Ray's id
+        self._wants: tuple[c.Want, ...] = ()  # what models need of nodes
         self._scouts = NodeChecks()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,9 +74,9 @@ class Driver:
 
     def _on_eof(self, error: Exception | None) -> None:
         log.info("the supervisor is gone", error=str(error or "EOF"))
-        end_group()  # Ray's own goodbye may hang, and nothing of ours is at stake
+        end_group()  # Ray's shutdown may hang, and nothing of ours depends on it
 
-    # ---- what it is asked
+    # ---- requests
 
     def _take(self, message: ToCluster) -> None:
         match message:
@@ -145,14 +144,14 @@ class Driver:
         if wish.node and wish.node not in there:
             return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
         if not wish.node:
-            self._wants = wish.wants  # of those that come later, too
+            self._wants = wish.wants  # also for nodes that join later
         asked = [there[wish.node]] if wish.node else there.values()
         looks = await nodes.look_at(asked, wish.wants, _left_s(until))
         self._scouts.note(looks, wish.wants)
         return c.Looked(wish.id, looks)
 
     async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
-        """These are there now; those that are new look at themselves."""
+        """Update the nodes; new ones check themselves."""
         new = [there[id] for id in there.keys() - self._nodes.keys()]
         looks = await nodes.look_at(new, self._wants, within_s)
         self._scouts.note(looks, self._wants)
@@ -160,12 +159,12 @@ class Driver:
         self._nodes = {id: node for id, node in known.items() if id in there}
 
     async def _watch(self) -> None:
-        """Tell of nodes that come and go."""
+        """Report nodes that join and leave."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             try:
                 there = await nodes.alive()
-            except Exception as error:  # its control plane is being started again, say
+            except Exception as error:  # as while its control plane restarts
                 log.warning("Ray does not say which nodes there are", reason=str(error))
                 continue
             if there.keys() != self._nodes.keys():
@@ -185,7 +184,7 @@ class Driver:
         self._berths[berth.name] = berth
         self._follow(berth)
 
-    # ---- berths
+    # ---- places
 
     async def _berth(self, wish: c.Berth) -> msgspec.Struct:
         if (known := self._berths.get(wish.name)) is not None:
@@ -208,7 +207,7 @@ class Driver:
         return c.Berthed(wish.id, berth.sight.host, berth.sight.gpus)
 
     async def _suits(self, berth: ActorHandle, wish: c.Berth) -> Any:
-        """What is seen of a berth that may go on as wished; None where it may not."""
+        """Return the state of a place that may be used as wished; None if it may not."""
         try:
             sight = await berth.look()
         except Gone:
@@ -236,7 +235,7 @@ class Driver:
         ]
         held += [node for model, node in self._intended.values() if model == wish.model]
         node = choose(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
-        self._intended[wish.name] = (wish.model, node)  # before another one is looked for
+        self._intended[wish.name] = (wish.model, node)  # before another place is chosen
         return node
 
     def _shun(self, berth: ActorHandle) -> None:
@@ -268,7 +267,7 @@ class Driver:
         if (berth := self._berths.pop(name, None)) is not None:
             await berth.vacate()
 
-    # ---- what it hears
+    # ---- events
 
     def _follow(self, berth: ActorHandle) -> None:
         self._following[berth.name] = self._spawn(self._hear_of(berth))
@@ -282,7 +281,7 @@ class Driver:
 
     async def _measure(self, berth: ActorHandle) -> None:
         while True:
-            with contextlib.suppress(Gone):  # whether it is lost is found out by asking for news
+            with contextlib.suppress(Gone):  # a lost actor is noticed by polling
                 found = await berth.measure()
                 self._control.send(_measured(berth.name, found))
             await asyncio.sleep(_MEASURE_EVERY_S)
@@ -339,5 +338,5 @@ def _connect(address: str, namespace: str, tenant: NamespaceOwner) -> None:
 
 
 def _left_s(until: float) -> float:
-    """Until then, on the monotonic clock; a second at least."""
+    """Return the seconds left on the monotonic clock, at least 1."""
     return max(1.0, until - time.monotonic())

@@ -1,10 +1,10 @@
-"""Whose namespace it is: one instance's at a time, whoever came first and lives.
+"""Ownership of a Ray namespace: one instance at a time, the first that is alive.
 
-Each supervisor's connection to Ray is a job of Ray's, which knows who lives: it sees a driver's end
-at once, and that of a driver's machine by its own health checks. What servekit adds is a note on
-its job, who holds it. Jobs are numbered by Ray in the order in which they came, so that nobody's
-clock counts, and of two that come at once the later one goes. A supervisor whose connection is made
-anew keeps its turn.
+Each supervisor's connection to Ray is a Ray job. Ray knows which jobs are alive: it notices a
+driver's end at once, and the end of a driver's machine by health checks. servekit adds a note to
+its job about the owner. Ray numbers jobs in the order of their arrival, so no clocks are compared,
+and of two simultaneous instances the later one gives way. A supervisor that reconnects keeps its
+number.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
-#: What our note on a job is called.
+#: Key of our note in a job's metadata.
 _NOTE = "servekit"
-#: For Ray to see that a driver has ended whose supervisor was killed a moment ago.
+#: Time for Ray to notice the end of a supervisor that was just killed.
 _GOING_S = 5.0
 _LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceOwner:
-    """An instance that holds a namespace, or wants to. `turn` is the number of its first job."""
+    """An instance that owns a namespace, or wants to. `turn` is the number of its first job."""
 
-    turn: int  # 0: it has none yet
+    turn: int  # 0: none yet
     host: str
     pid: int  # the supervisor's
     since: float  # Unix time, s, by its own clock
@@ -44,18 +44,18 @@ class NamespaceOwner:
 
     @classmethod
     def here(cls, turn: int, since: float, run_dir: str) -> NamespaceOwner:
-        """The supervisor that has started this process."""
+        """Return the owner for the supervisor that has started this process."""
         return cls(turn, socket.gethostname(), os.getppid(), since, run_dir)
 
     @property
     def note(self) -> JobConfig:
-        """To connect to Ray with."""
+        """Job configuration for the connection to Ray."""
         return JobConfig(metadata={_NOTE: json.dumps(asdict(self))})
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that lives, as Ray knows it."""
+    """A living job, as Ray reports it."""
 
     number: int
     namespace: str
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def tenant(self) -> NamespaceOwner | None:
-        """Who holds it; None for somebody else's program."""
+        """The owner in the job's note; None for other programs."""
         try:
             found = NamespaceOwner(**json.loads(self.notes[_NOTE]))
         except (KeyError, ValueError, TypeError):
@@ -72,14 +72,14 @@ class Job:
 
 
 def holder(jobs: Iterable[Job], namespace: str, turn: int) -> NamespaceOwner | None:
-    """Who was there before the one whose turn that is; None where nobody was."""
+    """Return the owner that came before `turn`; None if there is none."""
     tenants = [job.tenant for job in jobs if job.namespace == namespace]
     before = [one for one in tenants if one is not None and one.turn < turn]
     return min(before, key=lambda one: one.turn, default=None)
 
 
 async def refusal(namespace: str, turn: int) -> str:
-    """Why the namespace is not ours, a sentence; "" if it is. After a moment, for who is going."""
+    """Return why the namespace is not ours; "" if it is. Waits a moment for owners that exit."""
     until = time.monotonic() + _GOING_S
     while (first := holder(await asyncio.to_thread(_jobs), namespace, turn)) is not None:
         if time.monotonic() >= until:
@@ -93,14 +93,14 @@ async def refusal(namespace: str, turn: int) -> str:
 
 
 def own_turn(kept: int) -> int:
-    """The turn of this process, if its supervisor has not `kept` one from before."""
+    """Return the turn of this process, unless its supervisor has `kept` an earlier one."""
     return kept or _number(bytes.fromhex(ray.get_runtime_context().get_job_id()))
 
 
 def _jobs() -> list[Job]:
-    """All that live. Blocks."""
+    """Return all living jobs. Blocks."""
     worker: Any = ray._private.worker.global_worker
-    jobs = worker.gcs_client.get_all_job_info().values()  # there is no public way
+    jobs = worker.gcs_client.get_all_job_info().values()  # no public API
     return [
         Job(_number(job.job_id), job.config.ray_namespace, dict(job.config.metadata))
         for job in jobs

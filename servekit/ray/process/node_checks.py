@@ -1,8 +1,8 @@
-"""On which nodes a worker cannot run: each is asked once, before one of a model is placed there.
+"""Nodes that cannot run a worker: each is checked once before a model is first placed there.
 
-Those that are there at the start, or when a reload brings a model, have been asked then; others
-come later, by an autoscaler or by an operator's hand. One that has failed may be set right, and is
-asked again; of one that has not nothing is asked twice.
+Nodes that exist at the start, or when a reload adds a model, are checked then; others join later,
+by an autoscaler or an operator. A node that failed may be repaired, and is checked again; one that
+passed is not.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from servekit.ray.process.node_selection import all_of
 
 log: Any = structlog.get_logger("servekit.ray.process")
 
-#: For a node to look at itself.
+#: Timeout of a node's check.
 LOOK_S = 20.0
-#: After so long one that has failed is asked again.
+#: Pause until a node that failed is checked again.
 AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What a node has found, in terms of one Want, and when, on the monotonic clock."""
+    """Result of a node's check for one Want, with the time on the monotonic clock."""
 
     fault: str  # a sentence
     at: float
 
 
 class NodeChecks:
-    """What is known of the nodes."""
+    """Results of the nodes' checks."""
 
     def __init__(self) -> None:
         self._own = own_versions()
         self._looks: dict[tuple[str, Want], _Look] = {}  # by Ray's id, and what was asked
 
     def note(self, found: Iterable[Node], wants: Iterable[Want]) -> None:
-        """That is what nodes have found when they were asked for these."""
+        """Store what nodes have found for these models."""
         at, wants = time.monotonic(), list(wants)
         for node in found:
             for want in wants:
                 self._looks[node.node, want] = _Look(unfit(node, self._own, want.model), at)
 
     async def faults(self, wish: Berth, of: str = "") -> dict[str, str]:
-        """Of nodes that are large enough for it, or of that one: why it cannot run there, by id."""
+        """Return why nodes that are large enough, or node `of`, cannot run it, by id."""
         if wish.want is None:
             return {}
         there = await nodes.alive()
@@ -59,11 +59,11 @@ class NodeChecks:
         asked = [there[of]] if of in there else list(there.values())
         large = [one.node for one in all_of(asked) if one.fits(wish.cpus, wish.gpus)]
         await self._ask([there[node] for node in large], wish.want)
-        looks = {node: self._looks.get((node, wish.want)) for node in large}  # it may be gone
+        looks = {node: self._looks.get((node, wish.want)) for node in large}  # a node may be gone
         return {node: look.fault for node, look in looks.items() if look and look.fault}
 
     async def _ask(self, there: Iterable[dict[str, Any]], want: Want) -> None:
-        """Those of which it is not known, or not any more."""
+        """Check the nodes whose result is missing or outdated."""
         due = [node for node in there if self._is_due(node["NodeID"], want)]
         found = await nodes.look_at(due, (want,), LOOK_S)
         self.note(found, (want,))

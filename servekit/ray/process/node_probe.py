@@ -1,4 +1,4 @@
-"""What a node of the cluster finds of itself, asked before anything is started there."""
+"""Check that a node runs on itself before any process is started there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASK = "import servekit; print(servekit.__version__)"
 
 
 def look(wants: bytes) -> bytes:
-    """As a task of Ray's on that node; `wants` is a list of Want, the answer a Node."""
+    """Check a node, as a Ray task: `wants` is an encoded list of Want, the answer a Node."""
     import ray
 
     context = ray.get_runtime_context()
@@ -36,8 +36,8 @@ def look(wants: bytes) -> bytes:
 
 
 def _version() -> str:
-    """servekit's, as a worker's interpreter will find it; "" if it does not."""
-    command = [sys.executable, "-P", "-c", _ASK]  # as the shim starts one
+    """Return servekit's version in a worker's interpreter; "" if it is not found."""
+    command = [sys.executable, "-P", "-c", _ASK]  # as the actor starts one
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
@@ -60,7 +60,7 @@ def _lacks(wants: list[Want]) -> dict[str, str]:
 
 
 def own_gpus() -> tuple[Gpu, ...]:
-    """Those that Ray has given to this process, by NVML's word."""
+    """Return the GPUs that Ray has given to this process, as NVML reports them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return find_gpus(visible) if visible else ()
 

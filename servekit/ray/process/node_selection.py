@@ -1,4 +1,4 @@
-"""On which node a worker is to be: a pure function of what is free where, and of the others."""
+"""Choice of a node for a worker: a pure function of free resources and other workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A node, and what of it nobody has claimed."""
+    """Free resources of a node."""
 
     node: str
     cpus: float
@@ -28,11 +28,11 @@ def choose(
     held: Sequence[str],
     shunned: Collection[str] = (),
 ) -> str:
-    """The node for one more worker of a model; "" where none has room now.
+    """Return the node for one more worker of a model; "" if none has room now.
 
-    `held` are the nodes of its other workers, one entry each. SPREAD: where it has the fewest, and
-    most is free; PACK: where it has the most, and least is free. Those that were lost a moment ago
-    are `shunned`: Ray may not have noticed.
+    `held` are the nodes of its other workers, one entry each. SPREAD prefers the fewest of these,
+    then the most free resources; PACK the opposite. `shunned` nodes were lost a moment ago, which
+    Ray may not have noticed.
     """
     count = Counter(held)
     fitting = [one for one in free if one.node not in shunned and one.fits(cpus, gpus)]
@@ -46,9 +46,9 @@ def choose(
 def waiting_for(
     cpus: float, gpus: int, nodes: Sequence[Free], faults: Mapping[str, str] | None = None
 ) -> str:
-    """What a worker waits for that has no place, in words. `nodes` are what each has in all.
+    """Describe what an unplaced worker waits for. `nodes` have their total resources.
 
-    `faults` says by node why it cannot be there, whatever room there is.
+    `faults` are reasons by node why the worker cannot run there, regardless of room.
     """
     faults = faults or {}
     what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{cpus:g} CPU{'s' * (cpus != 1)}"
@@ -63,13 +63,13 @@ def waiting_for(
 
 
 def all_of(nodes: Sequence[Mapping[str, Any]]) -> list[Free]:
-    """What there is of each node that lives, claimed or not, of `ray.nodes()`."""
+    """Return the total resources of each living node in `ray.nodes()`."""
     alive = [(node["NodeID"], node["Resources"]) for node in nodes if node.get("Alive")]
     return [Free(name, has.get("CPU", 0.0), has.get("GPU", 0.0)) for name, has in alive]
 
 
 def free_of(totals: Sequence[Mapping[str, object]], available: Mapping[str, object]) -> list[Free]:
-    """Of `ray.nodes()` and of what Ray says is available of each."""
+    """Return the free resources of each living node, from `ray.nodes()` and Ray's state."""
     found: list[Free] = []
     for node in totals:
         name = str(node["NodeID"])

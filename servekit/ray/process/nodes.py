@@ -1,4 +1,4 @@
-"""Which nodes there are, and what each finds of itself when it is asked."""
+"""The list of nodes, and what each finds when it checks itself."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from servekit.protocol import ray_messages as c
 from servekit.protocol.ray_messages import Node
 from servekit.ray.process.node_probe import look
 
-#: Ray tells of a node that has come a moment before it has anything run there.
+#: Ray announces a new node a moment before it can run tasks there.
 _KNOWN_S = 5.0
 _LOOK_EVERY_S = 0.2
 
 
 async def alive() -> dict[str, dict[str, Any]]:
-    """The nodes that Ray takes to be there, by its ids."""
+    """Return the nodes that Ray considers alive, by Ray's ids."""
     return {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
 
 
 async def look_at(
     nodes: Iterable[dict[str, Any]], wants: tuple[c.Want, ...], within_s: float
 ) -> tuple[Node, ...]:
-    """What each of them finds of itself, or why it could not look."""
+    """Return what each node finds, or why it could not be checked."""
     return tuple(await asyncio.gather(*(_look(node, wants, within_s) for node in nodes)))
 
 
@@ -56,7 +56,7 @@ async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float
 
 
 async def _answer(task: Any, wants: bytes) -> bytes:
-    """Raises what Ray raises; a node that has only just come is given time to be known."""
+    """Run the check. Raises Ray's errors; a new node gets some time to become schedulable."""
     until = time.monotonic() + _KNOWN_S
     while True:
         try:

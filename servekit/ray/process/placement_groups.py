@@ -1,6 +1,6 @@
-"""Has Ray find room for a worker, on a node that can run it.
+"""Search by Ray for room for a worker, on a node that can run it.
 
-Ray's calls block: each is made in a thread.
+Ray's calls block, so each runs in a thread.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from servekit.ray.process.node_checks import AGAIN_S, NodeChecks
 from servekit.ray.process.node_selection import all_of, waiting_for
 
 _LOOK_EVERY_S = 0.1
-#: Ray needs a moment also where there is room.
+#: Ray needs a moment even if there is room.
 _PATIENCE_S = 1.0
-#: How often it is looked for what a worker waits.
+#: Interval between updates of what a worker waits for.
 _SAY_S = 1.0
 _NODE = "ray.io/node-id"
 
-#: By the nodes that cannot run it, and why: the one that it should be on; "" where none has room.
+#: Function from the nodes that cannot run it, with reasons, to the preferred node; "" if none.
 Aim = Callable[[Mapping[str, str]], Awaitable[str]]
 
 
 async def placed(
     wish: Wish, scouts: NodeChecks, aim: Aim, waits: Callable[[str], None]
 ) -> tuple[str, Any]:
-    """A placement group that has its room, and its name. `waits` is told what is waited for.
+    """Return the name and the placement group of a place. `waits` receives what it waits for.
 
-    Where Ray has found that on a node which nobody knew before, that is asked first.
+    A node that was not checked before is checked first.
     """
     while True:
         label, faults = name(wish), await scouts.faults(wish)
@@ -58,7 +58,7 @@ async def placed(
 
 
 def name(wish: Wish) -> str:
-    """One of its own for each place."""
+    """Return a unique name for a place."""
     return f"{wish.name}#{secrets.token_hex(4)}"
 
 
@@ -67,7 +67,7 @@ def _making(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> asy
 
 
 async def _undo(making: asyncio.Task[Any]) -> None:
-    """Give a group back, also one that a thread makes yet: it would be nobody's."""
+    """Release a group, including one that a thread is still creating."""
     with contextlib.suppress(Exception):
         await asyncio.to_thread(remove_placement_group, await making)
 
@@ -88,9 +88,9 @@ def _group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> Any:
 async def _has_room(
     group: Any, wish: Wish, faults: Mapping[str, str], waits: Callable[[str], None]
 ) -> bool:
-    """Until Ray has found it, or nodes that have failed are to be asked again.
+    """Wait for room; return False when failed nodes should be checked again.
 
-    What is waited for is told once it takes long, and when it changes.
+    `waits` is called if it takes long, and on every change.
     """
     said, say_at = "", time.monotonic() + _PATIENCE_S
     until = time.monotonic() + AGAIN_S if faults else math.inf
@@ -102,11 +102,11 @@ async def _has_room(
             there = all_of(await asyncio.to_thread(ray.nodes))
             if (said := waiting_for(wish.cpus, wish.gpus, there, faults)) != before:
                 waits(said)
-        await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event
+        await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event for it
     return True
 
 
 def _node_of(group: Any) -> str:
-    """Where its bundle is; "" where that is lost already."""
+    """Return the node of the bundle; "" if it is lost already."""
     where = placement_group_table(group).get("bundles_to_node_id", {})
     return str(where.get(0) or "")

@@ -1,6 +1,6 @@
-"""Where a gateway on this node listens: held by its actor, and inherited by each incarnation.
+"""Listening sockets of a gateway on this node, held by its actor across restarts.
 
-So nobody is refused between one that has died and the next: who comes meanwhile waits.
+So no client is refused between the death of a gateway and its restart: connections wait.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from servekit.system import sockets
 
 
 class Sockets:
-    """Sockets that listen."""
+    """The open listening sockets."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], socket.socket] = {}
 
     def open(self, wanted: Sequence[tuple[str, int]]) -> list[int]:
-        """Listen on these hosts and ports, and on no others; the descriptors, in their order.
+        """Listen on exactly these hosts and ports; return the descriptors in their order.
 
-        Raises StartError with a sentence, and then on none that was not open before.
+        Raises StartError with a message, and then opens no new socket.
         """
         made: dict[tuple[str, int], socket.socket] = {}
         try:

@@ -1,4 +1,4 @@
-"""What operators may ask about adapters: `servekit adapter`, and the same over HTTP."""
+"""Operations on adapters for operators, by `servekit adapter` and over HTTP."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _RELATIVE = "the path of a folder has to be absolute, not '{}'"
 
 
 class AdapterDesk:
-    """Answers with Refused what is wrong, and otherwise when it is done."""
+    """Service for adapters; it replies when an operation is done, or with Refused."""
 
     def __init__(self, fleets: DeploymentManager, gateways: Sequence[Gateway] = ()) -> None:
         self._fleets = fleets
         self._gateways = gateways
-        self._coming: dict[str, Deployment] = {}  # names that are being added, and to what
+        self._coming: dict[str, Deployment] = {}  # names being added, with their deployment
 
     async def add(self, wish: AddAdapter) -> Accepted | Refused:
-        """Load an adapter on all workers of a model, or on none; with the model, if it is away."""
+        """Load an adapter on all workers of a model, or on none; if unloaded, with the model."""
         name = wish.adapter.name
         try:
             fleet = self._fleet(wish.model)
@@ -50,7 +50,7 @@ class AdapterDesk:
             outcome = await fleet.adapters.add(spec, in_place=wish.in_place)
         finally:
             self._coming.pop(name, None)
-            await until_told(self._gateways)  # who hears of it may ask any gateway the next moment
+            await until_told(self._gateways)  # any gateway may be asked after the reply
         if isinstance(outcome, Refusal):
             return _refused(outcome)
         if isinstance(outcome, Later):
@@ -71,7 +71,7 @@ class AdapterDesk:
         return Accepted(f"{wish.name} is unloaded from {fleet.model.name}{again}")
 
     def show(self, wish: GetAdapters) -> Adapters | Refused:
-        """Those of one model, or of all."""
+        """Return the adapters of one model, or of all."""
         try:
             fleets = [self._fleet(wish.model)] if wish.model else self._fleets.served
         except ConfigError as error:
@@ -79,7 +79,7 @@ class AdapterDesk:
         return Adapters({fleet.model.name: fleet.adapter_statuses() for fleet in fleets})
 
     def _fleet(self, model: str) -> Deployment:
-        """The fleet of a model that can have adapters. Raises ConfigError."""
+        """Return the deployment of a model whose engine supports adapters. Raises ConfigError."""
         served = self._fleets.served
         for fleet in served:
             if model in (fleet.model.name, *fleet.model.aliases) or (not model and len(served) < 2):
@@ -93,13 +93,13 @@ class AdapterDesk:
         raise ConfigError(f"no model is called {model!r}; there are: {there}{likely}")
 
     def _check_name(self, name: str, fleet: Deployment) -> None:
-        """Raise ConfigError where a model, or another one's adapter, has that name."""
+        """Raise ConfigError if a model, a worker or another model's adapter has that name."""
         if self._coming.get(name, fleet) is not fleet:
             raise ConfigError(f"an adapter {name!r} is being loaded onto another model")
         base, _, rest = name.rpartition("/")
         if base == fleet.model.name and (rest.isdecimal() or rest.startswith("standby")):
             raise ConfigError(f"{name!r} is what a worker is called; take another name")
-        # what the file names of this model may have been removed, and comes again
+        # a configured adapter of this model may have been removed, and may be added again
         filed = name in {adapter.name for adapter in fleet.model.adapters}
         own = filed or fleet.adapters.book.get(name) is not None
         if not own and name in self._taken():
@@ -112,7 +112,7 @@ class AdapterDesk:
 
 
 def _checked(adapter: AdapterSpec) -> AdapterSpec:
-    """The adapter with its path as it can be used. Raises ConfigError."""
+    """Return the adapter with a usable path. Raises ConfigError."""
     fields = {"name": adapter.name, "path": adapter.path, "revision": adapter.revision}
     try:
         given = AdapterConfig.model_validate(fields)

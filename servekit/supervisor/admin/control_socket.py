@@ -1,4 +1,4 @@
-"""The operator's socket, both ends: what `servekit ps` and `servekit down` speak to."""
+"""Control socket for operators, both ends, as used by `servekit ps` and `servekit down`."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _LOOK_EVERY_S = 0.05
 
 
 class Desk(Protocol):
-    """Who knows the answers: the supervisor."""
+    """Part of the supervisor that answers operators."""
 
     async def status_now(self) -> Status:
-        """The whole state, measured this moment."""
+        """Return the whole state, measured now."""
 
     def shutdown(self, now: bool) -> None:
-        """Begin to end; without waiting for what is in flight if `now`."""
+        """Begin the shutdown; with `now`, without waiting for requests in flight."""
 
     def why(self, name: str) -> Why | Refused:
-        """What became of a model or of one process."""
+        """Return the history of a model or of one process."""
 
     async def reload(self) -> Accepted | Refused:
-        """Read the file again and act on it."""
+        """Read the configuration again and apply it."""
 
 
 class AdapterDesk(Protocol):
-    """Who knows of adapters, and answers when what was asked for is done, or refused."""
+    """Service for adapters; it replies when an operation is done or refused."""
 
     async def add(self, wish: AddAdapter) -> Accepted | Refused: ...
     async def remove(self, wish: RemoveAdapter) -> Accepted | Refused: ...
@@ -62,19 +62,19 @@ class AdapterDesk(Protocol):
 
 
 class ResidenceDesk(Protocol):
-    """Who loads, unloads, puts to sleep and wakes models."""
+    """Service that loads, unloads, puts to sleep and wakes models."""
 
     async def reside(self, wish: SetResidency) -> Accepted | Refused: ...
 
 
 class MetricsDesk(Protocol):
-    """Who has counted."""
+    """Service that returns the metrics."""
 
     def show(self, wish: GetMetrics) -> Figures: ...
 
 
 class Operators:
-    """Answers operators until closed."""
+    """Server of the control socket."""
 
     def __init__(
         self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk, metrics: MetricsDesk
@@ -89,21 +89,21 @@ class Operators:
         self._listening: asyncio.Task[None] | None = None
 
     async def listen(self, path: Path) -> None:
-        """Raises StartError where the file system has no sockets."""
+        """Listen on `path`. Raises StartError if that fails, as on file systems without sockets."""
         try:
             self._server = await listen(path, self._connect)
         except OSError as error:
             raise StartError(f"cannot listen on {path}: {error.strerror}") from error
 
     def listen_again(self, path: Path) -> None:
-        """Called often: make the socket anew if somebody has removed it."""
+        """Create the socket again if it was removed; call this often."""
         if path.exists() or self._server is None:
             return
         if self._listening is None or self._listening.done():
             self._listening = asyncio.get_running_loop().create_task(self._replace(path))
 
     async def _replace(self, path: Path) -> None:
-        self.close()  # first, for some event loops remove the path as they close
+        self.close()  # first, since some event loops remove the path on closing
         try:
             await self.listen(path)
         except StartError as error:
@@ -112,7 +112,7 @@ class Operators:
             log.warning("the operators' socket was removed, and is made anew", path=str(path))
 
     def close(self) -> None:
-        """Take no more operators. Those who wait for our end see it when the process exits."""
+        """Accept no more connections; clients that wait for the shutdown see the process exit."""
         if self._server is not None:
             self._server.close()
 
@@ -133,7 +133,7 @@ class Operators:
             connection.send(answer)
 
     def answer(self, message: ToSupervisor) -> FromSupervisor | Coroutine[Any, Any, FromSupervisor]:
-        """What there is to say to that, now or when it is done."""
+        """Return the answer to a message, or a coroutine that returns it."""
         match message:
             case GetStatus():
                 return self._desk.status_now()
@@ -156,9 +156,9 @@ class Operators:
                 return self._residents.reside(message)
 
     def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
-        """A gateway on another machine asks what an operator has asked it over HTTP."""
+        """Answer an operator's HTTP request that a gateway on another machine passes on."""
         question = asked.question
-        if isinstance(question, Shutdown):  # which nobody can ask for over HTTP
+        if isinstance(question, Shutdown):  # not offered over HTTP
             send(AdminResponse(asked.id, Refused("that is not for a gateway to ask")))
             return
         self._later(
@@ -187,16 +187,16 @@ async def _send(
 ) -> None:
     try:
         connection.send(await answer)
-    except Exception:  # who asks is not kept waiting for what will not come
+    except Exception:  # do not keep the client waiting for an answer that will not come
         log.exception("cannot answer")
         connection.close()
 
 
 async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> FromSupervisor:
-    """Ask the supervisor behind the control socket `path`.
+    """Send a message to the supervisor at the control socket `path` and return its answer.
 
-    Raises StartError when none runs there, ConfigError when what is asked for is wrong,
-    ServekitError when it refuses for another reason or does not answer.
+    Raises StartError if no supervisor runs there, ConfigError if the request is invalid,
+    ServekitError if it is refused for another reason or not answered.
     """
     try:
         reply = await put(path, message, timeout_s)
@@ -212,9 +212,9 @@ async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> Fro
 
 
 def shut_down(run_dir: Path, *, now: bool) -> int:
-    """End the instance of `run_dir` and return its PID once that process is gone.
+    """Shut down the instance of `run_dir` and return its PID once the process has exited.
 
-    Raises StartError when none runs there.
+    Raises StartError if none runs there.
     """
     record = read_record(run_dir)
     process = procfs.read(record.pid) if record is not None else None

@@ -1,9 +1,9 @@
-"""Add up the metrics of all gateways, with the present state, for /metrics.
+"""Aggregation for /metrics: the counters of all gateways, and gauges of the present state.
 
-Gateways report the growth of their counters, so the sums live here, and a gateway that dies takes
-at most its last second of counts with it. Supervised processes hold their own counters
-(`ManagedProcess.restarts`). Their growth is added up, too, because a reload brings new processes
-that may have the names of the old.
+Gateways report the growth of their counters and the sums are kept here, so a gateway that dies
+loses at most its last second of counts. Supervised processes have their own counters
+(`ManagedProcess.restarts`). Their growth is summed, too, because a reload starts new processes that
+may have the names of old ones.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _STATES: tuple[WorkerState, ...] = get_args(WorkerState)
 _BREAKER: tuple[BreakerState, ...] = get_args(BreakerState)
 _ADAPTER: tuple[AdapterState, ...] = get_args(AdapterState)
 _TIERS: tuple[Residency, ...] = get_args(Residency)
-#: Counted by gateways when they happen; shown from the start, that their first be an increase.
+#: Counters that exist at zero from the start, so that their first increment is an increase.
 _RARE = ("servekit_retries_total", "servekit_continuations_total", "servekit_quarantines_total")
 
 
 class CounterTable:
-    """Sums, by metric and labels. They only grow."""
+    """Sums by metric and labels, which only grow."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, Labels], list[float]] = {}
 
     def add(self, metric: str, labels: Labels, figures: Sequence[float]) -> None:
-        """Add to a sum. Figures that are none of the metric's are ignored: of another version."""
+        """Add to a sum, ignoring metrics and shapes that only another version knows."""
         known = metrics.BY_NAME.get(metric)
         if known is None or (known.width, len(known.labels)) != (len(figures), len(labels)):
             return
@@ -56,14 +56,14 @@ class CounterTable:
 
 
 class ProcessCounters:
-    """The counters of the supervised processes, through all of their successors."""
+    """The counters of the supervised processes, across their restarts and replacements."""
 
     def __init__(self, book: CounterTable) -> None:
         self._book = book
         self._seen: dict[ManagedProcess[Any], tuple[int, int]] = {}
 
     def look(self, lives: Iterable[ManagedProcess[Any]]) -> None:
-        """These live now; those that did at the last look are read for the last time."""
+        """Read the counters of current processes, and a last time those of the previous ones."""
         now = dict.fromkeys(lives)
         for life in {**self._seen, **now}:
             self._note(life)
@@ -82,7 +82,7 @@ class ProcessCounters:
 
 
 class MetricsAggregator:
-    """All that /metrics shows, for whoever asks. `status` tells how the instance stands."""
+    """Aggregator of everything that /metrics shows. `status` returns the state of the instance."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class MetricsAggregator:
             gateway.on_counted = self.counted
 
     def counted(self, counted: Counted) -> None:
-        """A gateway has counted this since it said so last."""
+        """Add the counts that a gateway reports since its last report."""
         for one in counted.series:
             self._book.add(one.metric, one.labels, one.figures)
 
     def look(self) -> None:
-        """Called often: count what has happened to the processes."""
+        """Count the events of the processes; call this often."""
         self._ledger.look([*self._gateways, *self._fleets.replicas()])
 
     def show(self, wish: GetMetrics) -> Figures:
@@ -115,13 +115,13 @@ class MetricsAggregator:
         for model in status.models:
             for metric in _RARE:
                 self._book.add(metric, (model.name,), [0])
-        # a model that drains may have a successor of its name: no series may be there twice
+        # a draining model may have a successor of its name, and series must be unique
         now = {(one.metric, one.labels): one for one in self._now(status)}
         return Figures((*self._book.series(), *now.values()))
 
     def _now(self, status: Status) -> Iterator[Series]:
-        """The gauges."""
-        for model in reversed(status.models):  # those that drain come last there
+        """Yield the gauges."""
+        for model in reversed(status.models):  # draining models come last there
             yield from of_model(model)
         yield from self._of_queues(status.models)
         yield from self._of_fleets()
@@ -151,7 +151,7 @@ class MetricsAggregator:
 
 
 def of_gpus(who: tuple[str, str], vram: WorkerGpuMemory) -> Iterator[Series]:
-    """What a worker holds: by its model's name and its own."""
+    """Yield the GPU memory of a worker; `who` is the names of its model and itself."""
     there = {gpu.uuid: (*who, str(gpu.index), gpu.uuid, gpu.node) for gpu in vram.gpus}
     for uuid, claim in vram.claims.items():
         where = there.get(uuid, (*who, "", uuid, ""))
@@ -166,7 +166,7 @@ def of_gpus(who: tuple[str, str], vram: WorkerGpuMemory) -> Iterator[Series]:
 
 
 def of_model(model: ModelStatus) -> Iterator[Series]:
-    """How a model and its workers stand."""
+    """Yield the state of a model and its workers."""
     name = model.name
     states = [replica.state for replica in model.replicas]
     yield Series("servekit_model_ready", (name,), [float("ready" in states)])
@@ -191,7 +191,7 @@ def of_model(model: ModelStatus) -> Iterator[Series]:
 
 
 def of_service(status: Status) -> Iterator[Series]:
-    """How gateways and the supervisor stand, and what runs here."""
+    """Yield the state of gateways, GPUs and the supervisor, and the build information."""
     for gateway in status.gateways:
         who = (gateway.name,)
         yield Series("servekit_gateway_up", who, [float(gateway.state == "ready")])
@@ -199,7 +199,7 @@ def of_service(status: Status) -> Iterator[Series]:
         yield _resident(gateway.name, gateway.rss_bytes)
     for gpu in status.gpus:
         which = str(gpu.index), gpu.uuid, gpu.name, gpu.node
-        if gpu.node:  # those of this machine are known at all times
+        if gpu.node:  # the GPUs of this machine have this series already
             yield Series("servekit_gpu_memory_total_bytes", which, [gpu.total_bytes])
         yield Series("servekit_gpu_memory_used_bytes", which, [gpu.used_bytes])
         if gpu.utilisation is not None:
@@ -215,5 +215,5 @@ def _resident(process: str, size_bytes: int) -> Series:
 
 
 def _one_of(metric: str, model: str, names: Iterable[str], now: str) -> Iterator[Series]:
-    """1 for the state that it is in, 0 for the others."""
+    """Yield 1 for the current state and 0 for the others."""
     return (Series(metric, (model, name), [float(name == now)]) for name in names)

@@ -1,4 +1,4 @@
-"""What is measured of the processes, and how often: memory, GPU memory, shared memory."""
+"""Periodic measurement of the processes: memory, GPU memory, shared memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Memory is read once in so many ticks.
+#: Ticks between measurements of memory.
 MEMORY_EVERY_TICKS = 10
-#: What takes milliseconds is read less often: NVML with eight GPUs, the maps of all processes.
+#: Ticks between measurements that take milliseconds: NVML, the memory maps of all processes.
 REST_EVERY_TICKS = 25
 
 
 class ResourceMonitor:
-    """Reads the figures of `lives`, whoever that is at the time."""
+    """Monitor of the processes that `lives` returns at each time."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class ResourceMonitor:
         self._on_descendants = on_descendants
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
-        #: When there was last another segment in /dev/shm, at the last looks.
+        #: Times of the last change in /dev/shm, as seen by the last two looks.
         self._changes = (0, 0)
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
         self._reading: asyncio.Task[None] | None = None
 
     def tick(self, count: int) -> None:
-        """Called often, with how often before."""
+        """Measure what is due; call this often, with the number of ticks so far."""
         if count % MEMORY_EVERY_TICKS == 0:
             self.memory()
         if count % REST_EVERY_TICKS == 0 or self._segments_changed():
@@ -59,13 +59,13 @@ class ResourceMonitor:
                 self._reading = asyncio.get_running_loop().create_task(self.gpus())
 
     def memory(self) -> None:
-        """What each process has resident."""
+        """Measure the resident memory of each process."""
         with one_look():
             for life in self._lives():
                 life.measure()
 
     async def gpus(self) -> None:
-        """What each worker holds on GPUs, and how the GPUs are."""
+        """Measure the GPU memory of each worker, and the use of the GPUs."""
         if self._fleets.gpus:
             self.in_use = await asyncio.to_thread(gpus_in_use, self._fleets.gpus)
             holdings = await asyncio.to_thread(gpu_memory_by_pid)
@@ -74,7 +74,7 @@ class ResourceMonitor:
                     replica.measure_gpus(holdings)
 
     def _note_descendants(self) -> None:
-        """Those of them that carry no mark could not be found any more after kill -9."""
+        """Record descendants without our mark, which could not be found after a kill -9."""
         found = tuple(
             Started("a descendant", process.pid, process.started)
             for process in procfs.descendants(os.getpid())
@@ -85,17 +85,17 @@ class ResourceMonitor:
             self._on_descendants()
 
     def note_segments_anew(self) -> None:
-        """The record is gone."""
+        """Record the shared memory again, after the record was lost."""
         self._segments = set()
         self._note_segments()
 
     def _segments_changed(self) -> bool:
-        """Whether there were others at the last two looks: mapping comes after making."""
+        """Return whether /dev/shm changed at the last two looks: mapping follows creation."""
         before, self._changes = self._changes, (*self._changes[1:], shared_memory.changed_at())
         return len({*before, *self._changes}) > 1
 
     def _note_segments(self) -> None:
-        """Write down which shared memory there is: after kill -9 nobody could find out."""
+        """Record the shared memory segments, which could not be found after a kill -9."""
         with one_look():
             segments = {segment for life in self._lives() for segment in life.note_segments()}
         if segments == self._segments:

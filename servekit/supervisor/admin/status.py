@@ -1,4 +1,4 @@
-"""What the supervisor knows, as the messages that carry it."""
+"""Conversion of the supervisor's state into status messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
 def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None) -> ModelStatus:
-    """One model."""
+    """Return the status of one model."""
     model, replicas = fleet.model, fleet.replicas
     return ModelStatus(
         name=model.name,
@@ -38,7 +38,7 @@ def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None)
 
 
 def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[ModelTraffic, ...]:
-    """What goes on for each model, at all gateways together."""
+    """Return the traffic of each model, summed over all gateways."""
     return tuple(
         ModelTraffic(
             name,
@@ -50,7 +50,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
 
 
 def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[GpuStatus, ...]:
-    """Those of this machine, and those that workers on other nodes were given."""
+    """Return this machine's GPUs, and those that workers on other nodes were given."""
     there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
     return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
 
@@ -61,7 +61,7 @@ def why(
     others: Sequence[ManagedProcess[Any]],
     residence: Callable[[Deployment, bool], ResidencyStatus | None],
 ) -> Why | Refused:
-    """What became of a model, by its name, an alias, an adapter or a replica; or of a gateway."""
+    """Return the history of a model (or of its alias, adapter or replica), or of a gateway."""
     for fleet in fleets:
         model, explained = fleet.model, fleet.circuit.explain()
         adapters = fleet.adapter_statuses()

@@ -1,14 +1,14 @@
-"""What systemd is told: sd_notify(3), datagrams of a few lines to the socket in $NOTIFY_SOCKET.
+"""Notification of systemd by sd_notify(3): datagrams of a few lines to $NOTIFY_SOCKET.
 
-    READY=1      once a gateway answers. Not when models are ready: some load for an hour, come and
-                 go on demand, or can never load while others serve. A start timeout that waited
-                 for them would end those that serve; /readyz and the status line tell of them.
-    STATUS=      which models are ready, and how far the others are
-    RELOADING=1  around a reload, whoever asked for it; then READY=1
-    STOPPING=1   with the time that it may take, as the configuration has it
-    WATCHDOG=1   four times in WatchdogSec, by the supervisor's own loop, while gateways answer
+    READY=1      once a gateway answers. Models need not be ready: some load for an hour, load on
+                 demand or fail while others serve. A start timeout that waited for them would end
+                 the whole instance; /readyz and the status line report them.
+    STATUS=      which models are ready, and the progress of the others
+    RELOADING=1  around every reload; then READY=1
+    STOPPING=1   with the time that it may take, by the configuration
+    WATCHDOG=1   four times in WatchdogSec, by the supervisor's event loop, while gateways answer
 
-Whoever does not hear us is no reason to do anything: what cannot be sent is let go.
+Messages that cannot be sent are dropped.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from servekit.errors import ServekitError
 from servekit.protocol import readiness
 from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
 
-#: What speaks for the supervisor alone: no child gets it.
+#: Variables for the supervisor alone, removed from its children's environment.
 VARIABLES = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
-_FEEDS = 4  # in one WatchdogSec
+_FEEDS = 4  # per WatchdogSec
 
 
 class Answering(Protocol):
-    """A gateway: when it last gave a sign of life, on the monotonic clock."""
+    """A gateway with the time of its last sign of life, on the monotonic clock."""
 
     @property
     def answered_at(self) -> float: ...
 
 
 class Notifier:
-    """Tells systemd how the instance is; without one it does nothing."""
+    """Notifier of systemd; without systemd it does nothing."""
 
     def __init__(self, environ: Mapping[str, str], gateways: Sequence[Answering]) -> None:
         self._gateways = gateways
@@ -48,7 +48,7 @@ class Notifier:
         self._ready = self._stopping = False
 
     def changed(self, status: Status) -> None:
-        """The instance is different now."""
+        """Report the changed state of the instance."""
         if not self._address:
             return
         lines = []
@@ -61,7 +61,7 @@ class Notifier:
         self._send(*lines)
 
     def look(self) -> None:
-        """Called often, by the loop that does all of the supervisor's work."""
+        """Feed the watchdog; call this often, from the supervisor's event loop."""
         now = time.monotonic()
         if not self._feed_every_s or now - self._fed_at < self._feed_every_s:
             return
@@ -71,7 +71,7 @@ class Notifier:
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
-        """While the file is read again and acted on."""
+        """Report a reload for the duration of the context."""
         if self._stopping:
             yield
             return
@@ -83,7 +83,7 @@ class Notifier:
                 self._send("READY=1")
 
     def stopping(self, within_s: float) -> None:
-        """It ends, and may take so long: TimeoutStopSec= need not know the configuration."""
+        """Report the shutdown and its longest duration, which TimeoutStopSec= need not cover."""
         self._stopping = True
         self._send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(within_s * 1e6)}")
 
@@ -96,13 +96,13 @@ class Notifier:
 
 
 def address(environ: Mapping[str, str]) -> str:
-    """Where to send to, "" for nowhere; "@" stands for the NUL of an abstract socket."""
+    """Return the address of systemd's socket, or ""; "@" becomes the NUL of an abstract one."""
     name = environ.get("NOTIFY_SOCKET", "")
     return "\0" + name[1:] if name.startswith("@") else name if name.startswith("/") else ""
 
 
 def watchdog_s(environ: Mapping[str, str], pid: int) -> float:
-    """After which silence systemd acts, in seconds; 0: never. Source: sd_watchdog_enabled(3)."""
+    """Return systemd's watchdog timeout in seconds; 0: none. Source: sd_watchdog_enabled(3)."""
     if environ.get("WATCHDOG_PID", str(pid)) != str(pid):
         return 0.0
     time_us = environ.get("WATCHDOG_USEC", "")
@@ -110,7 +110,7 @@ def watchdog_s(environ: Mapping[str, str], pid: int) -> float:
 
 
 def summary(status: Status) -> str:
-    """One line for `systemctl status`."""
+    """Return one line for `systemctl status`."""
     if status.draining:
         left = sum(gateway.in_flight for gateway in status.gateways)
         return f"stopping, {left} requests in flight"
@@ -120,12 +120,12 @@ def summary(status: Status) -> str:
 
 
 def unready(status: Status) -> list[str]:
-    """What each model lacks that cannot answer."""
+    """Return for each model that cannot answer what it lacks."""
     return [said for model in _served(status) if (said := _unready(model))]
 
 
 def _served(status: Status) -> list[ModelStatus]:
-    """Without those that a reload has taken away, which drain yet: they come last there."""
+    """Return the models without those that a reload has removed; draining models come last."""
     names = [one.model for one in status.traffic]
     return list(status.models[: len(names) or None])
 
@@ -133,7 +133,7 @@ def _served(status: Status) -> list[ModelStatus]:
 def refuse_unready(status: Status) -> None:
     """Raise ServekitError unless gateways serve and every model would answer a request.
 
-    Those of other nodes are no reason: what asks would restart all, and they serve on without.
+    Gateways on other nodes are ignored: a restart for their sake would interrupt everything else.
     """
     ours = [gateway for gateway in status.gateways if not gateway.node]
     lacks = [g.name + " " + g.state for g in ours if g.state != "ready"]
@@ -142,7 +142,7 @@ def refuse_unready(status: Status) -> None:
 
 
 def _unready(model: ModelStatus) -> str:
-    """What a model lacks; "" if it serves, or would when asked: in this /readyz agrees."""
+    """Return what a model lacks; "" if it serves or would when asked. /readyz agrees."""
     if readiness.able(model):
         lacking = (one for one in model.adapters if not readiness.adapter_able(model, one))
         return next((_said(one.name, one.state, one.reason) for one in lacking), "")
@@ -157,7 +157,7 @@ def _unready(model: ModelStatus) -> str:
 
 
 def _said(name: str, how: str, why: str) -> str:
-    """Of a reason only the first line: more is `servekit why`."""
+    """Return the state with the first line of the reason; `servekit why` shows all of it."""
     reason = why.partition("\n")[0]
     return f"{name} {how}" + (f": {reason}" if reason else "")
 

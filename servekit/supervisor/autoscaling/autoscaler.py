@@ -1,8 +1,9 @@
-"""Has models of `replicas: {min, max}` follow their load. Facts are gathered here, `scaling`
-decides, and what it decides is carried out here and nowhere else.
+"""Autoscaler for models with `replicas: {min, max}`: it gathers facts, lets `policy` decide and
+acts.
 
-A replica that is added comes up like any other: through the gate, with its adapters, from a standby
-where there is one. One that goes is told to the gateways first, and finishes what it runs.
+A replica that is added starts like any other: through GPU admission, with its adapters, from a fork
+server if there is one. A replica that is removed first stops getting requests from gateways, and
+finishes those that it runs.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _COMING = ("starting", "loading")
 
 
 class Row:
-    """One model that scales: what is remembered of it beside its fleet."""
+    """Scaling state of one model, beside its deployment."""
 
     def __init__(self) -> None:
         self.past = Past()
         self.reason = self.waits = ""
         self.at = 0.0  # Unix time of the last change, s
         self.short = 0  # replicas for which there is no room
-        self.fresh: list[WorkerProcess] = []  # were added, and are not up yet
+        self.fresh: list[WorkerProcess] = []  # added replicas that are not ready yet
 
 
 class Scaler:
-    """All models of an instance; `look` is called often. `rooms` says where there is room."""
+    """Autoscaler of an instance. Call `look` often. `rooms` finds room for replicas."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Scaler:
         self._rows: dict[Deployment, Row] = {}
 
     def look(self) -> None:
-        """Begin what is to be done now."""
+        """Decide and begin what is due."""
         now = time.monotonic()
         scaled = {fleet: fleet.model.replicas for fleet in self._fleets.served}
         for fleet, size in scaled.items():
@@ -110,7 +111,7 @@ class Scaler:
         )
 
     def _contested(self, fleet: Deployment) -> Iterator[tuple[str, WorkerProcess]]:
-        """Replicas where another model waits for memory, and which; of models that make room."""
+        """Yield replicas of an on-demand model whose memory another model needs, and its name."""
         if fleet.model.load != "on_demand":
             return
         wanted = self._residents.waits_for(fleet)
@@ -119,10 +120,10 @@ class Scaler:
                 if at in wanted:
                     yield wanted[at], replica
 
-    # ---- deeds
+    # ---- actions
 
     def _up(self, fleet: Deployment, row: Row, step: ScalingAction, facts: ScalingInput) -> None:
-        """As many as there is room for."""
+        """Add replicas, up to the number that there is room for."""
         count, occasion, refusal = 0, StartReason.now("scale"), ""
         if self._residents.waits_for(fleet):
             refusal = "another model waits for memory"
@@ -171,14 +172,16 @@ class Scaler:
 
 
 def limits(fleet: Deployment, size: ReplicaRange) -> Limits:
-    """As the policy gets them."""
+    """Return the limits for the policy."""
     scale = fleet.model.scale
     return Limits(size.least, size.max, scale.wait_s, scale.kv_used, scale.down_s)
 
 
 def least_to_lose(replicas: Sequence[WorkerProcess]) -> WorkerProcess:
-    """Who goes: one that does not serve, else the one that runs the least, holds the least in its
-    KV cache, has had the fewest requests (so the fewest prompts are known to it), came last.
+    """Return the replica to remove: one that does not serve, else the least loaded.
+
+    Ties go by the least KV cache in use, then the fewest served requests (the fewest cached
+    prompts), then the latest.
     """
 
     def loses(replica: WorkerProcess) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
-"""Where one more replica of a model that scales has room, beside all that is there or may come.
+"""Room for one more replica of a model that scales, beside everything that is or may be loaded.
 
-On GPUs: where nobody's claim stands in the way, and every model that comes and goes would still
-fit beside those that stay. On the CPU: where the machine has the memory that a replica takes.
+On GPUs, no claim may be in the way, and every on-demand model has to fit still beside the models
+that stay. On the CPU, the machine needs the memory that a replica takes.
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ from servekit.supervisor.scheduling.shared_placement import want_of
 from servekit.system import procfs
 from servekit.system.gpus import Slot
 
-#: Of the host's memory, what a replica more must leave.
+#: Host memory that one more replica must leave free.
 KEPT_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class NoCapacity:
-    """Why there is none, in a sentence."""
+    """The reason why there is no room, as a sentence."""
 
     reason: str
 
 
 class CapacityProvider(Protocol):
-    """Where replicas may be. What launches workers elsewhere than here knows other places."""
+    """Finder of room for replicas; launchers of remote workers have their own."""
 
     def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
-        """Where one more has room now."""
+        """Return the GPUs where one more replica has room now, or why there are none.
+
+        The result is empty on the CPU, and where the cluster chooses.
+        """
 
     def short(self, model: str, replicas: int) -> None:
-        """A model lacks room for so many; 0: it lacks none any more. Said on every change.
+        """Report on every change for how many replicas of a model there is no room; 0 for none.
 
-        A cluster that can grow is to see it: as placements that are pending, for its autoscaler.
+        A cluster turns them into pending placements, so that its autoscaler adds nodes.
         """
 
 
 class LocalCapacity:
-    """This machine, which does not grow."""
+    """Room on this machine, which cannot grow."""
 
     def __init__(self, fleets: DeploymentManager) -> None:
         self._fleets = fleets
@@ -57,7 +60,7 @@ class LocalCapacity:
         return self._on_gpus(fleet)
 
     def short(self, model: str, replicas: int) -> None:
-        """Nobody is told."""
+        """Do nothing: this machine cannot grow."""
 
     def _on_cpu(self, fleet: Deployment) -> Slot | NoCapacity:
         model, there = fleet.model, procfs.available_bytes()
@@ -73,7 +76,7 @@ class LocalCapacity:
         return NoCapacity(f"no room: {said} {gib(max(0, there))} left")
 
     def _claimed(self, total_bytes: int) -> int:
-        """What replicas on the CPU have been promised, those of models that are away included."""
+        """Return the memory claimed by all CPU replicas, including those of unloaded models."""
         return sum(
             memory.of(fleet.model.memory, total_bytes) * sum(not slot for slot in fleet.planned)
             for fleet in self._fleets.served
@@ -88,7 +91,7 @@ class LocalCapacity:
             want = self._want(other.model, other.slots())
             board.placed += [(want, slot) for slot in other.slots() if slot]
             own = want if other is fleet else own
-        assert own is not None  # it is served
+        assert own is not None  # the deployment is served
         for slot in candidates(board, own):
             if fleets.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
                 return slot
@@ -100,17 +103,20 @@ class LocalCapacity:
         return want_of(model, gpus, slots, self._fleets.plan.config.gpus.reserve)
 
     def _lacks(self, model: ModelConfig, slot: Slot) -> bool:
-        """Its memory is promised yet to who has ended, until it is seen to be free."""
+        """Return whether ended workers still claim the memory, because it is not free yet."""
         claims = zip(slot, self._fleets.claims(model, slot), strict=True)
         return bool(self._fleets.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
 
 
 class RayCapacity:
-    """A cluster: it knows best, and may grow. Where it has no room, a replica is a placement that
-    is pending, which its autoscaler sees and `servekit ps` shows."""
+    """Room in a Ray cluster, which schedules replicas itself, and may grow.
+
+    Where it has no room, a replica is a pending placement, which Ray's autoscaler sees and
+    `servekit ps` shows.
+    """
 
     def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
         return ()
 
     def short(self, model: str, replicas: int) -> None:
-        """It is told by what is pending."""
+        """Do nothing: Ray's autoscaler sees the pending placements."""

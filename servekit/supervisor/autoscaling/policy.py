@@ -1,31 +1,29 @@
-"""How many replicas a model has between its `min` and `max`: a pure function of facts and a clock.
+"""Number of replicas of a model between `min` and `max`: a pure function of facts and a clock.
 
-    replicas          fact                                              step
+    replicas          fact                                              action
     some serve        a request has waited for `wait_s`, or KV caches   up: one for each `slots`
-                      are `kv_used` full, or requests wait at workers   requests that wait, at most
-                      that have no room for them, for HOLD_S            twice as many as there are
-    …                 the same, and what waits is less by the second,   none: it helps itself
-                      and will be gone within CLEARS_S
-    …                 the same, and one is on its way, or failing       none, until it is there: it
-                                                                        may be all that it takes
-    …                 what there is on average, and what chance adds,   down: one
-                      would have fitted into one fewer for `down_s`;
-                      after one has gone, for a quarter of that
-    …                 another model waits for the memory of one that    down: one, at once
-                      is more than the least
-    one was added     it did not come up                                down: that one; and for a
-                                                                        while, twice as long each
-                                                                        time, none is added
+                      are `kv_used` full for HOLD_S, or requests wait   waiting requests, at most
+                      at workers without room for HOLD_S                doubling the replicas
+    …                 the same, but the queue shrinks so fast that it   none
+                      will be empty within CLEARS_S
+    …                 the same, and a replica is starting or failing    none until it serves: it
+                                                                        may be all that is needed
+    …                 the average load plus random variation would      down: one
+                      have fitted into one fewer for `down_s`;
+                      for a quarter of that after a removal
+    …                 another model waits for the memory of a replica   down: one, at once
+                      above the minimum
+    one was added     it did not start                                  down: that one; none is
+                                                                        added for a while, which
+                                                                        doubles each time
     none serves       any                                               none: nothing is known yet
 
-Up is quick, for somebody waits; down is slow, for to be wrong about it makes somebody wait again.
-Both ask for different things (up: that requests wait; down: that slots are idle), so that no load
-that stays as it is asks for one after the other. What chance adds to a number of requests that come
-by themselves is its square root, more or less; twice that is rarely more.
+Scaling up is quick, because requests wait; scaling down is slow, because a wrong decision makes
+requests wait again. The two use different signals (up: waiting requests; down: idle slots), so that
+a constant load never causes both in turn. The random variation of a number of independent requests
+is about its square root; twice that is rarely exceeded.
 
-In simulation (tests/unit/supervisor/scaled.py) as many as requests wait for, and at most as many as
-there are, have p99 of the wait after a step a fifth (64 slots) to a third (4) shorter than one at a
-time, for 7 % fewer to 11 % more replica-seconds; the quarter saves a tenth of those.
+tests/unit/supervisor/scaled.py simulates these rules and their constants.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-#: How long KV caches must be full, or workers without room, for a replica to be added.
+#: How long KV caches must be full, or workers without room, before a replica is added.
 HOLD_S = 5.0
-#: What waits may take so long to be gone without help; its course is looked at over TREND_S.
+#: A queue that empties within CLEARS_S needs no help; its trend is measured over TREND_S.
 CLEARS_S = 10.0
 TREND_S = 2.0
-#: How far below `kv_used` the caches of one replica fewer must stay.
+#: The KV caches of one replica fewer must stay below this fraction of `kv_used`.
 KV_SLACK = 0.8
-#: After one has gone the next one may in so much of `down_s`, if the load is still too small.
+#: Fraction of `down_s` after which one more may be removed, if the load is still too small.
 NEXT = 0.25
-#: No replica is added for so long after one that did not come up; at most, after many.
+#: Pause before the next addition after a replica that did not start: the first, the longest.
 SHY_S, SHYEST_S = 60.0, 960.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the file says."""
+    """Configured limits of one model."""
 
     least: int
     most: int
@@ -59,19 +57,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ScalingInput:
-    """One model now, all gateways and workers together."""
+    """Facts about one model, summed over all gateways and workers."""
 
     serving: int  # replicas
     coming: int = 0  # replicas that start or load
     failing: int = 0  # replicas that should serve, and do not
-    slots: int = 1  # requests that one replica runs at once
+    slots: int = 1  # concurrent requests per replica
     queued: int = 0  # requests that wait at gateways
-    waited_s: float = 0.0  # how long the first of them has
-    held: int = 0  # requests that workers have and do not run yet
+    waited_s: float = 0.0  # the longest wait among them
+    held: int = 0  # requests at workers that do not run yet
     running: int = 0
-    kv_used: float = 0.0  # of those that serve, on average
-    wanted_elsewhere: str = ""  # which model waits for the memory of one of them
-    unborn: str = ""  # why one that was added has not come up
+    kv_used: float = 0.0  # average of the replicas that serve
+    wanted_elsewhere: str = ""  # the model that waits for memory of a replica
+    unborn: str = ""  # why an added replica has not started
 
     @property
     def living(self) -> int:
@@ -79,27 +77,27 @@ class ScalingInput:
 
     @property
     def left(self) -> int:
-        """Replicas that serve when one has gone; it is one that does not, where there is any."""
+        """Replicas that serve after a removal; a replica that does not serve is removed first."""
         return self.serving if self.failing else self.serving - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What is remembered from one look to the next."""
+    """State kept from one decision to the next."""
 
-    at: float | None = None  # of the last look
-    average: float = 0.0  # requests that ran and waited, of late
+    at: float | None = None  # time of the last decision
+    average: float = 0.0  # smoothed number of running and waiting requests
     full_since: float | None = None
     idle_since: float | None = None
-    trend: tuple[float, int] | None = None  # what waited when, a while ago
-    course: float = 0.0  # by how many requests a second that grows
+    trend: tuple[float, int] | None = None  # time and number of waiting requests
+    course: float = 0.0  # growth of the queue, in requests per second
     shy_until: float = -math.inf
     shy_s: float = SHY_S
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingAction:
-    """By how many replicas to change; `reason` completes "scaled up to 3: "."""
+    """A change in the number of replicas; `reason` completes "scaled up to 3: "."""
 
     change: int
     reason: str
@@ -108,7 +106,7 @@ class ScalingAction:
 def decide(
     limits: Limits, facts: ScalingInput, past: Past, now: float
 ) -> tuple[ScalingAction | None, Past]:
-    """What to do now, and what to remember; `now` in s, never less than before."""
+    """Return the action, if any, and the new state; `now` is monotonic, in seconds."""
     past = _observed(limits, facts, past, now)
     if facts.unborn:
         return _give_up(facts, past, now)
@@ -124,7 +122,7 @@ def decide(
 
 
 def pressed(limits: Limits, facts: ScalingInput, past: Past, now: float) -> str:
-    """Why there should be more replicas; "" where there are enough."""
+    """Return why more replicas are needed; "" if there are enough."""
     waiting = facts.queued + facts.held
     if past.course < 0 and waiting < -past.course * CLEARS_S:
         return ""
@@ -160,7 +158,7 @@ def _give_up(facts: ScalingInput, past: Past, now: float) -> tuple[ScalingAction
     return step, replace(past, shy_until=now + past.shy_s, shy_s=shy_s, idle_since=None)
 
 
-# ---- what is remembered
+# ---- state
 
 
 def _observed(limits: Limits, facts: ScalingInput, past: Past, now: float) -> Past:
@@ -195,7 +193,7 @@ def _with_trend(past: Past, waiting: int, now: float) -> Past:
 
 
 def _is_idle(limits: Limits, facts: ScalingInput, average: float) -> bool:
-    """One replica fewer would do."""
+    """Return whether one replica fewer would suffice."""
     left = facts.left
     if left < 1 or facts.coming or 2 * facts.waited_s >= limits.wait_s:
         return False

@@ -1,4 +1,4 @@
-"""What is free at each place, and what will be, while a decision is being made."""
+"""Free memory at each place, now and soon, while a decision is made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from servekit.supervisor.model_swap.types import PolicyInput
 
 
 class CapacityView:
-    """What is free now, and what will be once those that leave have left."""
+    """Free memory now, and after the models that are leaving have left."""
 
     def __init__(self, free: Mapping[str, int], models: Iterable[PolicyInput]) -> None:
         self.now = dict(free)
@@ -22,14 +22,15 @@ class CapacityView:
         return not lacking(need, self.now) and not lacking(need, self.soon)
 
     def lacks(self, need: Mapping[str, int]) -> dict[str, int]:
-        """What lacks even when those that leave have left."""
+        """Return the bytes that are missing even after the leaving models have left."""
         return lacking(need, self.soon)
 
     def wants(self, one: PolicyInput) -> dict[str, int]:
-        """What lacks for one that has its claim already, even when those that leave have left.
+        """Return the bytes that are missing for a model that has its claim already.
 
-        More may be claimed than there is, since a file was read anew; or less be free than nobody
-        claims, since strangers hold some.
+        Leaving models count as gone. Claims may exceed the memory after a reload of the
+        configuration, and the free memory may be less than what is not claimed, if other programs
+        hold some.
         """
         over = {at: -self.soon[at] for at in one.claim if at in self.soon}
         short = {at: size - self._freed[at] for at, size in one.lacks.items() if at in self.soon}
@@ -37,20 +38,20 @@ class CapacityView:
         return {at: size for at, size in most.items() if size > 0}
 
     def take(self, need: Mapping[str, int]) -> None:
-        """That is given away."""
+        """Give the memory away, now and soon."""
         self.keep(need)
         for at, size in need.items():
             if at in self.now:
                 self.now[at] -= size
 
     def keep(self, need: Mapping[str, int]) -> None:
-        """Of what will be free, nobody else gets that."""
+        """Keep that much of the future free memory for one model."""
         for at, size in need.items():
             if at in self.soon:
                 self.soon[at] -= size
 
     def leave(self, one: PolicyInput, kept: Mapping[str, int]) -> None:
-        """It gives back what it holds, but for what it keeps; what it takes elsewhere is gone."""
+        """Free what the model holds, except `kept`; what it takes at other places is in use now."""
         for at, size in one.held.items():
             if at in self.soon:
                 self.soon[at] += size
@@ -61,7 +62,7 @@ class CapacityView:
                 self.now[at] -= size
 
     def lacks_asleep(self, models: Sequence[PolicyInput]) -> dict[str, int]:
-        """What lacks now for these to sleep, all of them."""
+        """Return the bytes that are missing now for all these models to sleep."""
         more: dict[str, int] = {}
         for one in models:
             for at, size in _more(one, one.asleep).items():
@@ -69,13 +70,13 @@ class CapacityView:
         return lacking(more, self.now)
 
     def can_hold_asleep(self, models: Sequence[PolicyInput]) -> bool:
-        """Whether they are able to sleep, and there is memory for that."""
+        """Return whether all these models can sleep, and there is memory for that."""
         able = all(one.tier == "resident" and one.can_sleep for one in models)
         return able and not self.lacks_asleep(models)
 
 
 def _more(one: PolicyInput, kept: Mapping[str, int]) -> dict[str, int]:
-    """What that is beyond what it holds now."""
+    """Return the part of `kept` that exceeds what the model holds now."""
     held = one.held
     return {at: more for at, size in kept.items() if (more := size - held.get(at, 0)) > 0}
 

@@ -1,4 +1,4 @@
-"""Who makes room for a model: a pure function, for `residency`, whose docstring has the rules."""
+"""Choice of the models to evict: a pure function for `policy`, whose docstring has the rules."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from dataclasses import replace
 from servekit.supervisor.model_swap.capacity_view import CapacityView, told
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 
-#: A turn is so many times what the swap costs, and within these.
+#: A turn is TURNS times the cost of the swap, within these limits.
 TURNS = 4.0
 LEAST_TURN_S, LONGEST_TURN_S = 2.0, 60.0
-#: A model is quiet once it had nothing to do for so much of what the swap costs, within these: the
-#: client that has its answer may be about to ask again.
+#: A model is quiet after having no work for LINGERS times the cost of the swap, within these
+#: limits: a client that has its answer may be about to ask again.
 LINGERS = 0.1
 LEAST_LINGER_S, LONGEST_LINGER_S = 0.05, 1.0
 
-#: How a wait ends that nothing can be done about.
+#: Ends the description of a wait that no eviction can end.
 STAY = "and the others stay"
 
 
 def make_room(
     one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
 ) -> tuple[list[SwapAction], str]:
-    """Who goes for it, if that is enough; and what it waits for. What will be free is kept."""
+    """Return the evictions for a model, if they are enough, and what it waits for.
+
+    Memory that becomes free is reserved for it.
+    """
     lacking = room.lacks(one.need)
     goers = _goers(others, lacking)
     able = _able(goers)
     short = _short(one, room)
     if not _covers(able, lacking):
-        # those that are coming may go once they have come
+        # models that are loading may be evicted once loaded
         if _covers(goers, lacking):
             return [], f"{short}; it waits for {_names(goers)}"
         return [], f"{short}, {STAY}"
@@ -43,7 +46,7 @@ def make_room(
 def relieve(
     one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
 ) -> tuple[list[SwapAction], str]:
-    """The same for one that has its claim, and comes; "" where it waits for nobody."""
+    """Do the same for a model that has its claim already; "" if it waits for no eviction."""
     lacking = room.wants(one)
     able = _able(_goers(others, lacking))
     if not lacking or not _covers(able, lacking):
@@ -54,7 +57,7 @@ def relieve(
 
 
 def _goers(others: Iterable[PolicyInput], lacking: Mapping[str, int]) -> list[PolicyInput]:
-    """Those that may have to go, and hold something of what lacks."""
+    """Return eviction candidates that hold memory at a place that is short."""
     goers = [other for other in others if other.load == "on_demand"]
     return [other for other in goers if any(other.held.get(at) for at in lacking)]
 
@@ -79,13 +82,13 @@ def _evict(
 
 
 def _names(able: Iterable[PolicyInput], steps: Sequence[SwapAction] = ()) -> str:
-    """Of those that go; else of those that can."""
+    """Return the names of the models that are evicted, or else of those that can be."""
     going = [step.model for step in steps] or [one.name for one in able]
     return ", ".join(sorted(going))
 
 
 def _short(one: PolicyInput, room: CapacityView) -> str:
-    """ "30.0 GiB needed, 12.0 GiB free", of the place that lacks most."""
+    """Return such as "30.0 GiB needed, 12.0 GiB free", for the place that is shortest."""
     at = max(one.need, key=lambda place: one.need[place] - room.now.get(place, math.inf))
     return f"{told(one.need[at])} needed, {told(max(0, room.now.get(at, 0)))} free"
 
@@ -99,7 +102,7 @@ def _may_go(victim: PolicyInput, other: PolicyInput, now: float) -> bool:
 def _covers(
     victims: Iterable[PolicyInput], lacking: Mapping[str, int], sleepers: Iterable[PolicyInput] = ()
 ) -> bool:
-    """Whether they free what lacks; `sleepers` are those of them that go on holding some."""
+    """Return whether the victims free enough; `sleepers` keep some of their memory."""
     goers, asleep = list(victims), list(sleepers)
     return all(
         sum(one.held.get(at, 0) for one in goers) - sum(one.asleep.get(at, 0) for one in asleep)
@@ -111,7 +114,7 @@ def _covers(
 def _victims(
     ready: Sequence[PolicyInput], lacking: Mapping[str, int], now: float
 ) -> list[PolicyInput]:
-    """The fewest of the highest scores that free enough; none if all of them do not."""
+    """Return the fewest models with the highest scores that free enough; none if all cannot."""
 
     def score(one: PolicyInput) -> tuple[bool, float, float]:
         stays = one.stay_s is not None and math.isinf(one.stay_s)
@@ -125,7 +128,7 @@ def _victims(
         chosen.append(one)
     if not _covers(chosen, lacking):
         return []
-    for one in list(chosen):  # one that a later, larger one has made needless stays
+    for one in list(chosen):  # keep a model if a later, larger victim made it unnecessary
         rest = [other for other in chosen if other is not one]
         if _covers(rest, lacking):
             chosen = rest
@@ -135,7 +138,7 @@ def _victims(
 def _sleepers(
     victims: Sequence[PolicyInput], lacking: Mapping[str, int], room: CapacityView
 ) -> list[PolicyInput]:
-    """Those of them that may sleep: all that can, but for the quickest to load that may not."""
+    """Return the victims to put to sleep: all that can, except the quickest to load if need be."""
     able = [one for one in victims if room.can_hold_asleep([one])]
     able.sort(key=lambda one: one.load_s)
     while able and not (_covers(victims, lacking, able) and room.can_hold_asleep(able)):
@@ -144,18 +147,18 @@ def _sleepers(
 
 
 def gone(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
-    """The step by which it goes; what it frees is free soon."""
+    """Return the action that removes the model, and count its memory as free soon."""
     room.leave(one, one.asleep if sleeps else {})
     return SwapAction("sleep" if sleeps else "stop", one.name, reason)
 
 
 def linger_s(victim: PolicyInput, other: PolicyInput) -> float:
-    """How long it has to be quiet before it makes room."""
+    """Return how long the victim has to be quiet before it is evicted, in seconds."""
     return min(max(LEAST_LINGER_S, LINGERS * _swap_s(victim, other)), LONGEST_LINGER_S)
 
 
 def turn_s(victim: PolicyInput, other: PolicyInput) -> float:
-    """How long it may be busy while the other waits."""
+    """Return how long the victim may stay busy while the other waits, in seconds."""
     return min(max(LEAST_TURN_S, TURNS * _swap_s(victim, other)), LONGEST_TURN_S)
 
 

@@ -1,8 +1,7 @@
-"""The models as they come and go. Facts are gathered here, `residency` decides, and what it decides
-is carried out here and nowhere else.
+"""Manager of on-demand models: it gathers facts, lets `policy` decide and carries out the actions.
 
-What is put to sleep or stopped first takes no more requests: the gateways are told, and what comes
-waits there. What runs is finished. Then the worker sleeps, or ends.
+Before a worker is put to sleep or stopped, the gateways are told to hold new requests for its
+model, and running requests finish.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from servekit.supervisor.workers.worker_process import WorkerProcess
 log: Any = structlog.get_logger("servekit.supervisor")
 
 _LOOK_EVERY_S = 0.05
-#: Gateways tell once a second what waits for each model.
+#: Gateways report once a second how many requests wait for each model.
 _TOLD_S = 2.0
 _COMING = ("starting", "loading", "backoff")
 
 
 class SwapManager:
-    """All models of an instance; `look` is called often, and whenever something has changed."""
+    """Manager of all models of an instance. Call `look` often, and after every change."""
 
     def __init__(self, fleets: DeploymentManager, gateways: Sequence[Gateway]) -> None:
         self._fleets = fleets
@@ -45,12 +44,12 @@ class SwapManager:
         self._waits: Mapping[str, str] = {}
         self._halted = False
         self._halted_at = 0.0
-        self._unasked: list[WorkerProcess] = []  # came up when the end began: are they waited for?
+        self._unasked: list[WorkerProcess] = []  # workers that were loading when the shutdown began
         for gateway in gateways:
             gateway.on_use = self._heard
 
     def halt(self) -> None:
-        """All of it is going to end: begin nothing any more."""
+        """Begin the shutdown: start nothing any more."""
         self._halted, self._halted_at = True, time.monotonic()
         workers = (one for fleet in self._fleets.everyone() for one in fleet.replicas)
         self._unasked = [one for one in workers if one.state in _COMING]
@@ -58,9 +57,9 @@ class SwapManager:
             row.halt()
 
     def _spare(self) -> None:
-        """End what was coming up when the end began, unless requests wait for it in a queue.
+        """At shutdown, end loading workers unless queued requests wait for them.
 
-        None are taken any more, and those that wait have been told of after `_TOLD_S`.
+        Gateways accept no new requests by then, and report the waiting ones within `_TOLD_S`.
         """
         open_ = [gateway for gateway in self._gateways if gateway.state != "stopped"]
         if open_ and time.monotonic() - self._halted_at < _TOLD_S:
@@ -72,10 +71,10 @@ class SwapManager:
                 replica.end_now()
         self._unasked = [one for one in self._unasked if not one.ending]
 
-    # ---- facts, decisions, deeds
+    # ---- facts, decisions, actions
 
     def look(self) -> None:
-        """Begin what is to be done now; at the end, spare what nobody waits for."""
+        """Decide and begin what is due; during a shutdown, end unneeded loading workers."""
         if self._halted:
             self._spare()
             return
@@ -94,9 +93,10 @@ class SwapManager:
             self._take(rows[step.model], step, now)
 
     def _used(self, row: ModelState) -> Iterator[tuple[int, int, float]]:
-        """At each gateway: requests that wait and that run, and when there last was one.
+        """Yield per gateway the waiting requests, the running ones, and the time of the last one.
 
-        Of what has gone gateways tell anew: what they told before may have been answered since.
+        Waiting requests that a gateway reported before the model left may have been answered since,
+        so they do not count.
         """
         for gateway in self._gateways:
             if (use := gateway.uses.get(row.fleet.model.name)) is not None:
@@ -105,7 +105,7 @@ class SwapManager:
                 yield waiting, wanted.running, at - wanted.idle_s
 
     def waits_for(self, fleet: Deployment) -> dict[str, str]:
-        """Where another model waits for memory, by place (a GPU's UUID, or "cpu"), and which."""
+        """Return other models that wait for memory, by place (a GPU's UUID, or "cpu")."""
         reserve = self._fleets.plan.config.gpus.reserve
         return {
             at: row.fleet.model.name
@@ -121,7 +121,7 @@ class SwapManager:
             asleep = memory_accounting.asleep(row.fleet, claim, row.kept)
             yield row.facts(claim, asleep, memory_accounting.lacks(row.fleet))
         for fleet in self._fleets.everyone():
-            if fleet not in self._rows:  # the file does not have it any more
+            if fleet not in self._rows:  # removed from the configuration
                 slots = tuple(replica.place.gpus for replica in fleet.replicas)
                 claim = memory_accounting.claims(fleet.model, slots, reserve)
                 yield PolicyInput(fleet.model.name, "on_start", "leaving", claim)
@@ -133,7 +133,7 @@ class SwapManager:
         return memory_accounting.free(fleets.gpus, reserve, held, ledger)
 
     def _mend(self, row: ModelState) -> None:
-        """A worker that died in its sleep comes back awake; all of its model is to be alike."""
+        """Wake or stop a model whose workers are no longer all asleep, as after a crash of one."""
         if not row.slept or row.task is not None or row.tier == "asleep" or not row.fleet.wanted:
             return
         row.slept = False
@@ -172,12 +172,15 @@ class SwapManager:
         row.fleet.unload(returns=returns)
 
     async def _sleep(self, row: ModelState, *, must: bool) -> None:
-        """Put all its workers to sleep. Where one cannot, it is stopped if it has to go."""
+        """Put all workers of a model to sleep; with `must`, stop the model if one cannot sleep.
+
+        A model that would be partly asleep is stopped in any case.
+        """
         workers = [replica for replica in row.fleet.living if replica.serves]
         refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
-        if not why:  # else what it holds is what it held awake
+        if not why:  # otherwise it still holds its full claim
             row.kept = memory_accounting.kept(row.fleet, self._fleets.gate.ledger)
         if why:
             log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
@@ -186,7 +189,7 @@ class SwapManager:
             self._stop(row, f"it could not be put to sleep: {why}", returns=must)
 
     async def _wake(self, row: ModelState) -> None:
-        """Wake all its workers. Where one cannot be woken, it is stopped, and loaded anew."""
+        """Wake all workers of a model; stop it if one cannot wake, so that it is loaded again."""
         workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
         row.slept = False
         refusals = await asyncio.gather(*(one.slumber.wake() for one in workers))
@@ -200,17 +203,17 @@ class SwapManager:
     def _changed(self, row: ModelState) -> None:
         row.fleet.changed()
 
-    # ---- what gateways and operators ask for
+    # ---- requests of gateways and operators
 
     def _heard(self, message: KeepAlive | None) -> None:
-        """A gateway has told of use, or of a client's wish, which moves models on demand only."""
+        """Take a gateway's report of use, or a client's keep_alive for an on-demand model."""
         row = None if message is None else self._row(message.model)
         if message is not None and row is not None and row.fleet.model.load == "on_demand":
             row.keep(message.stay_s, time.monotonic(), loads=message.loads)
         self.look()
 
     async def reside(self, wish: SetResidency) -> Accepted | Refused:
-        """Do as an operator says; answers when it is done, or cannot be."""
+        """Carry out an operator's request; the reply comes when it is done or impossible."""
         row = self._row(wish.model)
         if row is None:
             names = [fleet.model.name for fleet in self._fleets.served]
@@ -235,7 +238,7 @@ class SwapManager:
         return Accepted(f"{name} is {already}{_DONE[wish.want]}")
 
     def _hopeless(self, row: ModelState) -> str:
-        """Why what was asked for will not come about; "" while it may."""
+        """Return why an operator's request cannot succeed; "" while it still may."""
         if self._halted or row.fleet not in self._rows:
             return "servekit is shutting down" if self._halted else "the file has it no more"
         if row.wish in ("load", "wake") and row.tier == "failed":
@@ -252,10 +255,10 @@ class SwapManager:
                 return row
         return None
 
-    # ---- what it knows
+    # ---- status
 
     def residence(self, fleet: Deployment, for_operators: bool = False) -> ResidencyStatus | None:
-        """How a model stands; None where it is loaded at the start, and stays."""
+        """Return the residency of a model; None for a model that is always loaded."""
         row = self._rows.get(fleet)
         if row is None or not row.comes_and_goes:
             return None

@@ -1,9 +1,9 @@
-"""What models hold, and where there is room: the facts that `residency` decides by, in bytes.
+"""Memory held by models and free memory by place, in bytes: the facts for `policy`.
 
-A GPU's room is its memory without the reserve. A model's claim on it is what the file says, else
-all of it. On the CPU it is the same with this machine's memory (`CPU`), for models that say; the
-others claim nothing. Asleep a model on GPUs holds its weights in the host's memory (`RAM`), and of
-its GPUs what it was seen to keep; one on the CPU holds what its workers have resident then.
+A GPU offers its memory without the reserve. A model claims what is configured, else all of it. On
+the CPU the same holds for this machine's memory (`CPU`) and models with `memory`; other models
+claim nothing. A sleeping GPU model holds its weights in host memory (`RAM`), and on its GPUs what
+it was measured to keep; a sleeping CPU model holds the resident memory of its workers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from servekit.system import procfs
 from servekit.system.gpus import Gpu
 
 CPU = "cpu"
-#: What the host can really hand out now, less what it should not be without.
+#: Place of the host memory that is really available, less a margin.
 RAM = "ram"
 _RAM_KEPT_BYTES = 2**30
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, int]:
-    """What all replicas of a model claim, by place."""
+    """Return the claims of all replicas of a model, by place."""
     found: dict[str, int] = {}
     for slot in slots:
         for gpu, size in zip(slot, claims_of(model, slot, reserve), strict=True):
@@ -39,7 +39,10 @@ def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, i
 
 
 def asleep(fleet: Deployment, claim: Mapping[str, int], kept: Mapping[str, int]) -> dict[str, int]:
-    """What a model would hold asleep, or does. `kept`: what was seen of it on its GPUs."""
+    """Return the memory of a sleeping model, or the estimate for one that would sleep.
+
+    `kept` are the bytes that it was measured to keep on its GPUs.
+    """
     if CPU in claim:
         return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in fleet.living))}
     if not claim:
@@ -50,7 +53,7 @@ def asleep(fleet: Deployment, claim: Mapping[str, int], kept: Mapping[str, int])
 
 
 def kept(fleet: Deployment, ledger: GpuReservations) -> dict[str, int]:
-    """What its workers claim of their GPUs now, asleep."""
+    """Return what a model's sleeping workers claim of their GPUs now."""
     found: dict[str, int] = {}
     for replica in fleet.living:
         for uuid, size in ledger.claim_of(replica.name).items():
@@ -64,7 +67,7 @@ def free(
     held: Iterable[Mapping[str, int]],
     ledger: GpuReservations,
 ) -> dict[str, int]:
-    """What nobody holds at each place. Who has ended holds memory until NVML shows it gone."""
+    """Return the free memory by place; ended workers count until NVML shows it free."""
     found = {gpu.uuid: room_bytes(gpu, reserve) for gpu in gpus}
     found[CPU] = procfs.memory_bytes()
     for one in held:
@@ -78,7 +81,7 @@ def free(
 
 
 def lacks(fleet: Deployment) -> dict[str, int]:
-    """What its workers that wait to load do not find free, by GPU, whatever they claim."""
+    """Return the memory that workers waiting to load lack, by GPU, regardless of claims."""
     found: dict[str, int] = {}
     for replica in fleet.living:
         for uuid, size in replica.vram.lacking.items():

@@ -1,4 +1,4 @@
-"""One model that may come and go: what is remembered of it beside its fleet."""
+"""State of one model that may be loaded and unloaded, beside its deployment."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from servekit.supervisor.scheduling.gpu_admission import NOTHING
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: A model that was never woken is taken to wake in this part of the time that it loads in.
+#: A model that was never woken is assumed to wake in this fraction of its load time.
 _WAKES_IN = 0.25
-#: How long a model that could not be put to sleep is not asked to again.
+#: How long a model that could not be put to sleep is left awake.
 _SLEEPLESS_S = 60.0
 _COMING = {"starting", "loading", "backoff", "stalled"}
 
 
 class ModelState:
-    """`observe` brings it up to date; times are on the monotonic clock, in s."""
+    """State of one model, updated by `observe`; times are seconds on the monotonic clock."""
 
     def __init__(self, fleet: Deployment, now: float) -> None:
         self.fleet = fleet
@@ -37,28 +37,28 @@ class ModelState:
         self.reason = ""
         self.waiting = 0
         self.waiting_since: float | None = None
-        self.wish: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's
+        self.wish: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's request
         self.slept = False  # its workers are asleep, and were put to sleep by us
-        self.kept: Mapping[str, int] = {}  # of its GPUs while it last slept, in bytes
+        self.kept: Mapping[str, int] = {}  # bytes on its GPUs when it last slept
         self.restless = ""  # why it could not be put to sleep
         self.task: asyncio.Task[None] | None = None
         self._doing: Literal["sleep", "wake"] = "sleep"
-        self._touched = False  # an operator has
+        self._touched = False  # an operator has changed it
         self._held = False  # stopped by an operator: requests do not load it
-        self._asked_at: float | None = None  # to be loaded, without a request
+        self._asked_at: float | None = None  # load requested otherwise
         self._busy = False
         self._used_at = self._now = now
         self._load_s = UNKNOWN_S
         self._wake_s: float | None = None
-        self._began: tuple[str, float] | None = None  # from which tier it is coming, and since when
+        self._began: tuple[str, float] | None = None  # previous tier, start of loading
         self._stay_s: float | None = None
         self._told_at = -math.inf
         self._sleepless_until = -math.inf
 
-    # ---- what happens
+    # ---- events
 
     def observe(self, uses: Iterable[tuple[int, int, float]], now: float) -> None:
-        """`uses`: at each gateway, requests that wait and that run, and when there last was one."""
+        """Update the state. `uses`: waiting and running requests, last use, per gateway."""
         self._now = now
         self._become(self._tier(), now)
         waiting = running = 0
@@ -98,7 +98,7 @@ class ModelState:
         self.tier, self.since = tier, now
 
     def _measure(self, now: float) -> None:
-        """How long it took to come."""
+        """Record how long the load or the wake took."""
         before, began_at = self._began or ("stopped", self.since)
         self._began = None
         if before == "asleep":
@@ -107,11 +107,11 @@ class ModelState:
             self._load_s = now - began_at
 
     def begin(self, now: float) -> None:
-        """It is loaded or woken from now on."""
+        """Mark the beginning of a load or a wake."""
         self._began, self.reason = (self.tier, now), ""
 
     def run(self, doing: Literal["sleep", "wake"], work: Coroutine[Any, Any, None]) -> None:
-        """Have its workers do something, one thing at a time."""
+        """Run a task that puts its workers to sleep or wakes them, one at a time."""
         self._doing = doing
         self.task = asyncio.get_running_loop().create_task(work, name=self.fleet.model.name)
         self.task.add_done_callback(self._on_done)
@@ -127,11 +127,11 @@ class ModelState:
             self.task.cancel()
 
     def sleepless(self, now: float, why: str) -> None:
-        """It could not be put to sleep; for a while it is not tried again."""
+        """Record that it could not be put to sleep, so that it is not tried again for a while."""
         self._sleepless_until, self.restless = now + _SLEEPLESS_S, why
 
     def keep(self, stay_s: float | None, now: float, *, loads: bool) -> None:
-        """A client says how long it is to stay, and perhaps that it is to be loaded."""
+        """Take a client's keep_alive, and its request to load the model if `loads`."""
         self._stay_s, self._told_at = stay_s, now
         if loads and self.tier in ("stopped", "asleep"):
             self._asked_at = now
@@ -139,7 +139,7 @@ class ModelState:
     # ---- operators
 
     def ask(self, want: Want, now: float) -> str:
-        """Take an operator's wish; why not, "" where it is taken."""
+        """Take an operator's request; return why it is refused, or ""."""
         if want == "sleep" and (why := self.sleepless_for_good()):
             return why
         if want == "wake" and self.tier not in ("asleep", "resident", "leaving"):
@@ -157,7 +157,7 @@ class ModelState:
         return ""
 
     def sleepless_for_good(self) -> str:
-        """Why it cannot be put to sleep however long one waits; "" if it can."""
+        """Return why it cannot be put to sleep, however long one waits; "" if it can."""
         model = self.fleet.model
         if not KINDS[model.engine].sleeps:
             return f"{model.name}: the engine {model.engine} cannot sleep; `servekit unload` stops"
@@ -169,20 +169,20 @@ class ModelState:
         return ""
 
     def refuse(self) -> None:
-        """What an operator has asked for cannot be: it does not come about later, either."""
+        """Drop an operator's request that cannot be met."""
         self.wish, self._asked_at = "", None
 
     def settle(self) -> None:
-        """Forget an operator's wish that has come true."""
+        """Forget an operator's request that has been met."""
         if HAS.get(self.wish) == self.tier:
             self.wish = ""
         if self.tier == "resident":
-            self._asked_at = None  # also where it was so before it was asked for
+            self._asked_at = None  # also if it was loaded before the request
 
-    # ---- what it knows
+    # ---- queries
 
     def occasion(self, now: float) -> StartReason:
-        """Who wants it loaded, and since when."""
+        """Return who wants it loaded, and since when."""
         if self.waiting_since is not None and not self.wish:
             return StartReason("request", self.waiting_since)
         asked_at = now if self._asked_at is None else self._asked_at
@@ -208,7 +208,7 @@ class ModelState:
         asleep: Mapping[str, int],
         lacks: Mapping[str, int] = NOTHING,
     ) -> PolicyInput:
-        """As the policy gets them."""
+        """Return the facts for the policy."""
         model, info = self.fleet.model, self.fleet.info
         waiting_since = self.waiting_since
         if self.tier == "stopped" and self._mode == "manual":
@@ -241,9 +241,9 @@ class ModelState:
     def residence(
         self, waits: str, *, halted: bool, for_operators: bool = False
     ) -> ResidencyStatus:
-        """As gateways get it. At the end nothing is loaded any more: nobody is to wait for it.
+        """Return the residency for gateways. At shutdown no request waits for a load.
 
-        Operators are told when the file has it loaded, and of the end that it has stopped.
+        Operators get the configured load mode, and at shutdown whether the model has stopped.
         """
         model = self.fleet.model
         mode = model.load if for_operators else self._mode
@@ -258,14 +258,14 @@ class ModelState:
         return ResidencyStatus(mode, self.tier, waits or self.reason, stays_s)
 
     def _will_serve(self) -> bool:
-        """Although nothing is begun any more, and nobody makes room."""
+        """Return whether it will be ready without a new start or an eviction."""
         return self.fleet.wanted and any(
             replica.state == "ready" or (replica.state in _COMING and not replica.vram.lacking)
             for replica in self.fleet.living
         )
 
     def detailed(self, shown: ResidencyStatus, facts: PolicyInput, now: float) -> ResidencyStatus:
-        """The same with what operators want to know besides."""
+        """Return the residency with more details for operators."""
         return replace(
             shown,
             idle_s=round(facts.quiet_s(now), 1),
@@ -274,7 +274,7 @@ class ModelState:
         )
 
 
-#: Where a model is that is as an operator wants it.
+#: The tier that fulfils each request of an operator.
 HAS: Mapping[str, Residency] = {
     "load": "resident",
     "wake": "resident",

@@ -1,34 +1,37 @@
-"""Which models are loaded, woken, put to sleep and stopped: a pure function of facts and a clock.
+"""Swap policy: which models to load, wake, put to sleep and stop, as a pure function of facts.
 
-    tier       fact                                                  step
-    resident   unused for longer than its keep_alive, or             Stop
+    tier       fact                                                  action
+    resident   unused for longer than its keep_alive, or             stop
                `idle_unload_s`
-               unused for longer than `idle_sleep_s`                 Sleep
-               another waits for its memory, and it has been quiet   Sleep or Stop
+               unused for longer than `idle_sleep_s`                 sleep
+               another waits for its memory, and it has been quiet   sleep or stop
                for `linger_s`
-               another waits for its memory, and it has been here    Sleep or Stop, once what runs
-               for its turn, `turn_s`, though it is busy             is done; what is new waits
-    asleep     somebody waits for it, and there is room              Wake
-               unused for longer than its keep_alive or              Stop
+               another waits for its memory, and it has been busy    sleep or stop after its running
+               for its turn, `turn_s`                                requests; new requests wait
+    asleep     requests wait for it, and there is room               wake
+               unused for longer than its keep_alive or              stop
                `idle_unload_s`; another needs what it still holds
-    stopped    somebody waits for it, and there is room              Load
+    stopped    requests wait for it, and there is room               load
     coming     any                                                   none: never while it loads;
-                                                                     others go if it lacks room
-    leaving    any                                                   none: it is under way
-    failed     any                                                   none: who waits is told
+                                                                     others are evicted if it is
+                                                                     short of memory
+    leaving    any                                                   none: already under way
+    failed     any                                                   none: waiting requests fail
 
-Only models of `load: on_demand` make room for others. Who goes first is whose score is highest:
+Only models with `load: on_demand` are evicted for others. The model with the highest score is
+evicted first:
 
-    bytes that it frees where they lack × seconds since it was used ÷ seconds to bring it back
+    bytes freed where they are short × seconds since it was used ÷ seconds to bring it back
 
-What frees much, is long unused and cheap to have again goes first; one whose client has asked that
-it stay goes last. Nobody goes where that would not be enough. An evicted model sleeps where it can
-and the host has the memory for it, else it is stopped.
+So models that free much, are long unused and cheap to load again go first; a model whose client has
+asked that it stay goes last. No model is evicted if that would not be enough. An evicted model
+sleeps if it can and the host has the memory for it; otherwise it is stopped.
 
-Who waits longest is served first, and what is free or becomes free is kept for it: no stream of
-small models can starve a large one. A model that has just come has a turn, in proportion to what
-the swap costs: requests that alternate between two models which do not fit together are served in
-groups, and while both are busy about a fifth of the time at most goes into swapping.
+The longest waiting model is served first, and memory that is free or becomes free is reserved for
+it: a stream of small models cannot starve a large one. A model that has just been loaded has a turn
+in proportion to the cost of the swap: requests that alternate between two models which do not fit
+together are served in groups, so that swapping takes about a fifth of the time at most while both
+are busy.
 """
 
 from __future__ import annotations
@@ -41,20 +44,20 @@ from servekit.supervisor.model_swap.capacity_view import CapacityView, told
 from servekit.supervisor.model_swap.eviction import gone, make_room, relieve
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 
-#: From a client's word that a model is to go to the report of the request it came with.
+#: Time within which the request that came with a keep_alive is reported, in seconds.
 HEARD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Steps to begin now, and what those wait for that are not helped yet."""
+    """Actions to begin now, and by model what it still waits for."""
 
     steps: tuple[SwapAction, ...]
     waits: Mapping[str, str]
 
 
 def decide(models: Sequence[PolicyInput], free: Mapping[str, int], now: float) -> Decision:
-    """`free` is what nobody holds at each place; a place that it does not name has no end."""
+    """Return the actions for all models. `free` is by place; places not in it are unlimited."""
     room = CapacityView(free, models)
     steps = [step for one in models if (step := _leave(one, room, now)) is not None]
     leaving = {step.model for step in steps}
@@ -73,14 +76,14 @@ def decide(models: Sequence[PolicyInput], free: Mapping[str, int], now: float) -
 
 
 def _order(one: PolicyInput) -> tuple[bool, float]:
-    """Those that come already, and then who waits longest."""
+    """Return the sort key: models that are loading already, then the longest waiting."""
     return not one.has_claim, one.waiting_since or math.inf
 
 
 def _help(
     one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
 ) -> tuple[list[SwapAction], str]:
-    """What is done for it, and what it waits for."""
+    """Return the actions for one model, and what it waits for."""
     if one.has_claim:
         return relieve(one, others, room, now)
     if one.waiting_since is None or one.tier not in ("stopped", "asleep"):
@@ -92,7 +95,7 @@ def _help(
 
 
 def leaves_in_s(one: PolicyInput, now: float) -> float | None:
-    """How long until it goes by itself, as things stand; None: it stays until others need room."""
+    """Return the seconds until idle limits or keep_alive remove it; None if they do not."""
     limits = [limit for limit, _ in _limits(one) if not math.isinf(limit)]
     if not limits or one.tier not in ("resident", "asleep"):
         return None
@@ -100,7 +103,7 @@ def leaves_in_s(one: PolicyInput, now: float) -> float | None:
 
 
 def _leave(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | None:
-    """Whether it goes by itself: an operator wants it, or nobody does."""
+    """Return the action for an operator's request, an expired keep_alive or an idle limit."""
     if one.tier not in ("resident", "asleep"):
         return None
     if one.wish:
@@ -116,7 +119,7 @@ def _leave(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | Non
 
 
 def _limits(one: PolicyInput) -> list[tuple[float, bool]]:
-    """After how much quiet it goes, and whether to sleep."""
+    """Return the limits of idle seconds, and whether the model sleeps (or stops) after each."""
     if one.stay_s is not None:
         return [(one.stay_s, False)]
     limits = [] if one.idle_unload_s is None else [(one.idle_unload_s, False)]
@@ -126,7 +129,7 @@ def _limits(one: PolicyInput) -> list[tuple[float, bool]]:
 
 
 def _restless(one: PolicyInput, room: CapacityView) -> str:
-    """Why one does not sleep that an operator wants to: the host lacks memory for it."""
+    """Return why a model cannot sleep as an operator requested: host memory is short; or ""."""
     lacks = room.lacks_asleep([one]) if one.wish == "sleep" and one.tier == "resident" else {}
     if not lacks or not one.can_sleep:
         return ""
@@ -136,7 +139,7 @@ def _restless(one: PolicyInput, room: CapacityView) -> str:
 
 
 def _go(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction | None:
-    """The step; none for one that sleeps already, or stays because there is no room to sleep."""
+    """Return the action; None if it is to sleep and there is no room for that."""
     if sleeps and not room.can_hold_asleep([one]):
         return None
     return gone(one, room, reason, sleeps=sleeps)

@@ -1,4 +1,4 @@
-"""What the residency policy is told of a model, and what it says is to be done with one."""
+"""Input and output types of the model-swap policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from servekit.protocol.residency import LoadMode, Residency
 
-#: How long a model is taken to need that was never loaded here.
+#: Assumed load time of a model that was never loaded here.
 UNKNOWN_S = 10.0
 
 Kind = Literal["load", "wake", "sleep", "stop"]
@@ -16,7 +16,7 @@ Kind = Literal["load", "wake", "sleep", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """One model. Times are on the caller's clock, in s; amounts in bytes by place."""
+    """Facts about one model. Times are seconds on the caller's clock, memory bytes by place."""
 
     name: str
     load: LoadMode
@@ -24,42 +24,42 @@ class PolicyInput:
     claim: Mapping[str, int]  # while it is resident
     asleep: Mapping[str, int] = field(default_factory=dict)  # while it sleeps
     can_sleep: bool = False
-    falls_asleep: bool = False  # leaving, it is put to sleep
-    since: float = 0.0  # in this tier
-    lacks: Mapping[str, int] = field(default_factory=dict)  # coming, it does not find so much free
-    waiting_since: float | None = None  # the oldest request, or an operator's
+    falls_asleep: bool = False  # it is leaving to sleep
+    since: float = 0.0  # start of this tier
+    lacks: Mapping[str, int] = field(default_factory=dict)  # loading: bytes that are not free
+    waiting_since: float | None = None  # of the oldest request, or an operator's
     busy: bool = False  # requests wait or run
     used_at: float = 0.0
     load_s: float = UNKNOWN_S
     wake_s: float = UNKNOWN_S
-    stay_s: float | None = None  # by a client's keep_alive; None: as the file has it
-    told_at: float = 0.0  # when that was said
+    stay_s: float | None = None  # a client's keep_alive; None: as configured
+    told_at: float = 0.0  # time of that keep_alive
     idle_sleep_s: float | None = None
     idle_unload_s: float | None = None
-    wish: Literal["", "unload", "sleep"] = ""  # an operator's
+    wish: Literal["", "unload", "sleep"] = ""  # an operator's request
 
     @property
     def back_s(self) -> float:
-        """What it costs to have it again."""
+        """Seconds to make it resident again after an eviction."""
         asleep = self.tier == "asleep" or (self.tier == "resident" and self.can_sleep)
         return self.wake_s if asleep else self.load_s
 
     @property
     def held(self) -> Mapping[str, int]:
-        """What it holds now."""
+        """Memory that it holds now."""
         if self.tier in ("resident", "coming", "leaving"):
             return self.claim
         return self.asleep if self.tier == "asleep" else {}
 
     @property
     def need(self) -> Mapping[str, int]:
-        """What it takes beyond what it holds to be resident."""
+        """Memory that it needs beyond what it holds, to be resident."""
         held = self.held
         return {at: more for at, size in self.claim.items() if (more := size - held.get(at, 0)) > 0}
 
     @property
     def has_claim(self) -> bool:
-        """It is coming, or there for good: others go where it lacks room."""
+        """Whether it is loading or always loaded, so that others are evicted if it is short."""
         return self.tier == "coming" or (self.tier == "resident" and self.load != "on_demand")
 
     def quiet_s(self, now: float) -> float:
@@ -68,9 +68,9 @@ class PolicyInput:
 
 @dataclass(frozen=True, slots=True)
 class SwapAction:
-    """What is to be done with a model; `reason` completes "stopped: …"."""
+    """An action on a model; `reason` completes "stopped: …"."""
 
     kind: Kind
     model: str
     reason: str = ""
-    makes_room: bool = False  # it goes for another's sake, and will be wanted again
+    makes_room: bool = False  # evicted for another model, and wanted again

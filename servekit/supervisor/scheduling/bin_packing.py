@@ -1,15 +1,17 @@
-"""Which worker goes onto which GPUs, where workers share GPUs or have several each.
+"""Search for GPUs where workers share GPUs or use several GPUs each.
 
-Workers that are loaded on start must fit side by side. One that comes and goes must fit beside
-those; with others of its kind it may overlap, and does so as little as can be: who is loaded when
-is for the ledger to decide. Two workers of one model share a GPU only where the file insists: where
-it names more replicas than there are GPUs, and says what each may take.
+Workers that are loaded on start must fit side by side. A worker that is loaded on demand must fit
+beside those; it may overlap with other workers of its kind, as little as possible: the ledger of
+reservations decides which of them are loaded when. Two workers of one model share a GPU only where
+the configuration requires it: where it names more replicas than there are GPUs, and says how much
+memory each may take.
 
-That is bin packing, so it is searched for: largest claims first, with backtracking, GPUs that are
-alike tried once. First everybody stays where it is, then the emptiest GPU is tried first (a GPU of
-one's own is faster), then the fullest that has room. Each search gives up after STEPS tries; that
-is far more than it takes for tens of workers, and a plan that needs more is refused, never
-guessed. No clock and no chance: the same file gets the same places.
+The search is a backtracking bin packing: largest claims first, equivalent GPUs tried once. The
+first attempt keeps all workers where they are; the next attempts start from empty GPUs, first with
+the emptiest GPU preferred (a GPU of one's own is faster), then with the fullest that has room. Each
+attempt gives up after STEPS tries, far more than tens of workers need; a plan that needs more is
+refused. The search uses neither clock nor random numbers: the same configuration gets the same
+places.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Literal
 from servekit.system.gpus import Gpu, Slot
 
 STEPS = 4_000
-#: Of so many ways to choose the GPUs of one worker all are tried; of more, neighbours only.
+#: Up to this many combinations of GPUs for one worker are all tried; beyond, only neighbours.
 _MOST_WAYS = 256
 
 _Order = Literal["emptiest", "fullest"]
@@ -31,20 +33,20 @@ _Order = Literal["emptiest", "fullest"]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one model must have: `least` workers on `width` GPUs each."""
+    """The GPUs that one model requires: `least` workers on `width` GPUs each."""
 
     name: str
     least: int
     width: int
-    claims: Mapping[Gpu, int]  # bytes, of each GPU that it may use
+    claims: Mapping[Gpu, int]  # bytes, by GPU that it may use
     stays: bool  # loaded on start
     grows: bool  # takes more workers where there is room
-    held: tuple[Slot, ...] = ()  # where it has workers
-    shares: bool = False  # a GPU with another of its own workers
+    held: tuple[Slot, ...] = ()  # the current places of its workers
+    shares: bool = False  # whether two of its workers may share a GPU
 
 
 class Unplaceable(Exception):
-    """No way was found. `want` is who found no place, `board` how far it got."""
+    """No placement was found for `want`; `board` is the furthest partial placement."""
 
     def __init__(self, want: Want, board: Board, *, gave_up: bool) -> None:
         super().__init__(want.name)
@@ -54,7 +56,7 @@ class Unplaceable(Exception):
 
 
 class Board:
-    """Who is where. `rooms` is what of each GPU may be claimed at all, in bytes."""
+    """A placement in progress. `rooms` are the bytes of each GPU that models may claim."""
 
     def __init__(self, rooms: Mapping[Gpu, int]) -> None:
         self.rooms = rooms
@@ -69,7 +71,7 @@ class Board:
         return [slot for other, slot in self.placed if other.name == want.name]
 
     def on(self, gpu: Gpu, *, stays: bool) -> list[tuple[str, int]]:
-        """Who has claimed how much of a GPU: those that stay, or those that come and go."""
+        """Return the claims on a GPU: of models loaded on start, or of models loaded on demand."""
         return [
             (want.name, want.claims[gpu])
             for want, slot in self.placed
@@ -77,21 +79,21 @@ class Board:
         ]
 
     def left(self, want: Want, gpu: Gpu) -> int:
-        """Bytes of a GPU that `want` could claim."""
+        """Return the bytes of a GPU that `want` could claim."""
         staying = sum(size for _, size in self.on(gpu, stays=True))
         passing = [size for _, size in self.passing(gpu)] if want.stays else []
         own = 0 if want.stays else self.own(want, gpu) * want.claims[gpu]
         return self.rooms[gpu] - staying - max(passing, default=0) - own
 
     def passing(self, gpu: Gpu) -> list[tuple[str, int]]:
-        """Each model there that comes and goes, with what its workers take: they load together."""
+        """Return the bytes of each on-demand model on a GPU; its workers load together."""
         taken: dict[str, int] = {}
         for name, size in self.on(gpu, stays=False):
             taken[name] = taken.get(name, 0) + size
         return list(taken.items())
 
     def own(self, want: Want, gpu: Gpu) -> int:
-        """How many of its workers are on a GPU."""
+        """Return how many workers of `want` are on a GPU."""
         return sum(gpu in slot for slot in self.slots_of(want))
 
     def fits(self, want: Want, slot: Slot) -> bool:
@@ -103,18 +105,18 @@ class Board:
         )
 
     def overlap(self, want: Want, gpu: Gpu) -> int:
-        """Bytes by which those that come and go would not fit there at once, `want` included."""
+        """Return the bytes that a GPU lacks if all its models and `want` are loaded."""
         taken = sum(size for stays in (True, False) for _, size in self.on(gpu, stays=stays))
         return max(0, taken + want.claims[gpu] - self.rooms[gpu])
 
     def likeness(self, gpu: Gpu, wants: Sequence[Want]) -> tuple[object, ...]:
-        """Equal for two GPUs where it makes no difference which of them is taken."""
+        """Return a key that is equal for two GPUs if they are interchangeable in the search."""
         on = sorted(want.name for want, slot in self.placed if gpu in slot)
         return self.rooms[gpu], gpu.name, *on, *(want.claims.get(gpu) for want in wants)
 
 
 def pack(wants: Sequence[Want], rooms: Mapping[Gpu, int]) -> dict[str, list[Slot]]:
-    """The slots of each model, in NVML's order. Raises Unplaceable."""
+    """Return the slots of each model, in NVML's order. Raises Unplaceable."""
     board = _found(sorted(wants, key=lambda want: _difficulty(want, rooms)), rooms)
     _grow(board, [want for want in wants if want.grows])
     return {want.name: sorted(board.slots_of(want), key=_indexes) for want in wants}
@@ -123,7 +125,7 @@ def pack(wants: Sequence[Want], rooms: Mapping[Gpu, int]) -> dict[str, list[Slot
 def _found(wants: list[Want], rooms: Mapping[Gpu, int]) -> Board:
     kept = _kept(wants, rooms, beyond_least=True)
     if all(len(kept.slots_of(want)) >= want.least for want in wants):
-        return kept  # nobody is new: none has to give anything up
+        return kept  # no worker is new, so none has to move
     kept = _kept(wants, rooms)
     attempts: list[tuple[Board, _Order]] = [(Board(rooms), "emptiest"), (Board(rooms), "fullest")]
     if kept.placed:
@@ -135,7 +137,7 @@ def _found(wants: list[Want], rooms: Mapping[Gpu, int]) -> Board:
         except Unplaceable as error:
             failure = error
             if not board.placed and not error.gave_up:
-                break  # all ways were tried
+                break  # all combinations were tried
     assert failure is not None
     raise failure
 
@@ -146,7 +148,10 @@ def _difficulty(want: Want, rooms: Mapping[Gpu, int]) -> tuple[object, ...]:
 
 
 def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int], *, beyond_least: bool = False) -> Board:
-    """Everybody where it is, where that is still right; of those that grow all, or the least."""
+    """Place workers where they are now, if that is still valid.
+
+    Each model keeps up to its minimum; with `beyond_least`, models that grow keep all workers.
+    """
     board = Board(rooms)
     for want in wants:
         for slot in want.held:
@@ -158,7 +163,7 @@ def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int], *, beyond_least: bool
 
 
 class _Search:
-    """Depth first over who has no place yet, from where `board` stands."""
+    """Depth-first search for the workers that `board` does not place yet."""
 
     def __init__(self, wants: Sequence[Want], board: Board, order: _Order) -> None:
         self._wants = wants
@@ -166,7 +171,7 @@ class _Search:
         self._order = order
         self._steps = STEPS
         self._todo = [want for want in wants for _ in range(want.least - len(board.slots_of(want)))]
-        self._stuck: tuple[int, Want, Board] | None = None  # the furthest that it has come
+        self._stuck: tuple[int, Want, Board] | None = None  # the furthest state so far
 
     def run(self) -> Board:
         if self._place(0):
@@ -197,7 +202,7 @@ class _Search:
 
 
 def candidates(board: Board, want: Want, order: _Order = "emptiest") -> list[Slot]:
-    """Where one more worker of `want` fits, the best first."""
+    """Return the slots where one more worker of `want` fits, best first."""
     gpus = sorted(
         (gpu for gpu in want.claims if board.fits(want, (gpu,))), key=lambda gpu: gpu.index
     )
@@ -215,7 +220,10 @@ def _ways(gpus: Sequence[Gpu], width: int) -> Iterator[Slot]:
 
 
 def _rank(board: Board, want: Want, slot: Slot, order: _Order) -> tuple[object, ...]:
-    """Those of one worker talk to each other: by NVLink where there is, else neighbours."""
+    """Return the sort key of a slot; the least is the best.
+
+    Without other differences, GPUs linked by NVLink come first, then neighbours.
+    """
     apart = sum(b.uuid not in a.linked for a, b in itertools.combinations(slot, 2))
     extent = slot[-1].index - slot[0].index
     overlap = 0 if want.stays else sum(board.overlap(want, gpu) for gpu in slot)
@@ -229,7 +237,7 @@ def _rank(board: Board, want: Want, slot: Slot, order: _Order) -> tuple[object, 
 
 
 def _grow(board: Board, wants: Sequence[Want]) -> None:
-    """Deal what is left, one worker at a time, always to the model with the fewest."""
+    """Place extra workers one at a time, each for the model with the fewest."""
     growing = list(wants)
     while growing:
         want = min(growing, key=lambda one: len(board.slots_of(one)))

@@ -1,4 +1,4 @@
-"""Whether a GPU has the memory that a worker is about to take. Pure: a scene in, a sentence out."""
+"""Pure check of whether a GPU has the memory that a worker is about to take."""
 
 from __future__ import annotations
 
@@ -9,39 +9,43 @@ from servekit.supervisor.scheduling.memory_requests import gib
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
 
-#: What a driver keeps here and there, and CUDA rounds up, is no reason to wait.
+#: Shortages up to this size are ignored: driver overhead and CUDA's rounding.
 SLACK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSnapshot:
-    """One GPU as it is, and what is needed of it."""
+    """Memory use of one GPU, and the bytes that a worker needs there."""
 
     gpu: Gpu
     free_bytes: int
     need_bytes: int
-    others: Mapping[str, tuple[int, int | None]]  # claim, and what it holds; None: not known
-    dead_bytes: int  # held by workers that have ended
-    strangers: Mapping[int, int]  # by PID, what processes hold that are not ours
+    others: Mapping[str, tuple[int, int | None]]  # claim and held bytes (None: unknown), by worker
+    dead_bytes: int  # still held by workers that have ended
+    strangers: Mapping[int, int]  # bytes held by processes that are not ours, by PID
 
 
 def short_bytes(scene: GpuSnapshot) -> int:
-    """What lacks, so that others would have to go; what our dead hold yet is free without that."""
+    """Return the bytes that other workers would have to give up; 0 where none.
+
+    Memory that ended workers still hold becomes free without that, so it counts as free.
+    """
     short = scene.need_bytes - (scene.free_bytes + scene.dead_bytes - _promised(scene))
     return short if short > SLACK_BYTES else 0
 
 
 def _promised(scene: GpuSnapshot) -> int:
-    """What others may yet take of what is free."""
+    """Return the bytes that other workers claim and have not allocated yet."""
     known = [(claim, held) for claim, held in scene.others.values() if held is not None]
     return sum(max(0, claim - held) for claim, held in known)
 
 
 def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command) -> str:
-    """What stands in the way; "" if nothing. `about` tells what a PID runs.
+    """Return a message about what is in the way, or "". `about` returns the command of a PID.
 
-    Others may yet take what they were promised, so it is not free. What one holds whose processes
-    cannot be seen from here is not known, but missing from the free memory already.
+    Memory that other workers claim and have not allocated yet does not count as free. Where a
+    worker's processes cannot be seen, the memory that it holds is unknown, but already missing from
+    the free memory.
     """
     if scene.dead_bytes:
         held = gib(scene.dead_bytes)

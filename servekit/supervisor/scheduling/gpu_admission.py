@@ -1,12 +1,12 @@
-"""The gate before each GPU: workers that share one load one at a time, and find the memory free.
+"""Admission of workers to GPUs: one load at a time per GPU, once its memory is free.
 
-A worker passes it before its process is started, with its claim in the ledger, and makes way for
-the next when it is ready, or dead. It is let through when NVML shows as much free memory as it
-needs, beside what others were promised and have not taken yet. Whoever waits says for what. For
-a load that goes on it is waited as long as that takes; for memory only so long, and then it is
-said who holds it: an operator can do something about that, and time cannot.
+A worker is admitted before its process is started, with its claim in the ledger, and lets the next
+one in when it is ready or dead. It is admitted when NVML reports as much free memory as it needs,
+beyond what other workers claim and have not allocated yet. A waiting worker reports what it waits
+for. It waits without limit for another worker's load, but only PATIENCE_S for memory; then the
+error names the holders, since only an operator can help.
 
-A claim stands until the dead worker's memory is really gone: freeing it takes a driver seconds.
+A claim stands until the dead worker's memory is really free: a driver takes seconds for that.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from servekit.system.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: How long it is waited for memory that somebody holds, and how often it is looked at.
+#: How long to wait for memory that is in use, and how often to check.
 PATIENCE_S = 30.0
 _LOOK_EVERY_S = 0.1
 
 
-#: Nobody has to go.
+#: No other worker has to give up memory.
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class AdmissionRequest(Protocol):
-    """A worker that wants to load."""
+    """A worker that asks to load."""
 
     name: str
     place: Assignment
@@ -50,36 +50,37 @@ class AdmissionRequest(Protocol):
     def pid(self) -> int: ...
     @property
     def need_bytes(self) -> Mapping[str, int]:
-        """What has to be free, by the GPU's UUID."""
+        """Bytes that have to be free, by the GPU's UUID."""
 
     def waits(self, what: str, lacking: Mapping[str, int] = NOTHING) -> None:
-        """It is told what it waits for, and what of it others would have to give, by GPU in bytes;
-        "" when it does not any more.
+        """Set what the worker waits for; "" when it no longer waits.
+
+        `lacking` are the bytes that other workers would have to free, by GPU UUID.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlReading:
-    """What NVML shows. `free` by UUID; empty where it does not answer."""
+    """NVML's figures. `free` is in bytes by UUID, empty where NVML does not answer."""
 
     free: Mapping[str, int]
     holdings: Holdings
 
 
 def read() -> NvmlReading:
-    """Blocks."""
+    """Read NVML's figures (blocks)."""
     return NvmlReading(free_bytes(), gpu_memory_by_pid())
 
 
 class BlockReason(NamedTuple):
-    """Why one is not let in, and what others would have to give for that."""
+    """The reason why a worker is not admitted, and the bytes that others would have to free."""
 
     reason: str
     lacking: Mapping[str, int] = NOTHING
 
 
 class GpuAdmission:
-    """One for all GPUs of an instance; on its event loop, and no other thread."""
+    """Admission to all GPUs of an instance. Use only from its event loop."""
 
     def __init__(
         self,
@@ -91,15 +92,16 @@ class GpuAdmission:
         self._read = read
         self._patience_s = patience_s
         self._turns = LoadQueue()
-        self._guests: dict[str, AdmissionRequest] = {}  # who has a claim, by name
-        self._up: set[str] = set()  # who has loaded
-        self._dead: dict[str, set[int]] = {}  # by name: PIDs whose memory may still be there
+        self._guests: dict[str, AdmissionRequest] = {}  # workers that have a claim, by name
+        self._up: set[str] = set()  # workers that have loaded
+        self._dead: dict[str, set[int]] = {}  # by name: PIDs that may still hold memory
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
     async def enter(self, visitor: AdmissionRequest) -> str:
-        """Wait until it may load: it has its claim then. Else the reason, and it has what it had.
+        """Wait until the worker may load; return "", or the reason why it may not.
 
-        One that wakes enters as one that is started does.
+        On success it has its claim; otherwise it keeps the claim that it had before. A sleeping
+        worker that wakes up enters like a new one.
         """
         if not visitor.place.gpus:
             return ""
@@ -118,32 +120,35 @@ class GpuAdmission:
         return reason
 
     def _turn_back(self, visitor: AdmissionRequest, before: Mapping[str, int]) -> None:
-        if visitor.pid:  # it sleeps on
+        if visitor.pid:  # still asleep, with its smaller claim
             self._turns.give(visitor.name)
             self.ledger.claim(visitor.name, before)
         else:
             self.left(visitor.name, ())
 
     def loaded(self, name: str) -> None:
-        """It is up: the next one may load."""
+        """Mark the worker as loaded: the next one may load."""
         self._turns.give(name)
         self._up.add(name)
 
     def loads(self, name: str, *, from_files: bool) -> None:
-        """How its load goes on. While it makes the files that it loads from, others may load."""
+        """Track the load; while the worker only fetches or converts its files, others may load."""
         if from_files:
             self._turns.step_back(name)
         elif name in self._guests:
             self._turns.step_aside(name, self._guests[name].place.gpus)
 
     async def fell_asleep(self, visitor: AdmissionRequest) -> None:
-        """It has given memory back: from now on it claims what it still holds. `enter` wakes it."""
+        """Reduce the claim of a sleeping worker to the memory that it still holds.
+
+        `enter` wakes it.
+        """
         name, pid = visitor.name, visitor.pid
         if not visitor.place.gpus or name not in self._guests:
             return
         reading, groups = await asyncio.to_thread(self._look, {name: pid})
         if name not in self._guests or visitor.pid != pid:
-            return  # its next life has its claim
+            return  # restarted meanwhile: the new process has its own claim
         seen = [reading.holdings[one] for one in groups[name] if one in reading.holdings]
         held = {gpu.uuid: sum(one.get(gpu.uuid, 0) for one in seen) for gpu in visitor.place.gpus}
         if not seen and not any(self.ledger.held(name).values()):
@@ -151,9 +156,9 @@ class GpuAdmission:
         self.ledger.claim(name, self._at_most(visitor, held))
 
     def _unseen(self, visitor: AdmissionRequest, gpu: Gpu, reading: NvmlReading) -> int:
-        """What one may hold whose processes cannot be seen, as in a container: what others do not.
+        """Return the bytes that a worker may hold whose processes cannot be seen (in a container).
 
-        They hold no more than they claim, and it has a context in any case.
+        That is the memory that no other worker claims; at least a CUDA context.
         """
         if gpu.uuid not in reading.free:
             return gpu.total_bytes
@@ -166,7 +171,7 @@ class GpuAdmission:
         return {gpu.uuid: min(claim, held[gpu.uuid]) for gpu, claim in claims}
 
     def left(self, name: str, pids: Collection[int]) -> None:
-        """Its processes are reaped; its claim goes when their memory has."""
+        """Release the claim of a worker whose processes are reaped, once their memory is free."""
         self._turns.give(name)
         self._up.discard(name)
         if name not in self._guests or name in self._leaving:
@@ -191,7 +196,7 @@ class GpuAdmission:
         return None
 
     async def _until_free(self, visitor: AdmissionRequest) -> str:
-        """Return "" when all is there; or after a time, what is in the way."""
+        """Wait for the memory; return "", or after `patience_s` what is in the way."""
         deadline = time.monotonic() + self._patience_s
         while found := self._claim(visitor) or await self._obstacle(visitor):
             if time.monotonic() > deadline:
@@ -216,8 +221,8 @@ class GpuAdmission:
         return {name: guest.pid for name, guest in self._guests.items() if guest.pid}
 
     def _look(self, pids: Mapping[str, int]) -> tuple[NvmlReading, dict[str, frozenset[int]]]:
-        """NVML's figures, and all processes of each guest. In a thread: it takes milliseconds."""
-        reading = self._read()  # first: who holds what it shows is there at the look, or gone
+        """Read NVML and each worker's process group. Blocks for milliseconds: run in a thread."""
+        reading = self._read()  # first: its processes are found below, or gone
         with one_look():
             return reading, {name: group_of(pid) for name, pid in pids.items()}
 
@@ -247,7 +252,7 @@ class GpuAdmission:
         )
 
     def _seen(self, name: str, held: Mapping[str, int]) -> int | None:
-        """What it holds; None where it holds more than can be seen, or has not begun."""
+        """Return the bytes that a worker holds; 0 before it allocates, None where unknown."""
         is_blind = name not in held or name in self._up
         return held.get(name) or (None if is_blind else 0)
 

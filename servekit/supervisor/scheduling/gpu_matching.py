@@ -1,4 +1,4 @@
-"""Whole GPUs for workers of one GPU each: bipartite matching, by augmenting paths (Kuhn)."""
+"""Whole GPUs for workers of one GPU each: bipartite matching by augmenting paths (Kuhn)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from servekit.system.gpus import Gpu, Slot
 
 
 class Matching:
-    """Who holds which GPU; grows one GPU at a time without ever taking a model's count down."""
+    """An assignment of GPUs to models that grows without ever reducing a model's count."""
 
     def __init__(
         self, allowed: Mapping[str, Sequence[Gpu]], held: Mapping[str, Sequence[Gpu]]
@@ -23,14 +23,14 @@ class Matching:
         return [gpu for gpu, holder in self._holder.items() if holder == name]
 
     def keep(self, counts: Mapping[str, int]) -> None:
-        """Begin with what models hold now, up to what each must have."""
+        """Start from the GPUs that models hold now, up to each model's count."""
         for name, count in counts.items():
             own = [gpu for gpu in self._held.get(name, ()) if gpu in self.allowed[name]]
             for gpu in own[:count]:
                 self._holder.setdefault(gpu, name)
 
     def grow(self, name: str) -> bool:
-        """Give `name` one more GPU, moving others if need be; False if that cannot be."""
+        """Give `name` one more GPU, moving other models if necessary; return whether it could."""
         return self._augment(name, set())
 
     def _augment(self, name: str, seen: set[Gpu]) -> bool:
@@ -52,7 +52,7 @@ def match_whole(
     gpus: Sequence[Gpu],
     held: Mapping[str, Sequence[Slot]],
 ) -> dict[str, list[Slot]]:
-    """A whole GPU for each replica. Raises Misplaced."""
+    """Return a whole GPU for each replica. Raises Misplaced."""
     counts = {m.name: least(m) for m in models if m.name in wanted}
     single = {name: [slot[0] for slot in own if len(slot) == 1] for name, own in held.items()}
     matching = Matching(wanted, single)

@@ -1,9 +1,9 @@
-"""The book of GPU memory: what is promised to whom, and what each really holds.
+"""Ledger of GPU memory: the claims of workers, and the bytes that each really holds.
 
-A holder is a worker, by its name. Its claim stands from before it is started until it is reaped
-and NVML shows its memory gone; no byte of a GPU is ever in two claims, nor in one and in the
-reserve. What is measured stands beside it and changes no promise. Pure: it asks nobody, and who
-writes is one, the supervisor's loop.
+A holder is a worker, by its name. Its claim stands from before the worker is started until it is
+reaped and NVML shows its memory free. Claims never overlap with each other or with the reserve.
+Measured bytes are kept beside the claims and do not change them. Pure: no I/O, and the supervisor's
+event loop is the only writer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from servekit.system.gpus import Gpu
 
 
 class InsufficientMemory(ServekitError):
-    """A claim does not fit beside those that stand; `lacking_bytes` by the GPU's UUID."""
+    """A claim that does not fit beside the others; `lacking_bytes` by the GPU's UUID."""
 
     def __init__(self, message: str, lacking_bytes: Mapping[str, int]) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class InsufficientMemory(ServekitError):
 
 
 class GpuReservations:
-    """Claims on `gpus`, of each of which `reserve` (2GiB, 5%) is nobody's. All keys are UUIDs."""
+    """Claims on `gpus`, less the `reserve` ("2GiB", "5%") of each GPU. All keys are UUIDs."""
 
     def __init__(self, gpus: Sequence[Gpu], reserve: str | None = None) -> None:
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
@@ -33,9 +33,9 @@ class GpuReservations:
         self._measured: dict[str, dict[str, int]] = {}
 
     def claim(self, holder: str, wants: Mapping[str, int]) -> None:
-        """Promise these bytes, instead of what was promised to `holder` before.
+        """Set the claim of `holder`, in place of its previous one.
 
-        Raises NoRoom, with the arithmetic, and then has changed nothing.
+        Raises InsufficientMemory, with the arithmetic, and then changes nothing.
         """
         lacking = self.lacking(wants, but=holder)
         if lacking:
@@ -43,49 +43,49 @@ class GpuReservations:
         self._claims[holder] = dict(wants)
 
     def release(self, holder: str) -> None:
-        """Its memory is free again; one that is not known has none."""
+        """Remove the claim and measurements of `holder`, if any."""
         self._claims.pop(holder, None)
         self._measured.pop(holder, None)
 
     def measured(self, holder: str, held: Mapping[str, int]) -> None:
-        """What NVML has told of it. Without a claim it is not kept."""
+        """Store the bytes that NVML reports for `holder`; ignored where it has no claim."""
         if holder in self._claims:
             self._measured[holder] = dict(held)
 
-    # ---- what there is
+    # ---- queries
 
     def room(self, uuid: str) -> int:
-        """Bytes of a GPU that nobody has been promised."""
+        """Return the bytes of a GPU that are not claimed."""
         return self._room(uuid, "")
 
     def lacking(self, wants: Mapping[str, int], but: str = "") -> dict[str, int]:
-        """Bytes that are missing for such a claim, on the GPUs where some are.
+        """Return the bytes that are missing for such a claim, on the GPUs that are short.
 
-        `but`: a holder whose own claim does not count, since it would be replaced.
+        The claim of holder `but` does not count, since the new one would replace it.
         """
         short = {uuid: want - self._room(uuid, but) for uuid, want in wants.items()}
         return {uuid: missing for uuid, missing in short.items() if missing > 0}
 
     def holders(self, uuid: str) -> dict[str, int]:
-        """Who has been promised how much of a GPU."""
+        """Return the claims on a GPU, by holder."""
         return {name: claim[uuid] for name, claim in self._claims.items() if uuid in claim}
 
     def claim_of(self, holder: str) -> Mapping[str, int]:
-        """What was promised to it, by GPU."""
+        """Return the claim of a holder, by GPU."""
         return self._claims.get(holder, {})
 
     def held(self, holder: str) -> Mapping[str, int]:
-        """What it really holds, by GPU, as last measured."""
+        """Return the bytes that a holder really holds, by GPU, as last measured."""
         return self._measured.get(holder, {})
 
     def excess(self, holder: str) -> dict[str, int]:
-        """Bytes that it holds beyond its claim, on the GPUs where it does."""
+        """Return the bytes that a holder holds beyond its claim, on the GPUs where it does."""
         claim = self.claim_of(holder)
         over = {uuid: held - claim.get(uuid, 0) for uuid, held in self.held(holder).items()}
         return {uuid: more for uuid, more in over.items() if more > 0 and uuid in claim}
 
     def explain(self, holder: str, wants: Mapping[str, int]) -> str:
-        """Why a claim does not fit: what each GPU has, who was promised it, what is missing."""
+        """Return why a claim does not fit: each GPU's memory, the other claims, the shortage."""
         told = [self._sum(uuid, want, holder) for uuid, want in wants.items()]
         return f"there is no room for {holder}: {'; '.join(filter(None, told))}"
 
@@ -96,7 +96,7 @@ class GpuReservations:
         return self._gpus[uuid].total_bytes - self._reserved[uuid] - promised
 
     def _sum(self, uuid: str, want: int, but: str) -> str:
-        """ "GPU 0 (H200) has 139.8 GiB, less 2.0 GiB reserved, less …: …", where it is short."""
+        """Return such as "of GPU 0's 139.8 GiB, …" for a GPU that is short, else ""."""
         missing = want - self._room(uuid, but)
         if missing <= 0:
             return ""

@@ -1,6 +1,6 @@
-"""Whether the models on the CPU fit this machine's memory, as far as the file says what they take.
+"""Check that the CPU models fit into this machine's memory, as far as their claims are known.
 
-Those that are loaded on start have to fit side by side, each that comes and goes beside them.
+Models loaded on start have to fit side by side, each model loaded on demand beside them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from servekit.supervisor.scheduling.placement import Assignment
 
 
 def check(models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int) -> None:
-    """Raise Misplaced, with the arithmetic, at the first in the file that has no room any more.
+    """Raise Misplaced, with the arithmetic, for the first model that does not fit.
 
-    `total_bytes` 0: it is not known.
+    Models loaded on start come first. A `total_bytes` of 0 means unknown, and nothing is checked.
     """
     if not total_bytes:
         return
@@ -30,7 +30,7 @@ def check(models: Sequence[ModelConfig], places: Sequence[Assignment], total_byt
 def _fit(
     index: int, model: ModelConfig, claim: int, beside: Sequence[tuple[str, int]], total_bytes: int
 ) -> None:
-    """Raise Misplaced unless it fits beside those."""
+    """Raise Misplaced unless the claim fits beside the others."""
     short = claim + sum(size for _, size in beside) - total_bytes
     if claim and short > 0:
         less = "".join(f", less {gib(size)} of {name}" for name, size in beside)
@@ -40,7 +40,7 @@ def _fit(
 
 
 def _claim(model: ModelConfig, places: Sequence[Assignment], total_bytes: int) -> int:
-    """Of all its replicas on the CPU; 0 where the file does not say."""
+    """Return the claim of all CPU replicas of a model; 0 where the configuration has none."""
     replicas = sum(place.model == model.name and not place.gpus for place in places)
     return replicas * host_claim_bytes(model, total_bytes)
 

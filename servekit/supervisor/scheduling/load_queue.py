@@ -1,7 +1,7 @@
-"""Whose turn it is to load, on each GPU.
+"""Queue of workers that load, one at a time on each GPU.
 
-Who only fetches or converts files, which may take hours, steps aside, and comes back when it loads:
-it cannot be held up then, so two may load at once after all; a third waits for both.
+A worker that only fetches or converts files, which may take hours, steps aside, and comes back when
+it loads. It does not wait then, so two workers may load at once; a third waits for both.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from servekit.system.gpus import Gpu
 
 
 def _silent(what: str) -> None:
-    """Who loads already does not wait for its turn."""
+    """Ignore what the worker waits for: it is loading already."""
 
 
 class LoadQueue:
-    """On one event loop, and no other thread."""
+    """Locks of GPUs. Use only from one event loop."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}  # by the GPU's UUID
@@ -28,8 +28,8 @@ class LoadQueue:
     async def take(
         self, name: str, gpus: Sequence[Gpu], tell: Callable[[str], None] = _silent
     ) -> None:
-        """Return when it is its turn on all of them; `tell` is told whom it waits for."""
-        # All in one order: two that want the same GPUs never wait for each other.
+        """Wait for the locks of all `gpus`; `tell` receives what the worker waits for."""
+        # Always in the same order, so that two workers cannot deadlock.
         for gpu in sorted(gpus, key=lambda gpu: gpu.index):
             lock = self._locks.setdefault(gpu.uuid, asyncio.Lock())
             if lock.locked():
@@ -38,7 +38,7 @@ class LoadQueue:
             self._whose[gpu.uuid] = name
 
     def give(self, name: str) -> None:
-        """The next one may load."""
+        """Release the worker's locks, so that the next one may load."""
         self._aside.pop(name, None)
         if (returning := self._returning.pop(name, None)) is not None:
             returning.cancel()
@@ -53,7 +53,7 @@ class LoadQueue:
             self._aside[name] = gpus
 
     def step_back(self, name: str) -> None:
-        """If it had stepped aside, it is its turn again as soon as can be."""
+        """Take the locks again in the background, if the worker had stepped aside."""
         if (gpus := self._aside.pop(name, None)) is not None:
             returning = asyncio.get_running_loop().create_task(self.take(name, gpus))
             self._returning[name] = returning

@@ -1,6 +1,7 @@
-"""Where a model's files are on this machine, if they are: nothing is fetched, no network asked.
+"""Lookup of a model's files on this machine, without fetching and without the network.
 
-`engines.source` gets them here; what it leaves in caches is looked up by the marks it leaves there.
+`engines.model_files` fetches them; its caches are searched by the marker files that it leaves
+there.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _PYPI = re.compile(r"pypi:(?P<package>[^=]+)==(?P<version>[^/]+)(?:/(?P<member>.
 
 
 def find(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
-    """The folder or .gguf file that `path` names; None where it is not here yet.
+    """Return the folder or .gguf file that `path` names, or None if it is not here yet.
 
-    `environ` is that of the workers: it says where caches are.
+    `environ` is the environment of the workers, which determines where the caches are.
     """
     try:
         known = paths.check(path, Path("/"))
@@ -41,7 +42,7 @@ def _of_hub(path: str, revision: str, environ: Mapping[str, str]) -> Path | None
 
 
 def _hub(environ: Mapping[str, str]) -> Path:
-    """Source: huggingface_hub's constants.py."""
+    """Return the cache folder of huggingface_hub, by the rules of its constants.py."""
     if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     home = environ.get("HF_HOME")
@@ -50,7 +51,7 @@ def _hub(environ: Mapping[str, str]) -> Path:
 
 
 def _pinned(repo: str, file: str, revision: str, environ: Mapping[str, str]) -> str:
-    """The commit that workers have agreed upon."""
+    """Return the commit that workers have pinned for the file, or ""."""
     for pin in (_cache(environ) / "servekit/models/.pins").glob("*.json"):
         told = _json(pin)
         names = told.get("files") or ()
@@ -61,7 +62,7 @@ def _pinned(repo: str, file: str, revision: str, environ: Mapping[str, str]) -> 
 
 
 def wheel(path: str) -> str:
-    """The wheel that `path` is in, as NAME==VERSION; "" where it is in none."""
+    """Return the wheel that `path` is in, as NAME==VERSION, or ""."""
     found = _PYPI.fullmatch(path)
     return "" if found is None else f"{_canonical(found['package'])}=={found['version']}"
 
@@ -89,7 +90,7 @@ def _of_wheel(path: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def _entries(environ: Mapping[str, str]) -> Iterator[tuple[Path, list[str]]]:
-    """What the cache of models holds, and what each entry was made from."""
+    """Yield the folders in the model cache, each with the identity that it was made from."""
     for mark in (_cache(environ) / "servekit/models").glob("*/.servekit.json"):
         yield mark.parent, [str(part) for part in _json(mark).get("identity", ())]
 

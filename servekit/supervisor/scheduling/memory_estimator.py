@@ -1,12 +1,12 @@
-"""What a model will take of its GPUs, estimated from the headers of its files.
+"""Estimate of a model's GPU memory, from the headers of its files.
 
     weights      exact: the tensors' types and shapes, converted as `dtype` says
-    KV cache     exact for one text: layers × heads × sizes; how many texts is the engine's choice
+    KV cache     exact for one request: layers × heads × sizes; the engine chooses their number
     workspace    CUDA's context, kernels and libraries (CONTEXT_BYTES), NCCL's buffers where several
                  processes share a model, vLLM's CUDA graphs, the activations of one pass, logits
 
-A model is refused where its weights alone do not fit: nothing can help that. The rest is shown by
-`servekit check` beside the claim, and is the engine's to keep to.
+A model is refused if its weights alone do not fit. `servekit check` shows the other parts beside
+the claim; the engine keeps within it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from servekit.supervisor.scheduling.memory_requests import (
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.system import procfs
 
-#: Seen on an H200: 612 MiB for a context with the kernels that torch's linear algebra loads.
+#: A CUDA context with the kernels of torch's linear algebra.
 CONTEXT_BYTES = 640 * 2**20
 #: NCCL's buffers for one group of ranks.
 NCCL_BYTES = 512 * 2**20
-#: vLLM captures CUDA graphs for some fifty batch sizes; 0.5 to 1 GiB in its own log.
+#: vLLM's CUDA graphs for its batch sizes.
 GRAPHS_BYTES = 2**30
-#: Tokens in one pass and requests at once, where the file does not say.
+#: Defaults: tokens in one pass, and concurrent requests.
 _BATCH_TOKENS = 2048
 _SLOTS = 256
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Bytes of one number in llama.cpp's caches: blocks of 32 with their scale.
+#: Bytes per number in llama.cpp's caches: blocks of 32 with their scale.
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-#: Below so many numbers a converted GGUF file is stored as float32; see `engines.gguf`.
+#: A converted GGUF file with fewer numbers is stored as float32; see `gguf_convert`.
 _FLOAT32_BELOW = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one replica; what is of each GPU says so. `unknown`: why there is none."""
+    """Memory of one replica; `on_each_` fields are per GPU. `unknown`: why there is no estimate."""
 
     weights_bytes: int = 0
     kv_1k_bytes: int = 0  # of 1024 tokens
@@ -62,19 +62,19 @@ class Estimate:
 
     @property
     def on_each_least_bytes(self) -> int:
-        """What each GPU has to have for one request that fills the context."""
+        """Bytes that each GPU needs for one request that fills the context."""
         known = self.on_each_weights_bytes + self.on_each_kv_bytes
         return known + self.on_each_workspace_bytes if known else 0
 
     @property
     def on_each_floor_bytes(self) -> int:
-        """Without so much it does not even load; 0 where that is not known."""
+        """Bytes per GPU below which the model cannot even load; 0 where unknown."""
         if self.unknown or self.partly:
             return 0
         return self.on_each_weights_bytes + min(CONTEXT_BYTES, self.on_each_workspace_bytes)
 
     def note(self, claim_bytes: int) -> str:
-        """What there is to say beside the figures, where so much is claimed of each GPU."""
+        """Return a remark on a claim of `claim_bytes` per GPU, or ""."""
         if self.unknown:
             return self.unknown
         weights, least = self.on_each_weights_bytes, self.on_each_least_bytes
@@ -86,7 +86,7 @@ class Estimate:
 
 
 def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) -> Estimate | None:
-    """What a replica of `model` takes at a place like this; None where it has no files."""
+    """Return the estimate for a replica of `model` at `place`; None if its engine has no files."""
     if not KINDS[model.engine].formats & {"folder", "gguf"}:
         return None
     path = local_model_files.find(model.path, model.revision, {**environ, **model.env})
@@ -101,7 +101,7 @@ def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) 
 def refuse(
     index: int, model: ModelConfig, place: Assignment, found: Estimate, reserve: str | None
 ) -> None:
-    """Raise Misplaced where the weights alone are too large for a claim; `index` in the file."""
+    """Raise Misplaced if the weights alone exceed a claim; `index` is the model's in the file."""
     if found.unknown or found.partly:
         return
     weights = found.on_each_weights_bytes
@@ -136,11 +136,11 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
     elements = safetensors.elements(folder)
     floats = _float_bytes(model, place, config)
     weights = safetensors.size_bytes(elements, floats)
-    if (folder / "modules.json").is_file():  # an embedding model: it remembers nothing
+    if (folder / "modules.json").is_file():  # an embedding model has no KV cache
         return _spread(model, place, weights, None, 0.0)
     try:
         shape: Attention | None = kv_cache_shape.of_config(config)
-    except ValueError:  # recurrent, or of a kind that is not known here
+    except ValueError:  # recurrent, or an unknown architecture
         shape = None
     quantised = "quantization_config" in config or model.options.get("quantization")
     number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
@@ -170,9 +170,9 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
 
 
 def _float_bytes(model: ModelConfig, place: Assignment, config: Mapping[str, Any]) -> float | None:
-    """Bytes of a number that was stored as a float; None: as it was stored."""
+    """Return the bytes of a number stored as a float; None: unconverted."""
     how = model.options.get("quantization")
-    if how and "quantization_config" not in config:  # while it loads: to eight bits, or to four
+    if how and "quantization_config" not in config:  # quantised while loading: 8 or 4 bits
         return 1 if how == "fp8" else 0.5
     if model.dtype != "auto":
         return _BYTES[model.dtype]
@@ -199,7 +199,7 @@ def _spread(
     *,
     partly: bool = False,
 ) -> Estimate:
-    """Divided among the GPUs: weights evenly, caches by heads, one on each GPU at least."""
+    """Divide among the GPUs: weights evenly, KV caches by heads, at least one per GPU."""
     count = max(1, len(place.gpus))
     context, one_text, kilo = 0, 0, 0
     if shape is not None:
@@ -222,7 +222,10 @@ def _spread(
 def _workspace(
     model: ModelConfig, place: Assignment, shape: Attention | None, number: float
 ) -> int:
-    """The same arithmetic as the transformers engine's (`kv_cache.Shape.fixed_bytes`)."""
+    """Return the workspace per GPU, by the transformers engine's own arithmetic.
+
+    See `kv_cache.Shape.fixed_bytes`.
+    """
     options = model.options
     size = CONTEXT_BYTES
     size += NCCL_BYTES if len(place.gpus) > 1 and model.engine != "llamacpp" else 0

@@ -1,4 +1,4 @@
-"""What is wrong with the files of models, as the engines would find when they load them.
+"""Problems with model files that the engines would find when they load them.
 
 For `servekit check`: only headers are read, and neither torch nor an engine is imported.
 """
@@ -17,15 +17,15 @@ from servekit.model_metadata.gguf_header import read_header
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling import local_model_files
 
-#: Engines that convert a GGUF file and load it with transformers; llamacpp takes it as it is.
+#: Engines that convert a GGUF file and load it with transformers; llamacpp loads it directly.
 _CONVERTING = {"transformers", "vllm"}
-#: Another package's engine may load files of any kind.
+#: Other packages' engines may load files of any kind.
 _OURS = {*_CONVERTING, "llamacpp"}
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """A sentence for each model whose files are here and cannot be loaded."""
-    if plan.config.launcher == "ray":  # they are on other machines
+    """Yield a message for each model whose files are here and cannot be loaded."""
+    if plan.config.launcher == "ray":  # the files are on other machines
         return
     for index, model in enumerate(plan.config.models):
         if model.engine in _OURS:
@@ -36,9 +36,9 @@ def problems(plan: Plan) -> Iterator[str]:
 
 
 def problem(model: ModelConfig, path: Path) -> str:
-    """Why the engine of `model` cannot load what is at `path`; "" where nothing speaks against it.
+    """Return why the engine of `model` cannot load the files at `path`, or "".
 
-    Raises nothing: what cannot be read at all is a reason.
+    Unreadable files are reported, not raised.
     """
     try:
         if model.engine == "llamacpp" and path.is_dir():
@@ -51,7 +51,7 @@ def problem(model: ModelConfig, path: Path) -> str:
         return error.message
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}."
-    except ValueError:  # none or several .gguf files: which is for the engine to say
+    except ValueError:  # none or several .gguf files: left to the engine
         return ""
 
 
@@ -75,7 +75,7 @@ def _of_gguf(model: ModelConfig, path: Path) -> str:
 
 
 def _unknown_folder(model: ModelConfig, folder: Path) -> str:
-    """Whether transformers has no code for that type of model, nor the folder itself."""
+    """Return a message if neither transformers nor the folder has code for the model type."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         kind, own = config.get("model_type"), config.get("auto_map")
@@ -88,9 +88,9 @@ def _unknown_folder(model: ModelConfig, folder: Path) -> str:
 
 
 def _is_named(name: str, files: tuple[str, ...]) -> bool:
-    """Whether a file of transformers has that text; True where they cannot be read.
+    """Return whether one of transformers' source files contains the name; True if unreadable.
 
-    To import them takes torch, and seconds.
+    The text is searched because an import would take seconds, and torch.
     """
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:

@@ -1,19 +1,19 @@
-"""Which worker runs on which GPUs. A pure function of the file and the machine.
+"""Placement of workers on GPUs, as a pure function of the configuration and the machine.
 
     device   GPUs found   the model runs on
     cpu      any          the CPU
     cuda     some         GPUs, `gpus_per_replica` for each replica
     cuda     none         Misplaced
-    auto     some         GPUs (engines that have no use for one: the CPU)
-    auto     none         the CPU (where `gpus` names some, or the engine must have one: Misplaced)
+    auto     some         GPUs (engines that cannot use one: the CPU)
+    auto     none         the CPU (with `gpus`, or an engine that needs a GPU: Misplaced)
 
-First every model gets what it must have: its explicit number of replicas, or one. Then what is
-left is dealt to the models with `replicas: auto` that are loaded on start, one at a time, always
-to the one with the fewest.
+Every model first gets its minimum: its explicit number of replicas, or one. The remaining GPUs go
+to the models with `replicas: auto` that are loaded on start, one at a time, always to the model
+with the fewest.
 
-Where each replica has one whole GPU, both steps look for augmenting paths (`matching`), so that a
-placement is found whenever there is one, whatever GPUs the models insist on. Where models share
-GPUs by `memory`, come and go, or have several GPUs each, it is searched for (`packing`).
+Where each replica has one whole GPU, both steps search augmenting paths (`gpu_matching`), which
+find a placement whenever one exists, whatever `gpus` the models name. Where models share GPUs by
+`memory`, are loaded on demand, or have several GPUs each, `bin_packing` searches.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from servekit.system.gpus import Gpu, Slot, match, on_node
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One worker's place: its GPUs, none for the CPU. `threads`: its share of the cores there."""
+    """The place of one worker: its GPUs (none: the CPU) and its number of CPU threads."""
 
     model: str
     index: int
     gpus: Slot
     threads: int | None
-    claims: tuple[int, ...] = ()  # bytes, of each of its GPUs
-    elsewhere: int = 0  # GPUs of another machine, which the launcher gives
+    claims: tuple[int, ...] = ()  # bytes, by GPU in `gpus`
+    elsewhere: int = 0  # number of GPUs on another machine, which the launcher chooses
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Assignment:
 
     @property
     def device(self) -> str:
-        """As long as a launcher has not said on which."""
+        """The device as text; of a remote worker, until its launcher has placed it."""
         if self.elsewhere:
             return f"{self.elsewhere} GPU{'s' * (self.elsewhere > 1)} of another machine"
         return device(self.gpus)
@@ -63,9 +63,9 @@ def place(
 ) -> tuple[Assignment, ...]:
     """Give every worker a place, in the file's order. Raises Misplaced if they do not fit.
 
-    `held` is where models have workers already: they stay, unless another could not be placed
-    otherwise. `reserve` is what of each GPU no model gets. `counts` are the replicas that models
-    with a range have now; without them they get the least.
+    `held` are the current places of workers: they stay, unless another worker could not be placed
+    otherwise. `reserve` is the part of each GPU that no model gets. `counts` are the current
+    replicas of models with a range; the default is their minimum.
     """
     wanted = {m.name: allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
     threads = _threads(cpus, sum(most(m) for m in models if m.name not in wanted))
@@ -83,7 +83,7 @@ def place(
 
 
 def placed_elsewhere(models: Sequence[ModelConfig], threads: int) -> tuple[Assignment, ...]:
-    """As many workers of each model as it must have; a launcher says on which machine."""
+    """Return the minimum number of workers of each model; a launcher chooses their machines."""
     return tuple(Assignment(m.name, i, (), threads) for m in models for i in range(least(m)))
 
 
@@ -93,7 +93,7 @@ def _has_whole_gpus(model: ModelConfig) -> bool:
 
 
 def device(gpus: Sequence[Gpu]) -> str:
-    """ "cpu", "GPU 0 (NVIDIA H200)", "GPUs 0, 1 (NVIDIA H200) on 10.0.0.5"."""
+    """Return such as "cpu", "GPU 0 (NVIDIA H200)" or "GPUs 0, 1 (NVIDIA H200) on 10.0.0.5"."""
     if len(gpus) < 2:
         return str(gpus[0]) if gpus else "cpu"
     kinds = dict.fromkeys(gpu.name for gpu in gpus)
@@ -126,7 +126,7 @@ def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
 
 
 def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that a model may use; `index` is its place in the file. Raises Misplaced."""
+    """Return the GPUs that a model may use; `index` is its place in the file. Raises Misplaced."""
     if model.gpus is None:
         return tuple(gpus)
     found: list[Gpu] = []
@@ -142,6 +142,6 @@ def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, .
 
 
 def _threads(cpus: int, workers: int) -> int:
-    # One core is left to the gateway and the rest: a CPU worker that fills every core makes
-    # its own tokens wait for the process that sends them.
+    # One core is left to the gateway and other processes: a CPU worker that fills every core delays
+    # the process that sends its tokens.
     return max(1, (cpus - 1) // max(1, workers))

@@ -1,4 +1,4 @@
-"""The GPUs of a worker that is on another node, as they are told of from there."""
+"""GPUs of a worker on another node, as that node reports them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from servekit.system.gpus import Gpu, Slot
 
 @dataclass(frozen=True, slots=True)
 class RemoteGpus:
-    """One worker's. Made without anything: it has no place."""
+    """GPU information of one remote worker; empty until the worker is placed."""
 
-    own: Slot = ()  # those that it was given
+    own: Slot = ()  # GPUs assigned to the worker
     gpus: Sequence[Gpu] = ()  # all that NVML knows there
-    in_use: tuple[GpuStatus, ...] = ()  # its own
-    pid: int = 0  # of whose memory is told; 0: of none
+    in_use: tuple[GpuStatus, ...] = ()  # the assigned ones
+    pid: int = 0  # PID that `held` belongs to; 0: none
     held: Mapping[str, int] = field(default_factory=dict)  # bytes, by UUID
 
 
 def given(gpus: Sequence[RemoteGpu], node: str) -> Slot:
-    """What it was given on that node; how much of it is free is not known."""
+    """Return the GPUs that the worker was assigned on its node; their free memory is unknown."""
     return tuple(Gpu(one.index, one.uuid, one.name, one.total_bytes, 0, (), node) for one in gpus)
 
 
 def measured(own: Slot, node: str, told: Measured) -> RemoteGpus:
-    """What a worker's node tells; it may have no NVML, or one that does not answer just now."""
+    """Return what a worker's node reports; its NVML may be missing, or not answer."""
     found = [replace(one, node=node) for one in told.gpus]
     known = tuple(_gpu(one) for one in found)
     uuids = {gpu.uuid for gpu in own}

