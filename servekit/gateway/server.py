@@ -93,7 +93,7 @@ async def _live(settings: Settings) -> int:
 
 
 class Gateway:
-    """One gateway process. All state is changed on the event loop only."""
+    """The gateway process. All state is changed on the event loop only."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
