@@ -1,6 +1,7 @@
-"""The gateway process: HTTP and Gradio in front, the workers' sockets behind. Never torch.
+"""The gateway process: serves HTTP and Gradio, and talks to workers by sockets. Imports no torch.
 
 `http` speaks HTTP, `auth` checks keys, `api` holds one folder for each API, `routing` queues and
 sends requests to workers, `generation` turns tokens into answers, `tool_parsing` reads tool calls,
-`ui` is the web pages. Nothing outside may import from here, `docs` excepted.
+`telemetry` counts and traces requests, `ui` is the web pages. No other folder may import from this
+one, except `docs`.
 """

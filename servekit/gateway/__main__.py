@@ -1,4 +1,4 @@
-"""`python -m servekit.gateway`: started by the supervisor only."""
+"""Entry point of `python -m servekit.gateway`, which only the supervisor starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     from servekit.protocol.transport.remote_server import ListenOptions
 
     faulthandler.enable()
-    # Written by a handler in C, so that the stacks come out also while the loop is held up.
+    # A handler in C writes the stacks even while the event loop is blocked.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging_config.configure(args.name, json=True)
     lost_s = LOST_S if args.lost_s is None else args.lost_s

@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: hot routes first, the UI by prefix, FastAPI for all the rest."""
+"""The gateway's ASGI application: hot routes, the UI by path prefix, FastAPI for all the rest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ from servekit.protocol.transport.rpc import Way
 
 
 class Application:
-    """Dispatches by path; `ui` is set once Gradio has been imported, `ui_state` says till then."""
+    """ASGI application that dispatches by path.
+
+    `ui` is set once Gradio has been imported; until then the UI's pages show `ui_state`.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,10 @@ class Application:
         legacy: bool = False,
         operators: Way | None = None,
     ) -> None:
-        """`operators`: where the supervisor answers operators, such as a socket."""
+        """Create the routes of all APIs.
+
+        `operators`: the supervisor's control socket, or a function that sends it a request.
+        """
         self.router = router
         openai = OpenAI(router, max_body_bytes)
         self.hot = openai.routes
@@ -80,7 +86,10 @@ class Application:
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
 
     def count(self, scope: Scope, status: int) -> None:
-        """Count an answer, by a path that is one of ours: clients make up others without end."""
+        """Count a response by path and status.
+
+        Unknown paths share one label, because clients could create any number of series.
+        """
         path: str = scope["path"]
         if (route := scope.get("route")) is not None:
             path = route.path
@@ -92,7 +101,7 @@ class Application:
         if scope["type"] == "http":
             path: str = scope["path"]
             if path.endswith("/") and not path.startswith("/ui/"):
-                scope["path"] = path.rstrip("/") or "/"  # led elsewhere, a POST would lose its body
+                scope["path"] = path.rstrip("/") or "/"  # a redirect would lose a POST's body
             if self.gate.open:
                 await self._http(scope, receive, send)
             else:
@@ -113,7 +122,7 @@ class Application:
             await self.login(scope, receive, send)
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
             await self._ui(scope, receive, send)
-        elif scope["method"] == "HEAD":  # uvicorn leaves the body out
+        elif scope["method"] == "HEAD":  # uvicorn omits the body
             await self.rest({**scope, "method": "GET"}, receive, send)
         else:
             await self.rest(scope, receive, send)
@@ -136,8 +145,11 @@ height:90vh;color-scheme:light dark}</style><p>%b</p>"""
 def build_rest(
     router: Router, supervisor: Supervisor, *, ui: bool, hot: Collection[str]
 ) -> FastAPI:
-    """All that is not hot: health, models, administration, and the document, of the hot too."""
-    app = FastAPIOffline(  # trying out the API must not need the outside world
+    """Build the FastAPI application: health, models, administration and the OpenAPI document.
+
+    The document also describes the hot routes.
+    """
+    app = FastAPIOffline(  # the API pages must work without internet access
         title="servekit",
         version=__version__,
         description="OpenAI-compatible serving of the models in one configuration file. "
@@ -213,7 +225,7 @@ def _add_health(app: FastAPI, router: Router) -> None:
 
 
 def model_health(route: ModelQueue) -> dict[str, Any]:
-    """One model in /readyz: whether it serves, and what each replica is doing."""
+    """Return a model's entry in /readyz: whether it is ready, and the state of each replica."""
     residence = route.status.residence
     replicas = [
         {
@@ -239,7 +251,10 @@ def model_health(route: ModelQueue) -> dict[str, Any]:
 
 
 def model_state(route: ModelQueue) -> str:
-    """The best state among the model's replicas; ready only if this gateway can reach one."""
+    """Return the best state among the model's replicas.
+
+    The state is "ready" only if this gateway can reach a ready replica.
+    """
     if route.ready:
         return "ready"
     if isinstance(route, AdapterRoute) and route.adapter.state != "serving":
@@ -254,7 +269,7 @@ def _add_models(app: FastAPI, router: Router) -> None:
     @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
     async def models() -> dict[str, Any]:
         listed = [_model(route) for route in router.models()]
-        ends = [one["id"] for one in (*listed[:1], *listed[-1:])]  # for Anthropic's clients
+        ends = [one["id"] for one in (*listed[:1], *listed[-1:])]  # Anthropic clients read these
         first, last = ends or (None, None)
         return {
             "object": "list",
@@ -285,10 +300,10 @@ def _model(route: ModelQueue) -> dict[str, Any]:
         "engine": status.engine,
         "aliases": list(status.aliases),
         "state": model_state(route),
-        # as vLLM: where it is from, and of an adapter its base
+        # same fields as vLLM's: the path, and an adapter's base model
         "root": status.path,
         "parent": base_of(route) or None,
-        # as Anthropic: the same list serves its clients
+        # Anthropic's fields, because its clients read the same list
         "type": "model",
         "display_name": status.name,
         "created_at": f"{datetime.fromtimestamp(status.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
@@ -299,7 +314,7 @@ def _model(route: ModelQueue) -> dict[str, Any]:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """The envelope of the path's API for every error, the framework's own included."""
+    """Answer each error in the envelope of the path's API, including FastAPI's own errors."""
 
     @app.exception_handler(ServekitError)
     async def ours(request: Request, error: ServekitError) -> Response:
@@ -321,7 +336,7 @@ def _add_errors(app: FastAPI) -> None:
         }
         headers = dict(error.headers or {})
         if headers.get("Allow") == "GET":
-            headers["Allow"] = "GET, HEAD"  # `Application` sees to it
+            headers["Allow"] = "GET, HEAD"  # `Application` serves HEAD
         return JSONResponse(_in_envelope(request, body), error.status_code, headers)
 
 
@@ -334,7 +349,7 @@ def _in_envelope(request: Request, error: dict[str, Any]) -> dict[str, Any]:
 
 
 class ErrorMiddleware:
-    """The outermost layer: an error nobody foresaw is logged and answered in the envelope."""
+    """The outermost layer: logs an unexpected error and answers with the API's error envelope."""
 
     def __init__(
         self,
@@ -343,9 +358,10 @@ class ErrorMiddleware:
         envelopes: Mapping[str, Refuse] | None = None,
         count: Callable[[Scope, int], None] = lambda scope, status: None,
     ) -> None:
-        """`envelopes`: how an error looks where it is not OpenAI's, by path.
+        """Wrap `app`.
 
-        `count` is told of each answer, with its status.
+        `envelopes` holds, by path, the functions that send errors in other formats than OpenAI's.
+        `count` is called for each response, with its status.
         """
         self._app = app
         self._count = count
@@ -358,9 +374,9 @@ class ErrorMiddleware:
             return
         started = False
         origin = RequestContext(scope["headers"], scope.get("client"))
-        ORIGIN.set(origin)  # of this request's own task
+        ORIGIN.set(origin)  # visible in this request's task only
 
-        def watched(message: Any) -> Awaitable[None]:  # no coroutine of its own: the hot path
+        def watched(message: Any) -> Awaitable[None]:  # hot path: adds no coroutine
             nonlocal started
             if not started:
                 started = True
@@ -378,9 +394,10 @@ class ErrorMiddleware:
 
 
 class TrustedProxies:
-    """Takes the client's address and scheme from X-Forwarded-…, of the proxies that the file names.
+    """Reads the client's address and scheme from the X-Forwarded-… headers of trusted proxies.
 
-    Of nobody else: who is slowed down after wrong keys would be somebody else with each try.
+    The headers of other clients are ignored: with a forged address they would escape the delay that
+    follows wrong keys.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:

@@ -1,7 +1,7 @@
-"""What the supervisor is told of models that come and go: how much each is in use here.
+"""Reports to the supervisor how much each swappable model is in use at this gateway.
 
-Nothing of it stands in the way of a request for a model that is there: what its route knows anyway
-is looked at ten times a second, and only a request that has to wait is told of at once.
+The report costs a request for a loaded model nothing: the counts of its queue are read ten times a
+second, and only the first request that has to wait is reported at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EVERY_S = 0.1
 
 
 class DemandReporter:
-    """Watches the routes of models that come and go; `tell` sends to the supervisor."""
+    """Watches the queues of swappable models; `tell` sends to the supervisor."""
 
     def __init__(self, tell: Callable[[ModelDemand | KeepAlive], None]) -> None:
         self._tell = tell
@@ -29,10 +29,10 @@ class DemandReporter:
         self._news = asyncio.Event()
 
     def apply(self, routes: Iterable[ModelQueue]) -> None:
-        """These are the models from now on, and how they stand.
+        """Watch these models from now on, and note their residency.
 
-        Of one that has come or gone it is told anew what waits for it: what was told before may be
-        of requests that it has answered in between.
+        The demand for a model whose residency tier has changed is reported again, because the last
+        report may count requests that have been answered since.
         """
         self._watched = []
         for route in routes:
@@ -51,15 +51,16 @@ class DemandReporter:
         self._news = asyncio.Event()
 
     def keep(self, route: ModelQueue, stay_s: float | None, *, loads: bool = False) -> None:
-        """A client has said how long it is to stay, and perhaps that it is to be loaded now."""
+        """Report a client's keep-alive for a model; `loads` also asks to load the model now."""
         if route.status.residence is not None:
             self._tell(KeepAlive(route.base.status.name, stay_s, loads))
 
     async def until_known(self, route: ModelQueue, timeout_s: float | None = None) -> bool:
-        """Have a model loaded of which nothing is known yet: how it calls tools, how it thinks.
+        """Have a model loaded if its `ModelInfo` is still unknown, and wait for that.
 
-        Only the first time that it is loaded here; False where it was known. Raises
-        ModelUnavailable, QueueFull, DeadlineExceeded.
+        The info says how the model calls tools and writes reasoning; it is missing only before the
+        first load. Return False if it was known. Raises ModelUnavailable, QueueFull,
+        DeadlineExceeded.
         """
         base = route.base
         if base.status.info is not None or base.status.residence is None:
@@ -83,7 +84,7 @@ class DemandReporter:
         return True
 
     def _on_wait(self, route: ModelQueue) -> None:
-        """The first that waits is not kept waiting for the next look."""
+        """Report the first waiting request at once, not with the next periodic report."""
         if not self._told.get(route.status.name, (0, 0, 0.0))[0]:
             self._report(route)
 

@@ -1,7 +1,8 @@
 """The life of a gateway: serve at once, follow the topology, drain, stop.
 
 uvicorn serves the shared socket from the first moment; Gradio, which takes seconds to import, is
-brought in beside it. EOF on the control connection ends the process.
+imported in a thread meanwhile. EOF on the control connection ends the process, unless the settings
+tell it to outlive its supervisor.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from servekit.system.parent_death import end_group
 log: Any = structlog.get_logger("servekit.gateway")
 
 TRAFFIC_EVERY_S = 1.0
-#: For what is cut off to be told so, before its connections close.
+#: Time for interrupted requests to get their error before their connections close.
 _LAST_WORDS_S = 0.1
-#: Between two looks at whether anybody is left, for a gateway that another has taken over from.
+#: Interval at which an orphaned gateway checks whether its last requests are done.
 _LOOK_EVERY_S = 0.05
-#: Between two looks at whether somebody has removed the socket of the UI.
+#: Interval at which the UI's socket is checked, and bound again if somebody has removed it.
 _LOOK_AT_SOCKET_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the supervisor tells a gateway on its command line."""
+    """Settings that the supervisor passes to a gateway on its command line."""
 
     name: str
     line: Channel  # to the supervisor
@@ -70,16 +71,17 @@ class Settings:
     max_body_bytes: int
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
-    operators: Way | None = None  # how the supervisor is asked what operators may ask
+    operators: Way | None = None  # for operators' requests to the supervisor
     tls: Tls | None = None
-    legacy: bool = False  # answer as HuixiangDou's LLM server does, too
-    reach: Reach = NEARBY  # what it needs for workers on other machines
-    #: Serve on without a supervisor: where to wait for the next one, and how long, s.
+    legacy: bool = False  # also serve the API of HuixiangDou's LLM server
+    reach: Reach = NEARBY  # how to reach workers on other machines
+    #: Keep serving without a supervisor: the socket on which to wait for the next one, and the
+    #: limit in seconds. None: end with the supervisor.
     outlive: tuple[Path, float] | None = None
 
 
 def run(settings: Settings) -> int:
-    """Run a gateway until it is told to stop; returns the exit code."""
+    """Run a gateway until it is told to stop; return the exit code."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -91,7 +93,7 @@ async def _live(settings: Settings) -> int:
 
 
 class Gateway:
-    """One gateway process. All state is written on the event loop."""
+    """The gateway process. All state is changed on the event loop only."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -116,9 +118,9 @@ class Gateway:
         access.on_change(self._follow_rules)
         self._tls = settings.tls
         self._told = asyncio.Event()
-        self._serial = 0  # of the Topology that holds
-        self._orphaned: asyncio.Task[None] | None = None  # the loop itself keeps no reference
-        self._heir: socket.socket | None = None  # open as long as we serve
+        self._serial = 0  # of the current Topology
+        self._orphaned: asyncio.Task[None] | None = None  # the event loop keeps no strong reference
+        self._heir: socket.socket | None = None  # kept open as long as we serve
         self._close_doors: Callable[[], None] = lambda: None
         self._stop: asyncio.Future[None] = self._loop.create_future()
 
@@ -126,7 +128,7 @@ class Gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_message, Stop())
         await self._line.open(self._on_message, self._on_eof)
-        await self._told.wait()  # or a gateway that was restarted would answer 404 at first
+        await self._told.wait()  # else a restarted gateway would answer 404 at first
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
@@ -175,7 +177,7 @@ class Gateway:
             case KeyUsage():
                 self._router.access.hear(message)
             case Renew(credentials):
-                assert self._settings.reach.identity is not None  # who has none is sent none
+                assert self._settings.reach.identity is not None  # else none is sent
                 self._settings.reach.identity.renew(credentials)
             case Drain():
                 self._router.drain()
@@ -197,17 +199,17 @@ class Gateway:
             return
         log.error("the supervisor is gone", error=str(error or "EOF"))
         if isinstance(self._line, TcpChannel):
-            self._end()  # nobody has come back to it in time
+            self._end()  # no supervisor has reconnected in time
         elif self._settings.outlive is None:
             end_group()
         else:
             self._orphaned = self._loop.create_task(self._serve_on(*self._settings.outlive))
 
     async def _serve_on(self, heir: Path, grace_s: float) -> None:
-        """By what was last known, until the next supervisor's gateways serve."""
+        """Serve by the last topology until the next supervisor's gateways serve, or time is up."""
         self._heir = await await_heir(heir, self._settings.listen_fds, grace_s)
         if self._heir is not None:
-            self._close_doors()  # others have the port, and nobody is to be refused here
+            self._close_doors()  # the successors listen on the port, too
             while self._router.in_flight:  # noqa: ASYNC110 - connections go one by one
                 await asyncio.sleep(_LOOK_EVERY_S)
             self._router.drain()
@@ -220,7 +222,7 @@ class Gateway:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             router = self._router
             if not self._line.heard:
-                continue  # what is counted meanwhile is told to whoever comes
+                continue  # counts accumulate until a supervisor connects
             queued = {name: route.waiting for name, route in router.routes.items()}
             tokens = {name: route.tokens() for name, route in router.routes.items()}
             waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
@@ -239,9 +241,10 @@ class Gateway:
     # ---- the UI
 
     async def _bring_up_ui(self) -> None:
-        """Import Gradio off the loop and put it under /ui; the first gateway serves it for all.
+        """Import Gradio off the event loop and serve it under /ui.
 
-        For all of its machine: one that is alone there serves it for itself.
+        Only the first gateway of a machine does; the others forward to it through a Unix socket. A
+        gateway without such a socket serves its own.
         """
         try:
             if self._settings.ui_socket is None or self._settings.name.endswith("/0"):
@@ -266,13 +269,13 @@ class Gateway:
         try:
             async with contextlib.AsyncExitStack() as servers:
                 while not self._stop.done():
-                    if not path.exists():  # at first, and when somebody has removed it
-                        with contextlib.suppress(FileNotFoundError):  # nor is the directory there
+                    if not path.exists():  # at first, and after somebody has removed it
+                        with contextlib.suppress(FileNotFoundError):  # no directory
                             ui_server = serving(ErrorMiddleware(ui.app, log), _bound(path))
                             await servers.enter_async_context(ui_server)
                     await asyncio.wait((self._stop,), timeout=_LOOK_AT_SOCKET_EVERY_S)
         finally:
-            await ui.shutdown()  # or the streams of open pages hold up the end
+            await ui.shutdown()  # else the streams of open pages delay the end
 
     async def _borrow_ui(self) -> None:
         from servekit.gateway.http.unix_proxy import UnixProxy
@@ -282,7 +285,7 @@ class Gateway:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A Unix socket there that only this user can open. Raises OSError."""
+    """Return a Unix socket bound to `path` that only this user can open. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))
@@ -294,13 +297,13 @@ def _bound(path: Path) -> socket.socket:
 
 
 def keep_out_of_collections() -> None:
-    """Let the garbage collector pass over what is there by now, modules for the most part.
+    """Exclude all present objects from garbage collection; most of them are modules.
 
-    A request's own objects make it run all the time, and a full run through a framework's
-    hundred thousand objects takes as long as hundreds of requests: 14 % of the time here. What
-    is garbage now stays, which is little: the imports were collected after, as they went.
+    Requests allocate enough to trigger collections all the time, and a full one would walk the
+    hundred thousand objects of the frameworks. Present garbage is never freed, but there is
+    little of it.
     """
-    gc.freeze()  # at no cost, while a collection first would keep all waiting for 0.1 to 0.3 s
+    gc.freeze()  # without a collection before, which would block the loop for tenths of a second
     gc.set_threshold(10_000, 20, 50)
 
 
@@ -316,12 +319,12 @@ async def serving(
     answers: defaultdict[Any, int] | None = None,
     keep_alive_s: float = 75.0,
 ) -> AsyncIterator[Callable[[], None]]:
-    """Serve `app` on a bound socket with uvicorn, for as long as the context is open.
+    """Serve `app` with uvicorn on `sock` and the sockets `also`, as long as the context is open.
 
-    And on the sockets `also`. `answers` counts those of `hot`, by path and status. What is yielded
-    has nobody connect any more, and those who are connected leave with their next answer.
+    `answers` counts the responses of `hot`, by path and status. Yields a function that stops
+    accepting connections; each open connection is closed after its next response.
 
-    Signals stay the gateway's: uvicorn's own `serve` would take them over.
+    uvicorn's own `serve` is not used, because it would install signal handlers.
     """
     http = partial(
         Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers
@@ -346,7 +349,7 @@ async def serving(
 
 
 def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float) -> uvicorn.Server:
-    """`http` makes the protocol of a connection."""
+    """Return a uvicorn server; `http` creates the protocol of a connection."""
     config = uvicorn.Config(
         app,
         loop="none",
@@ -365,7 +368,7 @@ def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float
     config.ssl = tls
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # we say ourselves what we do, and nobody shall fill the log with what is no HTTP
+    # the gateway has its own log, and invalid HTTP from clients must not fill it
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # which tells of each request to the page
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request to the UI
     return server

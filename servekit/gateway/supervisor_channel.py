@@ -39,26 +39,26 @@ OnEnd = Callable[[Exception | None], None]
 
 
 class Channel(Protocol):
-    """The supervisor, as a gateway reaches it."""
+    """The interface of a gateway's channel to its supervisor."""
 
     @property
     def heard(self) -> bool:
-        """Whether what is told now is heard by somebody."""
+        """Return whether a supervisor is connected, as far as is known."""
 
     async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
-        """Hear the supervisor from now on. `on_end` is called when it is gone."""
+        """Receive the supervisor's messages from now on; `on_end` is called when it is gone."""
 
     def send(self, message: FromGateway) -> None:
-        """Tell the supervisor."""
+        """Send a message to the supervisor."""
 
     async def close(self) -> None:
-        """Send what is left, and close."""
+        """Send the remaining messages, and close."""
 
 
 class InheritedChannel:
-    """The line of a gateway whose supervisor is on this machine."""
+    """The channel of a gateway whose supervisor is on this machine."""
 
-    heard = True  # what is told to nobody may be lost: nobody comes back
+    heard = True  # messages may be lost after EOF: no supervisor reconnects to this channel
 
     def __init__(self, control_fd: int) -> None:
         self._fd = control_fd
@@ -78,7 +78,7 @@ class InheritedChannel:
 
 
 class TcpChannel(TcpServer):
-    """The line of a gateway whose supervisor is elsewhere."""
+    """The channel of a gateway whose supervisor is on another machine."""
 
     role = "gateway"
     incoming = ToRemoteGateway
@@ -112,10 +112,10 @@ class TcpChannel(TcpServer):
     def admit(self, connection: Connection[Any], hello: Hello) -> None:
         raise WireError("nobody but a supervisor has anything to say to a gateway here")
 
-    # ---- what operators ask
+    # ---- requests of operators
 
     async def put(self, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
-        """What the supervisor answers; raises as `wire.question.put` does."""
+        """Send an operator's request and return the answer; raises the errors of `rpc.put`."""
         if not self.heard:
             raise ConnectionRefusedError("there is no supervisor now")
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()

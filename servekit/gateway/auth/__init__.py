@@ -1,4 +1,4 @@
-"""Access: API keys and their quotas, sessions of the web pages, CSRF, the middleware.
+"""Authentication and authorization: API keys, quotas, UI sessions, CSRF checks, the middleware.
 
 Only the gateway may import from here.
 """

@@ -1,4 +1,4 @@
-"""The holder of a key at this gateway: what it may do, and what it has done of late."""
+"""An API key at this gateway: its permissions, quotas and recent use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from servekit.protocol.messages import Delta, KeyRule, KeyUse
 if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
 
-#: Characters of a prompt that count as a token, where a request ends before its worker has said.
+#: Characters of a prompt that count as a token while the worker has not reported the number.
 CHARS_PER_TOKEN = 4
-#: How long another gateway's word of what is under way there holds; it is renewed every second.
+#: Lifetime of another gateway's count of active requests, which is renewed every second.
 FORGET_S = 3.0
 
 
 class ApiKey:
-    """One key's rule and its use. A request is charged when it comes, its tokens when it ends."""
+    """The rule of one key and its use.
+
+    A request is charged when it arrives, its tokens when it ends.
+    """
 
     __slots__ = (
         "_elsewhere",
@@ -36,14 +39,14 @@ class ApiKey:
     def __init__(self, rule: KeyRule, now_s: float) -> None:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
-        self.active = 0  # calls under way at this gateway
-        self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: how many, heard when
-        self._untold = [0, 0]  # requests and tokens that the others do not know of
+        self.active = 0  # calls in flight at this gateway
+        self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: active calls, time heard
+        self._untold = [0, 0]  # requests and tokens not yet reported to the other gateways
         self._told_active = 0
         self.become(rule, now_s)
 
     def become(self, rule: KeyRule, now_s: float) -> None:
-        """Go by another rule; what has been used stays used."""
+        """Adopt another rule; earlier use still counts."""
         self.rule = rule
         self._models = None if rule.models is None else frozenset(rule.models)
         self.requests = _bucket(self.requests, rule.requests_per_minute, now_s)
@@ -51,13 +54,13 @@ class ApiKey:
 
     @property
     def limited(self) -> bool:
-        """Whether its answers carry `x-ratelimit-…` headers."""
+        """Return whether responses carry `x-ratelimit-…` headers."""
         return self.requests is not None or self.tokens is not None
 
     def may_use(self, model: str, base: str = "") -> bool:
-        """Whether it may use a model, by the model's own name.
+        """Return whether the key may use a model, given by its own name and not by an alias.
 
-        An adapter may be used by its own name, and by whoever may use its `base`.
+        A key may use an adapter if its rule names the adapter or the adapter's `base`.
         """
         models = self._models
         return models is None or model in models or (bool(base) and base in models)
@@ -65,7 +68,7 @@ class ApiKey:
     # ---- a request
 
     def charge(self) -> RequestError | None:
-        """Count a request that has come; the error if it is one too many, and not counted."""
+        """Count a new request; if it exceeds a limit, return the error and do not count it."""
         now_s = time.monotonic()
         requests, tokens = self.requests, self.tokens
         if requests is not None and requests.level(now_s) < 1.0:
@@ -85,7 +88,7 @@ class ApiKey:
         )
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """OpenAI's headers: the limits, what is left of them, and until they are whole again."""
+        """Return OpenAI's rate limit headers: the limits, the remainders and the reset times."""
         now_s = time.monotonic()
         parts: list[tuple[bytes, bytes]] = []
         for what, bucket in ((b"requests", self.requests), (b"tokens", self.tokens)):
@@ -102,9 +105,9 @@ class ApiKey:
     # ---- a call
 
     def admit(self, call: InflightRequest, model: str, adapter: str = "") -> None:
-        """Take a call for a model, by the model's own name, or for an adapter of it.
+        """Admit a call for a model, given by its own name, or for an `adapter` of it.
 
-        Raises Forbidden and RateLimited.
+        Sets the call's key and priority. Raises Forbidden and RateLimited.
         """
         rule = self.rule
         if not (self.may_use(adapter, model) if adapter else self.may_use(model)):
@@ -119,11 +122,11 @@ class ApiKey:
         call.priority = max(call.priority, rule.priority) if call.priority else rule.priority
 
     def begin(self) -> None:
-        """A call that was admitted is under way; `settle` ends it."""
+        """Count an admitted call as active, until `settle`."""
         self.active += 1
 
     def settle(self, call: InflightRequest, last: Delta | None) -> None:
-        """A call has ended, with its last delta or without: charge what it has used."""
+        """Charge the tokens of a call that has ended; `last` is None if it has no last delta."""
         self.active -= 1
         if self.tokens is not None:
             used = _tokens(call, last)
@@ -133,7 +136,7 @@ class ApiKey:
     # ---- the other gateways
 
     def use(self) -> KeyUse | None:
-        """What the others are to be told; None if there is nothing to tell."""
+        """Return the use to report to the other gateways; None if there is nothing to report."""
         (requests, tokens), active = self._untold, self.active
         matters = self.rule.max_concurrent is not None and (active or self._told_active)
         if not (requests or tokens or matters):
@@ -142,7 +145,7 @@ class ApiKey:
         return KeyUse(self.rule.name, requests, tokens, active)
 
     def hear(self, gateway: str, use: KeyUse) -> None:
-        """Count what the key has used at another gateway."""
+        """Count the key's use at another gateway."""
         now_s = time.monotonic()
         if self.requests is not None:
             self.requests.take(use.requests, now_s)
@@ -151,7 +154,7 @@ class ApiKey:
         self._elsewhere[gateway] = (use.active, now_s)
 
     def _active_elsewhere(self) -> int:
-        """What others told of lately: one that died tells no more."""
+        """Sum the active calls of gateways that have reported lately, and so are alive."""
         since_s = time.monotonic() - FORGET_S
         return sum(active for active, heard_s in self._elsewhere.values() if heard_s > since_s)
 
@@ -167,7 +170,7 @@ def _bucket(old: Bucket | None, limit: int | None, now_s: float) -> Bucket | Non
 
 
 def _duration(seconds: float) -> bytes:
-    """As OpenAI writes them: 120ms, 12.5s, 1m3s."""
+    """Format a duration as OpenAI does: 120ms, 12.5s, 1m3s."""
     if seconds < 1.0:
         return b"%dms" % math.ceil(seconds * 1000)
     if seconds < 60.0:
@@ -177,10 +180,10 @@ def _duration(seconds: float) -> bytes:
 
 
 def _tokens(call: InflightRequest, last: Delta | None) -> int:
-    """What a call has used: as its worker says, else as far as we can tell."""
+    """Return the tokens of a call as its worker reported them, else an estimate."""
     if last is not None:
         return last.prompt_tokens + last.completion_tokens
-    if not call.wire_id:  # it has only waited
+    if not call.wire_id:  # never sent to a worker
         return 0
     return len(call.emitted) + _prompt_tokens(call)
 

@@ -1,7 +1,7 @@
-"""Who asks, and may they? One table of keys for all doors: HTTP, the short way, the chat page.
+"""Authorization by API key, for ASGI requests, the fast response path and the chat page.
 
-The gate finds out whose key a request brings, and runs what answers it as that caller (`ACTING`).
-The router then asks here before it takes a call, by whichever endpoint it came: none can forget.
+`AuthMiddleware` identifies the key of a request, and runs the endpoint as that caller (`ACTING`).
+The router checks every call here before it accepts it, so that no endpoint can omit the check.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: Whose request is being answered here and now; None without keys.
+#: The key of the request that is being answered; None without keys.
 ACTING: ContextVar[ApiKey | None] = ContextVar("acting", default=None)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Access:
-    """The rules, and the callers they name. Open while there are no keys."""
+    """The access rules and the callers that they name. Access is open while there are no keys."""
 
     def __init__(self) -> None:
         self.rules = AccessRules()
         self.closed = False  # a key is needed
-        #: What `admit` has to look at at all: nothing, as a rule.
+        #: Whether `admit` has anything to check; usually it has not.
         self.watchful = False
         self._callers: dict[str, ApiKey] = {}
         self._verifier = Verifier()
         self._listeners: list[Callable[[], None]] = []
 
     def apply(self, rules: AccessRules) -> None:
-        """Go by these rules from now on; what is under way goes on."""
+        """Adopt these rules; requests in flight go on."""
         if rules == self.rules:
             return
         now_s = time.monotonic()
@@ -75,33 +75,33 @@ class Access:
 
     @property
     def callers(self) -> dict[str, ApiKey]:
-        """By the names of their keys."""
+        """Return the callers by the names of their keys."""
         return self._callers
 
     # ---- the other gateways
 
     def spent(self, gateway: str) -> KeyUsage | None:
-        """What the others are to know of this gateway's callers, if there is anything new."""
+        """Return the new use of keys to report to the other gateways; None if there is none."""
         if not self.closed:
             return None
         uses = tuple(use for caller in self._callers.values() if (use := caller.use()))
         return KeyUsage(gateway, uses) if uses else None
 
     def hear(self, spent: KeyUsage) -> None:
-        """Count what keys have used at another gateway."""
+        """Count the use of keys at another gateway."""
         for use in spent.uses:
             if (caller := self._callers.get(use.name)) is not None:
                 caller.hear(spent.gateway, use)
 
-    # ---- whose request is it
+    # ---- authentication
 
     def known(self, key: bytes) -> ApiKey | None:
-        """The caller of a key that has been verified before."""
+        """Return the caller of a key that has been verified before, else None."""
         name = self._verifier.known(key)
         return None if name is None else self._callers.get(name)
 
     async def verify(self, key: bytes) -> ApiKey:
-        """The caller of a key. Raises InvalidKey, and Busy if too many are being looked at."""
+        """Return the caller of a key. Raises InvalidKey, and Busy if too many keys wait."""
         name = await self._verifier.verify(key)
         caller = None if name is None else self._callers.get(name)
         if caller is None:
@@ -109,7 +109,7 @@ class Access:
         return caller
 
     async def holder(self, headers: Headers) -> ApiKey:
-        """Whose page it is: by a session, by a key, or by a key as a browser's password.
+        """Return the caller of a web page, by session, by key, or by key as a Basic password.
 
         Raises InvalidKey and Busy.
         """
@@ -128,7 +128,7 @@ class Access:
         return caller
 
     async def visitor(self, authorization: str) -> ApiKey | None:
-        """Whose page it is, by its header, and one request more of theirs; None without keys.
+        """Return the caller of a web page and charge a request; return None without keys.
 
         Raises InvalidKey, Busy and RateLimited.
         """
@@ -139,13 +139,13 @@ class Access:
             raise refused
         return caller
 
-    # ---- may they
+    # ---- authorization
 
     def admit(self, call: InflightRequest, model: str, adapter: str = "") -> None:
-        """Take a call for a model, by the model's own name, or for an adapter of it.
+        """Admit a call for a model, given by its own name, or for an `adapter` of it.
 
-        Raises Forbidden and RateLimited, RequestError for what is too much, and InvalidKey where
-        nobody is known to ask for it.
+        Raises Forbidden, RateLimited, RequestError if the call exceeds a limit, and InvalidKey if
+        its caller is unknown.
         """
         if self.closed:
             caller = call.caller or ACTING.get()
@@ -161,28 +161,29 @@ class Access:
             log.info("prompt", key=key, model=name, prompt=prompt)
 
     def may_use(self, model: str, base: str = "") -> bool:
-        """Whether the caller of this moment may use a model, or an adapter of `base`."""
+        """Return whether the current caller may use a model, or an adapter of `base`."""
         caller = ACTING.get()
         return not self.closed or (caller is not None and caller.may_use(model, base))
 
     def require_model(self, model: str, base: str = "") -> None:
-        """Raise Forbidden unless the caller of this moment may use a model; as `may_use`."""
+        """Raise Forbidden unless the current caller may use a model; arguments as `may_use`."""
         if not self.may_use(model, base):
             caller = ACTING.get()
             name = caller.rule.name if caller else ""
             raise Forbidden(f"the key {name!r} may not use {model!r}", param="model")
 
     def require_metrics(self) -> None:
-        """Raise Forbidden unless the caller of this moment may read /metrics."""
+        """Raise Forbidden unless the current caller may read /metrics."""
         caller = ACTING.get()
         if caller is not None and not (caller.rule.metrics or caller.rule.admin):
             needs = "/metrics needs a key with `metrics: true`"
             raise Forbidden(f"{needs}, and the key {caller.rule.name!r} has not")
 
     def require_admin(self) -> ApiKey:
-        """The caller of this moment, who may administer. Raises Forbidden.
+        """Return the current caller if it may administer. Raises Forbidden.
 
-        Without keys nobody may over HTTP: `servekit`'s own commands use the control socket.
+        Without keys there is no administration over HTTP; `servekit`'s commands use the control
+        socket.
         """
         caller = ACTING.get()
         needs = "this needs a key with `admin: true`"
@@ -194,7 +195,10 @@ class Access:
 
 
 def key_of(headers: Headers, *, browser: bool = False) -> bytes:
-    """The key that a request brings; a browser also brings one as a password. Raises InvalidKey."""
+    """Return the key that a request carries. Raises InvalidKey.
+
+    With `browser` the key may also be the password of Basic authentication.
+    """
     other = b""
     for name, value in headers:
         if name == b"authorization":

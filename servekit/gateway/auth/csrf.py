@@ -1,15 +1,15 @@
-"""Web pages of others that reach us through a browser on this machine, while there are no keys.
+"""Protection from foreign web pages in a browser on this machine, while there are no keys.
 
-By another name: a page's own name is made to point to 127.0.0.1 (DNS rebinding), and the browser
-takes our answers for the page's own. It says the name in `Host`: one that is not known is refused.
-Addresses and localhost are nobody's to give away. Names without a dot and those in .local are: any
-machine of the network answers for them, by LLMNR and mDNS.
+DNS rebinding: a page lets its own name resolve to 127.0.0.1, and the browser takes our responses
+for the page's own. Requests with an unknown name in `Host` are refused. IP addresses and localhost
+cannot be rebound. Names without a dot and names in .local can be: any machine of the network may
+answer for them, by LLMNR and mDNS.
 
-By another origin: a page sends us a form or a plain POST. It could not read the answer, but it
-would run; `Origin` tells it.
+Cross-origin requests: a page sends a form or a plain POST. The page could not read the response,
+but the request would run; it is refused by its `Origin`.
 
-Where there are keys they are what counts: no page of others has one. Where we listen beyond
-loopback without keys, `--insecure` has said that anybody may.
+With keys these checks are not needed, because a foreign page has no key. On an address beyond
+loopback without keys, `--insecure` has allowed every client.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from collections.abc import Collection, Iterable
 
 from servekit.errors import Forbidden
 
-#: Hosts that have been looked at; more are looked at again.
+#: Checked hosts that are remembered; further hosts are checked with each request.
 _MOST_KNOWN = 256
 
 
 class CsrfCheck:
-    """Knows them by a request's headers. `hosts` are names that are ours beside those above."""
+    """Checks the Host and Origin headers of requests.
+
+    `hosts` are further names of this machine; `origins` are allowed origins, "*" for all.
+    """
 
     def __init__(self, hosts: Iterable[str], origins: Collection[str]) -> None:
         self._names = {host.lower() for host in hosts}
@@ -32,8 +35,8 @@ class CsrfCheck:
         self._known: set[bytes] = set()
 
     def refuse(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raise Forbidden for a request of theirs. Called for each request: half a microsecond."""
-        found = dict(headers)  # quicker than a loop
+        """Raise Forbidden for a request of a foreign page. On the hot path of every request."""
+        found = dict(headers)  # faster than a loop
         host, origin = found.get(b"host", b""), found.get(b"origin", b"")
         if host not in self._known:
             self._look(host)
@@ -56,13 +59,13 @@ class CsrfCheck:
         if "*" in self._origins or origin in self._origins:
             return True
         scheme, _, rest = origin.partition("://")
-        if scheme not in ("http", "https"):  # no web page: app://, vscode-webview://, tauri://
+        if scheme not in ("http", "https"):  # not a web page: app://, vscode-webview://, tauri://
             return bool(rest)
         return rest == host or _name_of(rest.lower()) in self._names
 
 
 def is_local(name: str) -> bool:
-    """Whether nobody could point this name at us but who owns the machine or its name server."""
+    """Return whether only the owner of this machine or its name server can rebind this name."""
     if name in ("", "localhost") or name.endswith((".localhost", ".internal")):
         return True
     try:
@@ -73,7 +76,7 @@ def is_local(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Without the port, and the brackets of an IPv6 address."""
+    """Return the host without its port and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

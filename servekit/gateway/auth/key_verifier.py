@@ -1,12 +1,13 @@
-"""Which key a request brings: a microsecond for one that is known, and a bound for all others.
+"""Verification of API keys: a dictionary lookup for known keys, bounded work for all others.
 
-known                 a dictionary by keyed digest: no time tells anything about a key
-given in the clear    (from a file or the environment) the same, by the supervisor's digest
-hashed in the file    scrypt in a thread, of the hashes that have the key's prefix; then known
-unknown               no hash has its prefix: nothing is computed; else scrypt, then remembered
+known                 lookup by keyed digest, so that timing reveals nothing about a key
+given in the clear    (from a file or the environment) lookup by the supervisor's digest
+hashed in the file    scrypt in a thread, for the hashes with the key's prefix; then known
+unknown               nothing to compute without a hash with its prefix; else scrypt, then
+                      remembered as wrong
 
-scrypt runs for one key at a time, pauses after each that was wrong, and few may wait for it: a
-flood of wrong keys costs a quarter of a core at most, and no request with a known key waits.
+scrypt runs for one key at a time and pauses after each wrong key, and few keys may wait for it. A
+flood of wrong keys costs at most a quarter of a core, and requests with known keys never wait.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from servekit.config import keys
 from servekit.errors import RequestError
 from servekit.protocol.messages import AccessRules
 
-#: Wrong keys that are remembered, 16 bytes each: a client that repeats one costs nothing more.
+#: Wrong keys that are remembered (16 bytes each), so that a repeated one costs no scrypt.
 MAX_WRONG = 4096
-#: Keys that may wait to be verified. More are told to come back.
+#: Keys that may wait for verification; further ones get Busy.
 MAX_WAITING = 32
-#: After a wrong key, in lengths of its verification.
+#: Pause after a wrong key, as a multiple of the time of its verification.
 PAUSE = 3.0
 
 
@@ -35,14 +36,14 @@ Candidates = Sequence[tuple[keys.Hash, str]]
 
 
 class Busy(RequestError):
-    """Too many keys are being looked at."""
+    """Too many keys wait for verification."""
 
     status = 503
     code = "busy"
 
 
 class Verifier:
-    """Knows keys by name. All but `_scrypt` runs on the event loop."""
+    """Finds the names of keys. Everything but `_matching` runs on the event loop."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -55,11 +56,11 @@ class Verifier:
         self._one_at_a_time = asyncio.Lock()
 
     def apply(self, rules: AccessRules) -> None:
-        """Go by these rules from now on; keys that they have as before stay known."""
+        """Adopt these rules; unchanged keys stay known."""
         same = _unchanged(self._rules, rules)
         self._known = {digest: name for digest, name in self._known.items() if name in same}
         self._wrong.clear()
-        self._verifying = {}  # whoever waits there begins anew, see `verify`
+        self._verifying = {}  # their waiters start again, see `verify`
         self._rules = rules
         self._clear = {rule.digest: rule.name for rule in rules.keys if rule.digest}
         self._hashes = {}
@@ -69,11 +70,11 @@ class Verifier:
                 self._hashes.setdefault(parsed.prefix, []).append((parsed, rule.name))
 
     def known(self, key: bytes) -> str | None:
-        """The name of a key that has been seen before."""
+        """Return the name of a key that has been verified before, else None."""
         return self._known.get(self._digest(key))
 
     async def verify(self, key: bytes) -> str | None:
-        """The name of a key; None for one that is not ours. Raises Busy."""
+        """Return the name of a key, None if it is wrong. Raises Busy."""
         digest = self._digest(key)
         while True:
             rules = self._rules
@@ -99,7 +100,7 @@ class Verifier:
         return name
 
     def _begin(self, key: bytes, digest: bytes, candidates: Candidates) -> asyncio.Task[str | None]:
-        """The verification of this key, begun by now if it had not been."""
+        """Return the task that verifies this key; start it if there is none. Raises Busy."""
         task = self._verifying.get(digest)
         if task is None:
             if len(self._verifying) >= MAX_WAITING:
@@ -112,7 +113,7 @@ class Verifier:
     async def _verify(
         self, key: bytes, digest: bytes, candidates: Candidates, rules: AccessRules
     ) -> str | None:
-        """By the rules of the moment it was asked for; nothing comes of it under others."""
+        """Verify a key by the given rules; the result is dropped if the rules have changed."""
         async with self._one_at_a_time:
             if rules is not self._rules:
                 return None
@@ -143,6 +144,6 @@ def _matching(key: bytes, candidates: Candidates) -> str | None:
 
 
 def _unchanged(old: AccessRules, new: AccessRules) -> set[str]:
-    """Names of keys that are recognised by the same as before."""
+    """Return the names of keys whose hash and digest have not changed."""
     before = {(rule.name, rule.hash, rule.digest) for rule in old.keys}
     return {rule.name for rule in new.keys if (rule.name, rule.hash, rule.digest) in before}

@@ -1,8 +1,7 @@
-"""The gate before every door: whose key is it, how often, and from which web page.
+"""Middleware before all endpoints: checks keys, quotas, CORS and foreign web pages.
 
-Nothing stands in the way while there are neither keys nor CORS: the hot routes' handlers are then
-the very ones that the endpoints made. Every path but the few in `OPEN` needs a key; a path nobody
-thought of needs one, too.
+Without keys, CORS and host rules it is bypassed: the hot routes' handlers are then those of the
+endpoints. Every path except those in `OPEN` needs a key, so unknown paths need one, too.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from servekit.gateway.ui import login
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: What load balancers and readers of the documentation ask for; no key is needed.
+#: Paths without a key, for load balancers and readers of the documentation.
 OPEN = {"/", "/livez", "/readyz", "/version", "/openapi.json", "/docs/oauth2-redirect"}
 OPEN |= {"/health", "/v1/health", "/ping"}
-#: Of these the one that tells who has a key more.
+#: The one of these whose response has more for a caller with a key.
 READY = "/readyz"
 OPEN |= login.PATHS | docs_pages.PATHS
-#: Open where the file says so.
+#: Needs no key if the configuration says so.
 METRICS = "/metrics"
-#: Files that /docs/swagger is made of.
+#: Static files of /docs/swagger.
 OPEN_FOLDER = "/static-offline-docs/"
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
-#: Headers that a page may read beside those that every page may.
+#: Response headers that CORS exposes to a page beside the default ones.
 EXPOSED = b", ".join(
     [b"retry-after", b"www-authenticate", b"x-request-id", b"servekit-warning"]
     + [
@@ -52,16 +51,16 @@ Refuse = Callable[[Send, ServekitError], Awaitable[None]]
 
 
 class AuthMiddleware:
-    """Stands before the application, on the short way and on ASGI's."""
+    """The middleware of both paths: fast responses (`exchanges`) and ASGI (`__call__`)."""
 
     def __init__(self, access: Access, handlers: Mapping[bytes, Handler]) -> None:
         self._access = access
         self._handlers = handlers
-        #: The hot routes as the protocol is to call them; changed in place with the rules.
+        #: The hot routes' handlers for the protocol; changed in place with the rules.
         self.exchanges: dict[bytes, Handler] = dict(handlers)
         self.open = True
         self._strangers: CsrfCheck | None = None
-        #: How a refusal looks where it is not OpenAI's envelope, by path.
+        #: By path: the functions that send errors in other formats than OpenAI's.
         self.envelopes: dict[str, Refuse] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         access.on_change(self._on_change)
@@ -73,10 +72,10 @@ class AuthMiddleware:
         for path, handler in self._handlers.items():
             self.exchanges[path] = handler if self.open else partial(self._pass, handler)
 
-    # ---- the short way
+    # ---- fast responses
 
     def _pass(self, handler: Handler, exchange: FastResponse) -> None:
-        """Answer a request once it is known whose it is: nearly always at once."""
+        """Answer a request once its key is verified, which nearly always is at once."""
         exchange.extra = self._cors(exchange.headers)
         if self._strangers is not None:
             self._strangers.refuse(exchange.headers)
@@ -93,7 +92,7 @@ class AuthMiddleware:
         task.add_done_callback(self._tasks.discard)
 
     async def _verify(self, handler: Handler, exchange: FastResponse, key: bytes) -> None:
-        """Find out whose key it is, off the event loop, and go on."""
+        """Verify the key off the event loop, then answer the request."""
 
         def go_on(exchange: FastResponse) -> None:
             if not exchange.disconnected:
@@ -124,7 +123,7 @@ class AuthMiddleware:
     # ---- ASGI
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
-        """Answer by `app`, as the caller; raises nothing of ours."""
+        """Let `app` answer on behalf of the caller; refusals become error responses."""
         headers = scope["headers"]
         extra = self._cors(headers)
         path: str = scope["path"]
@@ -139,7 +138,7 @@ class AuthMiddleware:
                     ACTING.set(await self._caller(scope))
             elif self._access.closed and not self._is_open(path):
                 caller = await self._caller(scope)
-                ACTING.set(caller)  # of this request's own task
+                ACTING.set(caller)  # visible in this request's task only
                 if scope["method"] == "POST" and not _is_page(path):
                     refused = caller.charge()
                     extra += caller.headers()
@@ -168,7 +167,7 @@ class AuthMiddleware:
     # ---- web pages
 
     def _cors(self, headers: Headers) -> tuple[Header, ...]:
-        """The headers that let the page of this request read the answer."""
+        """Return the CORS headers that let the page of this request read the response."""
         allowed = self._access.rules.cors
         if not allowed:
             return ()
@@ -189,7 +188,7 @@ class AuthMiddleware:
 
 
 def _is_page(path: str) -> bool:
-    """The pages of the browser: a session or a password will do, too."""
+    """Return whether this is a page of the UI, where a session or password is valid, too."""
     return path == "/ui" or path.startswith("/ui/")
 
 
@@ -198,7 +197,7 @@ def _asks_leave(headers: Headers) -> bool:
 
 
 async def _preflight(send: Send, extra: tuple[Header, ...], headers: Headers) -> None:
-    """What the browser asks before it lets a page send a request with a key."""
+    """Answer the browser's CORS preflight, which precedes a page's request with a key."""
     wanted = next((v for n, v in headers if n == b"access-control-request-headers"), b"")
     head: list[Header] = [
         *extra,
@@ -211,7 +210,7 @@ async def _preflight(send: Send, extra: tuple[Header, ...], headers: Headers) ->
 
 
 def _with(send: Send, extra: tuple[Header, ...]) -> Send:
-    """`send` that adds headers to the answer."""
+    """Return a `send` that adds headers to the response."""
 
     def sending(message: Any) -> Awaitable[None]:
         if message["type"] == "http.response.start":

@@ -1,10 +1,11 @@
-"""Who has signed in on the page: a cookie that says by whose key, until when, and proves it.
+"""Sessions of the web pages: a signed cookie with the key's name and an expiry time.
 
     1767225600.MAC.alice        Unix time of its end, HMAC-SHA256, the key's name
 
-The key is not in it. The HMAC is by a secret that the supervisor makes and hands to all gateways,
-so that any of them knows a session, and one that is restarted still does; it covers what the key
-is recognised by, so that a session ends with its key. The cookie goes to the page alone.
+The key itself is not in the cookie. The HMAC's secret comes from the supervisor and is the same in
+all gateways, so that each of them, also a restarted one, recognises a session. The HMAC covers the
+key's hash and digest, so that a session ends when its key is changed. Browsers send the cookie to
+/ui only.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from servekit.protocol.messages import AccessRules, KeyRule
 
 COOKIE = "servekit-session"
 LIFE_S = 7 * 86400.0
-#: How a session stands in a header of ours, once the gate has found it: `Session TOKEN`.
+#: Scheme of the internal Authorization header that carries a session: `Session TOKEN`.
 SCHEME = b"Session "
 
 
 def issue(rule: KeyRule, rules: AccessRules, now_s: float) -> str:
-    """A new session of the holder of this key. `now_s` is Unix time."""
+    """Return the token of a new session for this key. `now_s` is Unix time."""
     until = str(int(now_s + LIFE_S))
     return f"{until}.{_proof(until, rule, rules.sessions)}.{rule.name}"
 
 
 def name_in(token: str, rules: AccessRules, now_s: float) -> str | None:
-    """The name of the key that has signed in; None unless it is still a key, and in time."""
+    """Return the name of a session's key; None if the token is invalid, expired, or without key."""
     until, _, rest = token.partition(".")
     proof, _, name = rest.partition(".")
     rule = next((one for one in rules.keys if one.name == name), None)
@@ -51,19 +52,19 @@ def _proof(until: str, rule: KeyRule, secret: bytes) -> str:
 
 
 def cookie_name(port: int) -> str:
-    """Browsers keep cookies by host, whatever the port: two instances there are told apart."""
+    """Return the cookie's name, which has the port because browsers share cookies among ports."""
     return f"{COOKIE}-{port}"
 
 
 def cookie(port: int, token: str, *, secure: bool) -> bytes:
-    """The value of Set-Cookie; an empty token takes the cookie away."""
+    """Return the value of Set-Cookie; an empty token deletes the cookie."""
     life_s = int(LIFE_S) if token else 0
     rest = f"Path=/ui; Max-Age={life_s}; HttpOnly; SameSite=Strict{'; Secure' if secure else ''}"
     return f"{cookie_name(port)}={token}; {rest}".encode()
 
 
 def token_in(headers: Iterable[tuple[bytes, bytes]], port: int) -> str:
-    """What the request's cookie says, unproved; "" without one."""
+    """Return the unverified token of the request's cookie; "" without one."""
     wanted = cookie_name(port).encode()
     for name, value in headers:
         if name == b"cookie":

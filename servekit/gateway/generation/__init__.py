@@ -1,4 +1,4 @@
-"""From a worker's tokens to an answer: choices, stream writing, OpenAI's byte templates.
+"""Answers from a worker's tokens: choices, stream writing, OpenAI's byte templates.
 
 Only the gateway may import from here.
 """

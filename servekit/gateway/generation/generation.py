@@ -1,10 +1,10 @@
-"""One turn of a conversation in neutral terms: what every API but the plainest is made of.
+"""API-neutral requests and answers, on which all but the simplest endpoints are built.
 
-A `GenerationRequest` says what is wanted, in any API's terms. A `Generation` answers it: one
-`InflightRequest` for each choice, through the same queue as any other, with a parser that separates
-text, reasoning and tool calls.
+A `GenerationRequest` holds the request of any API. A `Generation` answers it with one
+`InflightRequest` for each choice, through the same queue as any other request, and with a parser
+that separates text, reasoning and tool calls.
 
-    turn = Turn(router, ask)                 # raises RequestError: nothing has been sent yet
+    turn = Generation(router, ask)           # raises RequestError: nothing has been sent yet
     async for pieces in turn: ...            # or: choices = await turn.whole()
     turn.cancel()
 """
@@ -61,7 +61,7 @@ Tools = list[dict[str, Any]]
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
-    """What a client wants. Exactly one of `messages` and `prompts` is set."""
+    """A client's request in API-neutral form. Exactly one of `messages` and `prompts` is set."""
 
     model: str
     params: SamplingParams
@@ -69,37 +69,37 @@ class GenerationRequest:
     prompts: list[str | list[int]] = field(default_factory=list)
     n: int = 1  # choices for each prompt; with a seed, each gets the next one
     tools: Tools = field(default_factory=list)  # OpenAI's definitions
-    #: In any of OpenAI's forms, or in a word: "none", "auto", "required", or a tool's name.
+    #: Any of OpenAI's forms, or one word: "none", "auto", "required", or a tool's name.
     tool_choice: Any = None
-    parallel: bool = True  # it may call several at once
-    template: dict[str, Any] = field(default_factory=dict)  # more for the chat template
+    parallel: bool = True  # the model may call several tools at once
+    template: dict[str, Any] = field(default_factory=dict)  # extra variables of the chat template
     continues: bool = False  # the last message is the beginning of the answer
-    reasoning: bool = True  # tell thoughts from text, where the model thinks
+    reasoning: bool = True  # separate reasoning from text
     calling: type[InflightRequest] = (
-        InflightRequest  # what its calls are, for those who want to know more of them
+        InflightRequest  # class of the calls; a subclass can observe them
     )
     stream: bool = True
-    follow: bool = False  # also wake for each new place in the queue
-    session: str = ""  # that the client has named
+    follow: bool = False  # also wake for each new position in the queue
+    session: str = ""  # as named by the client
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
 
 
 class GenerationChunk(msgspec.Struct, gc=False):
-    """What has come for one choice. `finish` is set on its last."""
+    """New events of one choice. `finish` is set on its last chunk."""
 
     choice: int
     events: list[Event]
     logprobs: list[TokenLogprob] = []
     finish: Finish | None = None
-    stop: str = ""  # the stop string that ended it, if one did
-    stop_token: int = -1  # likewise of `stop_token_ids`
-    prompt: Prompt | None = None  # with the first, where it was asked for
+    stop: str = ""  # the stop string that ended the choice, if any
+    stop_token: int = -1  # the one of `stop_token_ids` that ended it; -1 if none
+    prompt: Prompt | None = None  # with the first chunk, if it was asked for
 
 
 class Choice:
-    """One answer as a whole."""
+    """A complete choice, collected from its chunks."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -131,14 +131,18 @@ class Choice:
 
 
 class Generation:
-    """The answers to one Ask. Opened at once: raises what `Router.open` does, and Unsupported."""
+    """The answers to one `GenerationRequest`.
+
+    The calls are opened at once: the constructor raises the errors of `Router.open`, and
+    Unsupported.
+    """
 
     def __init__(self, router: Router, ask: GenerationRequest) -> None:
         route = router.find(ask.model)
         info = route.status.info
         self.model = route.status.name
         self.ask = ask
-        self.prompt_tokens = self.cached_tokens = 0  # the latter are of the former
+        self.prompt_tokens = self.cached_tokens = 0  # cached ones are included in the former
         self.completion_tokens = 0
         check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
         self._choice = _choose(ask, route.status)
@@ -149,12 +153,12 @@ class Generation:
         self._parsers = [self._parser(thinking) for _ in self._calls]
         self._called = [False for _ in self._calls]
         self._written = ["" for _ in self._calls]  # the arguments of the last tool call
-        self._prompts = [(0, 0) for _ in self._calls]  # their tokens, and those of them cached
+        self._prompts = [(0, 0) for _ in self._calls]  # prompt tokens, cached tokens
         self._left = set(range(len(self._calls)))
         self._open(router)
 
     def _parser(self, thinking: bool) -> Parser | None:
-        """None where all is text."""
+        """Return a parser for one choice; None if everything is text."""
         thinks = self.ask.reasoning and self.ask.messages is not None
         tools = self._choice.tools
         if self._dialect.tools == FRAMED and self.ask.messages is not None:
@@ -177,7 +181,7 @@ class Generation:
             more["continues"] = True
         params = replace(ask.params, grammar=self._grammar(thinking))
         if self._choice.mode == "required":
-            params = replace(params, stop=())  # half of an ordered call is no use to anybody
+            params = replace(params, stop=())  # a stop string must not cut the required call
         prompts: list[str | list[int] | None] = [*ask.prompts] or [None]
         for prompt in prompts:
             for index in range(ask.n):
@@ -190,10 +194,10 @@ class Generation:
                 yield call
 
     def _grammar(self, thinking: bool) -> Grammar | None:
-        """What the whole of the model's text has to be: calls, an answer, thoughts before them."""
+        """Return the grammar of all the model's text: reasoning, then tool calls or an answer."""
         ask, grammar = self.ask, self.ask.params.grammar
         if self._dialect.tools == FRAMED:
-            return grammar  # its engine is told of tools, and tells thoughts from the answer
+            return grammar  # the engine handles tools and reasoning itself
         calls = tool_grammar(
             self._dialect, self._choice, parallel=ask.parallel, begun=thinking, answer=grammar
         )
@@ -213,17 +217,17 @@ class Generation:
         if self.ask.follow:
             router.follow(self._calls[0])
 
-    # ---- what comes of it
+    # ---- results
 
     @property
     def place(self) -> int | None:
-        """How many requests go before it, where that is followed; None once it runs."""
+        """Return the number of requests ahead, if that is followed; None once it runs."""
         return self._calls[0].place
 
     async def __aiter__(self) -> AsyncIterator[list[GenerationChunk]]:
-        """What has come, up to the end of all choices; nothing at all where only its place is new.
+        """Yield new chunks until all choices have ended; an empty list if only `place` has changed.
 
-        Cancels what runs if left early. Raises RequestError where one of the calls fails.
+        Leaving early cancels the running calls. Raises RequestError if one of the calls fails.
         """
         try:
             while self._left:
@@ -236,7 +240,7 @@ class Generation:
             self.cancel()
 
     async def whole(self) -> list[Choice]:
-        """All choices, once they are there."""
+        """Wait for all choices and return them."""
         choices = [Choice() for _ in self._calls]
         async for pieces in self:
             for piece in pieces:
@@ -245,11 +249,11 @@ class Generation:
 
     @property
     def first(self) -> InflightRequest:
-        """The call of its first choice."""
+        """Return the call of the first choice."""
         return self._calls[0]
 
     def cancel(self) -> None:
-        """The client is gone, or wants no more."""
+        """Cancel all calls, because the client is gone or wants no more."""
         for call in self._calls:
             call.cancel()
 
@@ -269,7 +273,7 @@ class Generation:
             self._note_calls(index, events)
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
         self._count_prompt(index, last)
-        prompt = deltas[0].prompt  # of a stream that goes on elsewhere it comes again
+        prompt = deltas[0].prompt  # comes again after a stream has moved to another worker
         if last.finish is None:
             return GenerationChunk(index, events, logprobs, prompt=prompt)
         self._left.discard(index)
@@ -285,7 +289,7 @@ class Generation:
                 self._written[index] += event.text
 
     def _count_prompt(self, index: int, delta: Delta) -> None:
-        """Known with the first piece already, for streams that begin with it."""
+        """Update the prompt's token counts, which streams may need from their first chunk on."""
         if index % self.ask.n == 0:  # choices of one prompt share it
             tokens, cached = self._prompts[index]
             self._prompts[index] = delta.prompt_tokens, delta.cached_tokens
@@ -305,13 +309,13 @@ class Generation:
         if finish == "length":
             return "length"
         if stop and self._called[index] and not is_json(self._written[index]):
-            return "stop"  # within a call: who reads "tool_calls" would take it for whole
-        # as OpenAI has it: a call that was ordered by name just stops
+            return "stop"  # "tool_calls" would tell the client that the call is complete
+        # as at OpenAI: a call of a tool that the request named finishes with "stop"
         return "tool_calls" if self._called[index] and not self._choice.once else "stop"
 
 
 async def open_turn(router: Router, ask: GenerationRequest) -> Generation:
-    """As Turn, once the model has been loaded for the first time, if it is loaded by need."""
+    """Return a `Generation`, after the first load of a model that is loaded on demand."""
     route = router.find(ask.model)
     if route.status.info is None:
         router.access.require_model(route.status.name, base_of(route))
@@ -320,7 +324,7 @@ async def open_turn(router: Router, ask: GenerationRequest) -> Generation:
 
 
 def _choose(ask: GenerationRequest, model: ModelStatus) -> ToolChoice:
-    """Which tools may be called; raises RequestError for those that cannot be."""
+    """Return the tools that may be called. Raises RequestError if a tool cannot be called."""
     tools, asked = check_tools(ask.tools), ask.tool_choice
     choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)
     if choice.tools and model.info is not None and "tools" not in model.info.serves:
@@ -349,14 +353,17 @@ def _choose(ask: GenerationRequest, model: ModelStatus) -> ToolChoice:
 
 
 def _dialect(info: ModelInfo, choice: ToolChoice) -> Dialect:
-    """How the answer is written. A model whose template has no tools calls them in plain JSON."""
+    """Return the format of the answer.
+
+    A model whose template has no tools is made to write a required call in plain JSON.
+    """
     if choice.mode == "required" and "tools" not in info.serves:
         return replace(info.dialect, tools="json", tool_begin="", tool_end="")
     return info.dialect
 
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """With the seed of the choice at `index`; round the end of 64 bits."""
+    """Return `params` with the seed of the choice at `index`, wrapped to 64 bits."""
     if not index or params.seed is None:
         return params
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)

@@ -1,7 +1,6 @@
-"""What OpenAI's answers look like on the wire, whole and as server-sent events.
+"""Encoder of OpenAI's responses, whole and as server-sent events.
 
-Answers are made from templates that are encoded once per request; per chunk only the text itself
-is.
+The templates of a response are encoded once per request; for a chunk only its text is encoded.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import msgspec
 from servekit.protocol.messages import Delta
 
 _encode = msgspec.json.Encoder().encode
-#: How a chunk of HTTP begins, by its size in bytes: of nearly every one that holds one token.
+#: Prefixes of HTTP chunks by size in bytes, for nearly all chunks that hold one token.
 _SIZES = tuple(b"%x\r\n" % size for size in range(1024))
 _random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where the two endpoints' answers differ."""
+    """The differences between the responses of the two endpoints."""
 
     prefix: bytes
     whole: bytes
@@ -31,7 +30,7 @@ class Shape:
     text_tail: bytes
     whole_head: bytes  # around the text of a whole answer
     whole_tail: bytes
-    first: bytes  # the first chunk's choice, if there is one of its own
+    first: bytes  # choice of an extra first chunk; empty for none
     last: bytes  # before the last chunk's finish reason
 
 
@@ -61,7 +60,7 @@ COMPLETION = Shape(
 
 
 class OpenAIEncoder:
-    """The encoded parts of one request's answer."""
+    """The encoded parts of one request's response."""
 
     __slots__ = (
         "_around_bytes",
@@ -83,7 +82,7 @@ class OpenAIEncoder:
         self._shape = shape
         self._head = head
         if not stream:
-            return  # the rest is for events alone
+            return  # the rest is for events only
         self._usage = usage
         self._started = False
         self._event_head = b"data: " + head
@@ -94,16 +93,16 @@ class OpenAIEncoder:
         self._around_bytes = len(self._text_head) + len(self._text_tail)
 
     def whole(self, text: str, last: Delta) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Return the body of a response that is not streamed."""
         shape = self._shape
         parts = self._head, shape.whole_head, _encode(text), shape.whole_tail
         return b'%b%b%b%b%b}],"usage":%b}' % (*parts, _reason(last), _usage(last))
 
     def events(self, text: str, last: Delta | None) -> bytes:
-        """Server-sent events for what one wake-up brought: its text as one, and the closing ones.
+        """Return the server-sent events of one wake-up: its text as one event, and closing events.
 
-        A client that keeps up gets an event for each token. One of many tokens is for clients, and
-        the way to them, that are behind.
+        A client that keeps up gets an event for each token; tokens are joined into one event only
+        when the client or the network is behind.
         """
         event = self._text_head + _encode(text) + self._text_tail if text else b""
         if self._started and last is None:
@@ -113,7 +112,7 @@ class OpenAIEncoder:
         return b"".join((*opening, event, *closing))
 
     def chunk(self, text: str) -> bytes:
-        """As `events` of nothing but text, once the stream has begun, as a chunk of HTTP."""
+        """Return the event of a text as an HTTP chunk; only once the stream has begun."""
         said = _encode(text)
         size_bytes = self._around_bytes + len(said)
         size = _SIZES[size_bytes] if size_bytes < len(_SIZES) else b"%x\r\n" % size_bytes

@@ -1,4 +1,4 @@
-"""From a call to its answer on the short way, at the end of the turn in which something comes."""
+"""Writes a call's tokens into its fast response, at the end of the event-loop tick."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 
 class StreamWriter:
-    """Moves what comes for a call into its answer, as `openai.whole` and `openai.stream` do.
+    """Writes a call's tokens into its response.
 
-    While the client does not read nothing is taken out of the call; what has come meanwhile
-    leaves in one write when the client reads again.
+    `whole` and `stream` of `api.openai.endpoints` do the same for ASGI. While the client does not
+    read, the text stays in the call, and leaves in one write when the client reads again.
     """
 
     __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams", "cork")
@@ -32,9 +32,9 @@ class StreamWriter:
         self._exchange = exchange
         self._call = call
         self._answer = answer
-        self._streams = False  # it has begun to
+        self._streams = False  # the stream has begun
         self._places = False
-        self._place: int | None = None  # the one told last
+        self._place: int | None = None  # the last one sent
         self.cork = cork
         call.read_text()
         call.pump = self
@@ -43,24 +43,27 @@ class StreamWriter:
         exchange.on_gone = call.cancel
 
     def tell_places(self) -> None:
-        """Begin the stream now, with a comment for each new place in the queue."""
+        """Begin the stream now, and send a comment for each new position in the queue."""
         self._exchange.begin_stream()
         self._places = True
         self.run()
 
     def run(self) -> None:
-        """Something has come, or the client reads again. Never raises: others wait behind it."""
+        """Write new text; called when some has come and when the client reads again.
+
+        Never raises, because the callbacks behind it in `EndOfTick` would not run.
+        """
         exchange, call = self._exchange, self._call
         try:
             if self._streams and not call.done:
                 if (texts := call.texts) and exchange.open:
-                    # nearly every token of a stream: nothing else to say
+                    # the common case: text only
                     if len(texts) == 1:
                         text = texts.pop()
                     else:
                         text = "".join(texts)
                         texts.clear()
-                    if text:  # not half a character
+                    if text:  # empty for an incomplete character
                         exchange.joined.write_now(self._answer.chunk(text))
                 return
             if self._places and exchange.open:
@@ -70,7 +73,7 @@ class StreamWriter:
                 if not self._call.done:
                     return
         except RequestError as error:
-            # this runs within whoever fails the call, whose frames hold the error: a cycle
+            # this runs inside the code that fails the call; its frames hold the error, a cycle
             error.with_traceback(None)
             if not isinstance(error, ClientClosed):
                 exchange.fail(error)

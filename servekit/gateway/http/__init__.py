@@ -1,4 +1,4 @@
-"""HTTP itself: uvicorn's protocol with limits, a fast response path, TLS, request context.
+"""HTTP: uvicorn's protocol with limits, a fast response path, TLS, request context.
 
 Only the gateway may import from here.
 """

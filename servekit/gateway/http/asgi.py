@@ -1,4 +1,4 @@
-"""The little of HTTP that the hot routes need, straight on ASGI: bodies in, answers out."""
+"""ASGI helpers of the hot routes: reading bodies, sending JSON and errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
-#: The header that names a session: its requests go to one replica, as far as that is good.
+#: The header that names a session; requests of one session prefer one replica.
 SESSION = b"x-session-id"
-#: no-transform and no buffering: a proxy in between must pass every event on as it comes.
+#: no-transform and no buffering, so that proxies forward each event at once.
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -26,18 +26,21 @@ EVENT_STREAM = [
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its request was whole."""
+    """The client closed the connection before its request was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body, at most `limit` bytes; raises BodyTooLarge without reading on."""
+    """Return the whole body, at most `limit` bytes.
+
+    Raises BodyTooLarge without reading the rest, and ClientGone.
+    """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise too_large(limit)
     message = await receive()
     body: bytes | bytearray = message.get("body", b"")
     if message.get("more_body"):
-        body = bytearray(body)  # grows in place, however small the pieces are
+        body = bytearray(body)  # grows in place, also in many small pieces
     while message.get("more_body") and len(body) <= limit:
         message = await receive()
         body += message.get("body", b"")
@@ -57,7 +60,7 @@ def too_large(limit: int) -> BodyTooLarge:
 async def send_json(
     send: Send, body: bytes, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
-    """Answer with a JSON body in one go."""
+    """Send a response with a JSON body."""
     length = (b"content-length", str(len(body)).encode())
     head = [JSON, length, *headers] if headers else [JSON, length]
     await send({"type": "http.response.start", "status": status, "headers": head})
@@ -65,12 +68,12 @@ async def send_json(
 
 
 async def send_error(send: Send, error: ServekitError) -> None:
-    """Answer with OpenAI's error envelope."""
+    """Send an error response in OpenAI's envelope."""
     await send_json(send, envelope(error), error.status, error_headers(error))
 
 
 def session_of(scope: Scope) -> str:
-    """The session that a client names, "" if none."""
+    """Return the session that a client names, "" if none."""
     for name, value in scope["headers"]:
         if name == SESSION:
             return str(value, "latin-1")
@@ -78,7 +81,7 @@ def session_of(scope: Scope) -> str:
 
 
 def api_key(scope: Scope) -> str:
-    """What fairness goes by where no keys are asked for: the one the client sends, as it is."""
+    """Return the client's key, unverified, as the fair queue's group where no keys are required."""
     for name, value in scope["headers"]:
         if name in (b"authorization", b"x-api-key", b"api-key"):
             return str(value, "latin-1")
@@ -86,7 +89,7 @@ def api_key(scope: Scope) -> str:
 
 
 class MethodNotAllowed(RequestError):
-    """The path is right, the method is not; `allow` is the one that is."""
+    """The path does not take this method; it takes `allow`."""
 
     status = 405
     code = "method_not_allowed"
@@ -106,7 +109,7 @@ def error_headers(error: ServekitError) -> list[tuple[bytes, bytes]]:
 
 
 def envelope(error: ServekitError) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect it."""
+    """Encode an error as `{"error": {"message", "type", "param", "code"}}`, OpenAI's envelope."""
     return msgspec.json.encode({"error": error_object(error)})
 
 
@@ -121,7 +124,7 @@ def error_object(error: ServekitError) -> dict[str, Any]:
 
 
 def error_type(status: int) -> str:
-    """OpenAI's `type` for a status."""
+    """Return OpenAI's error `type` for an HTTP status."""
     if status == 429:
         return "rate_limit_error"
     if status == 404:

@@ -1,4 +1,4 @@
-"""What is to be done once at the end of this turn of the event loop, however often it is asked."""
+"""Deduplicated callbacks that run at the end of the current event-loop tick."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 
 class Runs(Protocol):
     def run(self) -> None:
-        """Must not raise: others wait behind it."""
+        """Run the callback; it must not raise, because the callbacks behind it would not run."""
 
 
 class EndOfTick:
-    """Runs what was added in this turn, in that order, when the turn is over.
+    """The set of callbacks added in this tick, run in that order when the tick is over.
 
-    All of a turn costs the loop one callback: one each is a tenth of a streamed token's time.
+    All of them share one `call_soon`, whose cost for each token of each stream would be notable.
     """
 
     __slots__ = ("_due", "_loop")
@@ -25,14 +25,14 @@ class EndOfTick:
         self._due: dict[Runs, None] = {}
 
     def add(self, one: Runs) -> None:
-        """Have `one` run at the end of the turn."""
+        """Run `one` at the end of the tick, once however often it is added."""
         due = self._due
         if not due:
             self._loop.call_soon(self._pop)
         due[one] = None
 
     def add_all(self, several: Iterable[Runs]) -> None:
-        """As `add`, of some."""
+        """Add several callbacks, as `add` does."""
         due = self._due
         if not due:
             self._loop.call_soon(self._pop)

@@ -1,4 +1,4 @@
-"""One request on a hot route and its answer, and how what is written leaves."""
+"""A request on a hot route and its response, without ASGI, and a transport that joins writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Handler = Callable[["FastResponse"], None]
 
 CLOSE = (b"connection", b"close")
 
-#: What is written within one turn of the event loop is joined up to about so much.
+#: Approximate upper limit for the writes of one event-loop tick that are joined.
 JOIN_BYTES = 64 * 1024
 
 _EVENT_STREAM = tuple(EVENT_STREAM)
@@ -36,10 +36,9 @@ _JSON = (JSON,)
 
 
 class CoalescingTransport:
-    """A transport that joins what is written within one turn of the event loop into one write.
+    """A transport that joins the writes of one event-loop tick into one write.
 
-    uvicorn writes an answer's head and its body apart, and uvloop makes a system call of each at
-    once: a tenth of a short request's time.
+    uvicorn writes a response's head and body separately, and uvloop makes a system call of each.
     """
 
     __slots__ = ("_loop", "_size_bytes", "_transport", "_unsent")
@@ -55,11 +54,11 @@ class CoalescingTransport:
             self._loop.call_soon(self._flush)
         self._unsent.append(data)
         self._size_bytes += len(data)
-        if self._size_bytes > JOIN_BYTES:  # let the transport say when it is too much
+        if self._size_bytes > JOIN_BYTES:  # so that the transport can apply back-pressure
             self._flush()
 
     def write_now(self, data: bytes) -> None:
-        """Send what is left and this: nothing more comes in this turn."""
+        """Send the unsent data and `data` at once, for the last write of a tick."""
         if self._unsent:
             self.write(data)
             self._flush()
@@ -72,18 +71,18 @@ class CoalescingTransport:
             self._transport.write(b"".join(unsent))
 
     def close(self) -> None:
-        """Send what is left and close."""
+        """Send the unsent data and close."""
         self._flush()
         self._transport.close()
 
     def write_eof(self) -> None:
-        """Send what is left and say that it was all; the client may still send."""
+        """Send the unsent data and close the sending side; the client may still send."""
         self._flush()
-        # TLS has no half-closed connections; there the client is left to close it
+        # TLS has no half-closed connections; there the client has to close
         if not self._transport.is_closing() and self._transport.can_write_eof():
             self._transport.write_eof()
 
-    # a client may be gone before its requests are done: uvloop raises, asyncio does not
+    # on a closed transport uvloop raises where asyncio does nothing
 
     def pause_reading(self) -> None:
         if not self._transport.is_closing():
@@ -98,17 +97,17 @@ class CoalescingTransport:
 
 
 class _NullEvent:
-    """Stands where uvicorn's cycle has an event that its application waits for."""
+    """A stand-in for the event of uvicorn's cycle, for which no application waits here."""
 
     def set(self) -> None:
         pass
 
 
 class FastResponse:
-    """One request on a hot route and its answer: no task, no ASGI messages.
+    """A request on a hot route and its response, without a task or ASGI messages.
 
-    It stands where uvicorn keeps its request-response cycle, and has the attributes that
-    uvicorn's protocol looks at.
+    It takes the place of uvicorn's request-response cycle, and has the attributes that uvicorn's
+    protocol reads.
     """
 
     __slots__ = (
@@ -143,7 +142,7 @@ class FastResponse:
         self.keep_alive = not protocol.leaving
         self.response_complete = False
         self.disconnected = False
-        self.extra: tuple[Header, ...] = ()  # more headers of the answer, the gate's
+        self.extra: tuple[Header, ...] = ()  # response headers that `AuthMiddleware` adds
         self.on_gone: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
 
@@ -157,7 +156,7 @@ class FastResponse:
 
     def receive(self, data: bytes) -> None:
         if not self.body:
-            self.body = data  # nearly always all of it
+            self.body = data  # nearly always the whole body
         elif isinstance(self.body, bytes):
             self.body = bytearray(self.body + data)
         else:
@@ -169,7 +168,7 @@ class FastResponse:
         self.begin_with(self.handler)
 
     def begin_with(self, handler: Handler) -> None:
-        """Have `handler` answer; what goes wrong there is the answer."""
+        """Let `handler` answer; an exception of it becomes the response."""
         before = ORIGIN.set(self.origin)
         try:
             handler(self)
@@ -185,11 +184,14 @@ class FastResponse:
 
     @property
     def open(self) -> bool:
-        """Something can be written now; if not as the client does not read, see `on_writable`."""
+        """Return whether the response can be written to now.
+
+        `on_writable` is called when a client that did not read reads again.
+        """
         return not (self.response_complete or self.disconnected or self.flow.write_paused)
 
     def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
-        """A JSON body, in one write."""
+        """Send a JSON response in one write."""
         if self.response_complete:
             return
         head = self._head(status, (JSON, *headers) if headers else _JSON)
@@ -197,17 +199,18 @@ class FastResponse:
         self._complete()
 
     def fail(self, error: ServekitError) -> None:
-        """OpenAI's error envelope; an event of its own once a stream has begun."""
-        self.body = b""  # the connection keeps this until its next request
+        """Send OpenAI's error envelope; as the last event if the stream has begun."""
+        self.body = b""  # the connection keeps this object until its next request
         if self.response_started:
             self.stream(b"data: " + envelope(error) + b"\n\n", last=True)
         else:
             self.answer(envelope(error), error.status, tuple(error_headers(error)))
 
     def stream(self, events: bytes, *, last: bool, now: bool = False) -> None:
-        """Some server-sent events, as one chunk; none at all is no chunk, for that would end it.
+        """Send server-sent events as one HTTP chunk, and with `last` end the stream.
 
-        `now`: nothing more comes in this turn.
+        Empty `events` send no chunk, because an empty chunk would end the body. `now` writes at
+        once, for the last write of a tick.
         """
         if self.response_complete:
             return
@@ -226,7 +229,7 @@ class FastResponse:
             self._complete()
 
     def begin_stream(self) -> None:
-        """Send the head of a stream, before there is anything else to send."""
+        """Send the head of a stream, before its first event."""
         self.response_started = True
         head = self._head(200, _EVENT_STREAM)
         self.protocol.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % head)
@@ -235,7 +238,7 @@ class FastResponse:
         protocol = self.protocol
         protocol.answers[self.path, status] += 1
         head = protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
-        # not among the heads that are kept: these differ from answer to answer
+        # not part of the cached heads: these headers differ between responses
         if self.extra:
             head += b"".join(b"%b: %b\r\n" % pair for pair in self.extra)
         if self.origin.warning:

@@ -1,8 +1,7 @@
-"""The head of a request that has been parsed, to know the next one by.
+"""The head of the last parsed request, by which the next request is recognised without parsing.
 
-A client that keeps its connection sends the same head again and again; only the length of the body
-is another. What is the same, byte for byte, was parsed and checked before: a seventh of a short
-request's time is saved.
+A client that keeps its connection sends the same head again and again; only the body's length
+changes. A head that is otherwise the same, byte for byte, has been parsed and checked before.
 """
 
 from __future__ import annotations
@@ -10,21 +9,21 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-#: A longer one is not kept: each connection keeps one, also of clients that mean harm.
+#: Longer heads are not kept: each connection keeps one, and clients may be malicious.
 MOST_BYTES = 8 * 1024
 _END = b"\r\n\r\n"
 _length = re.compile(rb"\r\ncontent-length: ?(\d{1,10})(?=\r\n)", re.IGNORECASE)
 
 
 class Head(NamedTuple):
-    """A head around the digits of its content-length."""
+    """A request head, split around the digits of its content-length."""
 
     before: bytes
-    after: bytes  # with the empty line
+    after: bytes  # including the empty line
 
     @classmethod
     def of(cls, data: bytes) -> Head | None:
-        """That of a request that is whole, and all that `data` is; None for what is not."""
+        """Return the head of `data` if that is exactly one complete request, else None."""
         end = data.find(_END) + len(_END)
         found = _length.findall(data, 0, end)
         if (
@@ -38,7 +37,7 @@ class Head(NamedTuple):
         return cls(data[: at.start(1)], data[at.end(1) : end])
 
     def body_of(self, data: bytes) -> bytes | None:
-        """The body of a request that is whole and has this head; None for any other."""
+        """Return the body of `data` if that is one complete request with this head, else None."""
         before, after = self
         if not data.startswith(before):
             return None

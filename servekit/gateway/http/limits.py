@@ -1,15 +1,15 @@
-"""What a client may make the server wait for, and keep: its header's size, its silence.
+"""Limits on slow or large requests: header size, body time and memory, unread responses.
 
-uvicorn bounds neither: its parser gathers a header line that never ends (each piece copied once
-more), and its keep-alive timer covers only the time between requests. A count per segment and
-one sweep a second for all connections bound both, next to free for a request that behaves.
+uvicorn bounds neither size nor time: its parser collects a header line that never ends, and its
+keep-alive timer covers only the time between requests. A byte count per segment and one sweep a
+second over all connections bound both, at nearly no cost for a normal request.
 
-Bodies that are still coming are bounded together: over the bound the slowest of the large ones
-is refused, so that many half-sent ones keep nobody else out.
+Bodies in transfer are bounded together: over the bound the slowest of the large ones is refused,
+so that many half-sent bodies do not lock other clients out.
 
-The same sweep ends the connection of a client that does not read its answer. A client that closes
-its sending side alone after a request (`nc -N`) gets its answer, though that looks like one that
-has left: an interim response tells them apart, for to a closed socket the kernel answers a reset.
+The same sweep ends the connection of a client that does not read its response. A client that only
+closes its sending side after a request (`nc -N`) gets its response. It looks like a client that has
+left, so it is sent an interim response: a kernel whose socket is closed replies with a reset.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from servekit.gateway.http.request_context import RequestContext
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: Where the count of a header's bytes stands while a body comes, whose bytes do not count.
+#: Start value of the header byte count during a body, so that the body stays below the limit.
 _BODY = -(1 << 62)
-#: Where it stands after a refusal: all that comes is over the limit, and passed over.
+#: Value of the count after a refusal, so that all further data is over the limit and dropped.
 _REFUSED = 1 << 62
-#: Bytes around the chunks of a body for each byte in them: one of a single byte has five.
+#: Allowed bytes of chunk framing for each byte of content; a one-byte chunk needs five.
 _FRAMING = 8
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-#: How soon after an interim response its reset is looked for; then with each sweep.
+#: Delay after an interim response before the first check for a reset; each sweep checks again.
 _RESET_WITHIN_S = 0.02
-#: To close with a reset: l_onoff and l_linger of `struct linger`.
+#: `struct linger` (l_onoff, l_linger) that makes a close send a reset.
 _RESET = struct.pack("ii", 1, 0)
-#: What is answered however many are connected: who asks this would restart the service.
+#: Paths that are served whatever the number of connections: health checks decide on restarts.
 VITAL = (b"/livez", b"/readyz", b"/health", b"/v1/health", b"/ping")
 _TELL_EVERY_S = 10.0
-#: Pages of the browser: nobody else asks for them, and browsers close both sides.
+#: Pages that only browsers request, which always close both sides.
 _PAGES = (b"/ui/", b"/ui?")
 
 
@@ -86,37 +86,37 @@ class HeaderTooLarge(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`header_s` is for a whole header; `body_s` for silence within a body.
+    """The limits of a connection: `header_s` for a whole header, `body_s` for silence in a body.
 
-    A body may take `body_s` in all, and as much longer as it takes at `body_bytes_per_s`.
+    A body may take `body_s` plus the time of its bytes at `body_bytes_per_s`.
     """
 
     header_bytes: int = 64 * 1024
     header_s: float = 10.0
     body_s: float = 30.0
     body_bytes_per_s: float = 1024.0
-    #: What a refused client may take, and send, until it reads why: closing at once may reset it.
+    #: Time and bytes for a refused client to read its error: closing at once may send a reset.
     linger_s: float = 2.0
     linger_bytes: int = 1024 * 1024
-    #: What may come of a body that is not read, since its request has been answered already.
+    #: Limit for the rest of a body whose request has been answered already.
     unread_bytes: int = 64 * 1024 * 1024
     sweep_every_s: float = 1.0
 
 
 LIMITS = Limits()
 
-#: File descriptors for workers, logs and pages, which are not for clients; of few, an eighth.
+#: File descriptors reserved for workers, logs and pages; at most an eighth of all.
 _KEPT_FILES = 256
 
 
 def most_connections() -> int:
-    """How many clients may be connected at once, by this process's limit on open files."""
+    """Return the limit of client connections, from this process's limit on open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return files - min(_KEPT_FILES, files // 8)
 
 
 class Bodies:
-    """The bodies that clients are sending, of all connections of this process together."""
+    """The request bodies in transfer on all connections of this process."""
 
     def __init__(self) -> None:
         self.limit_bytes = 256 * 2**20
@@ -125,10 +125,10 @@ class Bodies:
         self._tell_at_s = 0.0
 
     def make_room(self, now_s: float) -> None:
-        """Refuse the slowest of those who have sent half an average body, until the rest fits.
+        """Refuse the slowest body of at least half the average size, until the rest fits.
 
-        Smaller ones free next to nothing; the larger ones hold at least half of all. One that is
-        alone has its own bound.
+        Smaller bodies would free little; the larger ones hold at least half of the total. A single
+        body is never refused here: its own limit bounds it.
         """
         while self.size_bytes > self.limit_bytes and len(self.senders) > 1:
             if now_s >= self._tell_at_s:
@@ -142,12 +142,12 @@ class Bodies:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol within limits, with OpenAI's envelope for what is no HTTP."""
+    """uvicorn's protocol within limits; answers invalid HTTP with OpenAI's error envelope."""
 
     limits: Limits
-    #: How long none of an answer may leave for its client before the connection ends, s.
+    #: Seconds without any progress in sending a response, after which the connection ends.
     write_timeout_s: ClassVar[float] = 60.0
-    #: With more than these connected only `VITAL` is answered, and idle ones are closed.
+    #: Above this number only `VITAL` paths are served, and idle connections are closed.
     most_connections: ClassVar[int] = most_connections()
     bodies: ClassVar[Bodies] = Bodies()
 
@@ -155,23 +155,23 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.limits = limits
         self._max_header_bytes = limits.header_bytes
-        self._header_bytes = 0  # of a message that has begun; see _BODY and _REFUSED
+        self._header_bytes = 0  # of the current message; see _BODY and _REFUSED
         self._body_comes = False
-        self._body_since_s = 0.0  # as `_header_since_s`
-        self._chunk_bytes = 0  # of the chunks of a body before this one
+        self._body_since_s = 0.0  # set by the first sweep during the body
+        self._chunk_bytes = 0  # of the body's earlier chunks
         self._heard_s = self.loop.time()
-        self._content_bytes = 0  # of a body, without what is around its chunks
-        self._unread_bytes = 0  # of a body whose request is answered
-        self.held_bytes = 0  # of a body, as counted in `bodies`
+        self._content_bytes = 0  # of the body, without chunk framing
+        self._unread_bytes = 0  # of a body whose request has been answered
+        self.held_bytes = 0  # of the body, as counted in `bodies`
         self._held_since_s = 0.0
-        self._unsent = 0, 0  # bytes that wait here, and in the kernel, at the last sweep
-        self._moved_s = self._heard_s  # when these were less than before
-        self._spare = False  # it came when there were too many
-        self._half_closed = False  # the client sends no more, and waits for the answer
-        # since when a header is waited for; 0 where none is, or no sweep has seen it yet
+        self._unsent = 0, 0  # unsent bytes here and in the kernel, at the last sweep
+        self._moved_s = self._heard_s  # when `_unsent` last made progress
+        self._spare = False  # it was opened above the connection limit
+        self._half_closed = False  # the client has closed its sending side
+        # start of the wait for a header; 0 if there is none, or no sweep has seen it yet
         self._header_since_s = self._heard_s
-        self.upgrades = False  # the request that is being parsed asks for another protocol
-        self._active: Any = None  # the cycle whose task runs; `cycle` may be a later one by now
+        self.upgrades = False  # the current request asks for another protocol
+        self._active: Any = None  # the cycle whose task runs; `cycle` may be a later one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -191,7 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_body(len(data))
 
     def _check_body(self, size_bytes: int) -> None:
-        """Bound what comes of a body and is no use: around its chunks, and after the answer."""
+        """Bound the body's chunk framing, and the bytes that come after the response."""
         content_bytes = self._content_bytes
         around_bytes = self._body_bytes() - content_bytes
         if around_bytes > self._max_header_bytes + _FRAMING * content_bytes:
@@ -205,7 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._hold(content_bytes)
 
     def _hold(self, size_bytes: int) -> None:
-        """Count so much of a body, which has not come to its end with what was just parsed."""
+        """Count `size_bytes` of the unfinished body in `bodies`."""
         bodies = self.bodies
         if not self.held_bytes:
             self._held_since_s = self._heard_s
@@ -225,7 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.held_bytes / max(now_s - self._held_since_s, 1e-3)
 
     def _take_slowly(self, data: bytes) -> None:
-        """Pass on no more than a header may have; it ends there, or the client is refused."""
+        """Parse up to the header limit, and the rest only if the header ended within it."""
         room = self._max_header_bytes - self._header_bytes
         if self._header_bytes >= _REFUSED:
             self._pass_over(len(data))
@@ -246,7 +246,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- other protocols
 
     def _parse(self, data: bytes) -> None:
-        """As uvicorn's `data_received`, but for requests to upgrade, which is not done here."""
+        """Parse as uvicorn's `data_received`, but ignore upgrade requests."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -258,13 +258,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refuse(wrong if isinstance(wrong, RequestError) else _no_http())
 
     def _parse_anew(self, rest: bytes) -> None:
-        """Parse the request as if it did not ask: the parser takes its body for the other protocol.
+        """Parse the request again without its upgrade header.
 
-        Java's own client asks for h2c with every POST that is not encrypted.
+        The parser would take the body for data of the other protocol. Java's HTTP client asks for
+        h2c with every unencrypted POST.
         """
         self.upgrades = False
         parser, self.parser = self.parser, httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         version = parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
@@ -278,14 +279,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self.header_ends()
         try:
             super().on_headers_complete()
-        except (httptools.HttpParserError, ValueError):  # of a URL; there is no cycle for it
+        except (httptools.HttpParserError, ValueError):  # invalid URL, before a cycle was created
             self._body_comes = False
             raise
 
     def header_ends(self) -> None:
-        """Raise BadHttp for a host that is not said once: proxies may go by another one than we.
+        """Check the parsed header. Raises BadHttp and TooManyConnections.
 
-        And TooManyConnections.
+        Host must come exactly once: a proxy might use another of several values than we do.
         """
         hosts = [name for name, _ in self.headers].count(b"host")
         if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
@@ -298,7 +299,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         if self._header_bytes < 0:
             self._chunk_bytes += self._header_bytes - _BODY
-        self._header_bytes = 0  # no body may follow, but trailers: a header again
+        self._header_bytes = 0  # the last chunk has no body but trailers, which count as header
 
     def body_goes_on(self, size_bytes: int) -> None:
         self._content_bytes += size_bytes
@@ -315,10 +316,10 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- time
 
     def sweep(self, now_s: float) -> None:
-        """Refuse a client that has kept this connection waiting for too long."""
+        """Refuse or disconnect a client that has exceeded a time limit."""
         if self._stalls(now_s):
             log.warning("client does not read", address=self.client, unsent_bytes=self._unsent[0])
-            # or the kernel keeps what it has of the answer for minutes
+            # else the kernel keeps the unsent response for minutes
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET
             )
@@ -333,23 +334,23 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._body_comes:
             self._sweep_body(now_s)
         elif self._answering():
-            self._header_since_s = 0.0  # a pipelined request is not waited for yet
+            self._header_since_s = 0.0  # a pipelined request has no time limit yet
         elif self._header_bytes and not self._header_since_s:
             self._header_since_s = now_s
         elif self._header_since_s and now_s - self._header_since_s > self.limits.header_s:
             self._refuse_header()
 
     def close_idle(self, now_s: float) -> None:
-        """Make room for others, if nothing is under way here for a while."""
+        """Close the connection if it has been idle for a sweep, to make room for others."""
         waits = self._header_bytes or self._body_comes or self._answering()
         if not waits and now_s - self._heard_s > self.limits.sweep_every_s:
             self.transport.close()
 
     def _stalls(self, now_s: float) -> bool:
-        """Whether an answer waits to be sent, and none of it has left for `write_timeout_s`.
+        """Return whether an unsent response has made no progress for `write_timeout_s`.
 
-        The kernel takes more only once a good part of its own buffer is free again, and that may
-        be megabytes: a client that reads slowly is known by what is left there.
+        The kernel accepts more only once much of its buffer, maybe megabytes, is free again.
+        The fill of that buffer therefore tells whether a slow client reads.
         """
         waiting_bytes = self.transport.get_write_buffer_size()
         if not waiting_bytes:
@@ -361,17 +362,17 @@ class LimitedProtocol(HttpToolsProtocol):
         return now_s - self._moved_s > self.write_timeout_s
 
     def _kernel_bytes(self) -> int:
-        """What the kernel has of our answers that the client's has not acknowledged."""
+        """Return the bytes in the kernel's send queue that the client has not acknowledged."""
         found = bytearray(4)
         try:
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, found)
-        except (OSError, AttributeError):  # it is closed
+        except (OSError, AttributeError):  # the socket is closed
             return 0
         return int.from_bytes(found, "little")
 
     def _sweep_body(self, now_s: float) -> None:
         limit_s, since_s = self.limits.body_s, self._body_since_s
-        if self.flow.read_paused:  # it is the application that does not read
+        if self.flow.read_paused:  # the application does not read, the client may have sent
             self._heard_s, self._body_since_s = now_s, 0.0
         elif now_s - self._heard_s > limit_s:
             self.refuse(RequestTimeout(f"nothing of the body came for {limit_s:g} s"))
@@ -381,11 +382,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refuse(RequestTimeout("the body came too slowly"))
 
     def _body_bytes(self) -> int:
-        """How much of it has come."""
+        """Return the bytes received of the body, including chunk framing."""
         return self._chunk_bytes + (self._header_bytes - _BODY if self._header_bytes < 0 else 0)
 
     def _refuse_header(self) -> None:
-        if not self._header_bytes:  # not a single byte: there is no request to answer
+        if not self._header_bytes:  # not a single byte came: there is no request to answer
             self.transport.close()
             return
         limit_s = self.limits.header_s
@@ -397,21 +398,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self.refuse(_no_http())
 
     def refuse(self, error: RequestError) -> None:
-        """Answer with the envelope if it can be told from other answers; end the connection."""
+        """End the connection, with an error response if the client can match it to the request."""
         tellable = self._tellable()
         self._header_bytes, self._heard_s = _REFUSED, self.loop.time()
         if self._body_comes:
             self._let_go()
-            self.cycle.body = bytearray()  # the connection keeps this while it lingers
+            self.cycle.body = bytearray()  # frees memory while the connection lingers
         if not tellable:
             self.transport.close()
             return
         if self._body_comes:
             self._abandon(self.cycle)
         body = envelope(error)
-        origin = RequestContext(
-            self.headers or ()
-        )  # those that have come, of a request that has begun
+        origin = RequestContext(self.headers or ())  # the headers parsed so far
         own = (
             JSON,
             (b"content-length", b"%d" % len(body)),
@@ -424,7 +423,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write_eof()
 
     def _tellable(self) -> bool:
-        """Whether what is written now would be taken for the answer to the request at fault."""
+        """Return whether the client would take a response now for that of the refused request."""
         if self.transport.is_closing() or self.pipeline:
             return False
         if not self._body_comes:
@@ -446,30 +445,33 @@ class LimitedProtocol(HttpToolsProtocol):
             app = _without_chunks(cycle, app)
         super()._start_asgi_task(cycle, app)
 
-    # ---- a client that sends no more
+    # ---- half-closed connections
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Stay open, as far as the client can be told from one that has left, for its answer."""
+        """Return True, which keeps the connection open, if the client may wait for a response."""
         cycle: Any = self.cycle
         if (
             self._body_comes
             or cycle is None
             or cycle.response_complete
-            or self.scheme == "https"  # it has no such half
+            or self.scheme == "https"  # TLS cannot be half-closed
             or self.url.startswith(_PAGES)
         ):
-            self.transport.close()  # ours sends what was written in this turn
+            self.transport.close()  # our transport flushes first
             return False
         self._half_closed = True
-        cycle.keep_alive = False  # it is the last one
-        old = self.parser.get_http_version() == "1.0"  # knows of no interim responses
+        cycle.keep_alive = False  # no further request can come
+        old = self.parser.get_http_version() == "1.0"  # HTTP/1.0 has no interim responses
         if not (old or self.pipeline or cycle.response_started):
             self.transport.write(_CONTINUE)
             self.loop.call_later(_RESET_WITHIN_S, self._look_for_reset)
         return True
 
     def _look_for_reset(self) -> bool:
-        """Whether the client is gone, as its kernel has said; nobody reads what it says."""
+        """Abort and return True if the client's kernel has reset the connection.
+
+        Reading is over after EOF, so the event loop does not notice the reset by itself.
+        """
         if self.transport.is_closing():
             return False
         error = self.transport.get_extra_info("socket").getsockopt(
@@ -482,11 +484,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._let_go()
-        # uvicorn leaves its timer be where a client resets: for 75 s that holds us and the body
+        # uvicorn does not cancel its timer on a reset; until it fires, it would keep the body alive
         self._unset_keepalive_if_required()
         active, self._active = self._active, None
         if active is not None and not active.response_complete:
-            self._abandon(active)  # uvicorn tells only the last of pipelined requests
+            self._abandon(active)  # uvicorn notifies only the last pipelined request
 
 
 def _no_http() -> BadHttp:
@@ -494,7 +496,7 @@ def _no_http() -> BadHttp:
 
 
 def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
-    """`app` for a client of HTTP/1.0, which knows of no chunks: the connection's end is the end."""
+    """Wrap `app` for an HTTP/1.0 client, which knows no chunks: EOF ends an unmeasured body."""
 
     async def unchunked(scope: Scope, receive: Receive, send: Send) -> None:
         measured = False
@@ -515,7 +517,7 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
 
 
 class Sweep:
-    """One timer for all the connections of a server; it runs until `end`."""
+    """The timer that sweeps all connections of a server until `end` is called."""
 
     def __init__(self, connections: Iterable[Any], every_s: float) -> None:
         self._connections = connections

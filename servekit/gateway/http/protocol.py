@@ -1,4 +1,4 @@
-"""HTTP/1.1 by uvicorn, with a short way for the hot routes and one write where it makes two."""
+"""uvicorn's HTTP/1.1 protocol with a fast path for hot routes and joined writes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from servekit.gateway.http.limits import LimitedProtocol
 
 
 class Http(LimitedProtocol):
-    """uvicorn's protocol; a plain POST to a path in `hot` becomes an Exchange instead."""
+    """uvicorn's protocol, except that a plain POST to a path in `hot` becomes a `FastResponse`."""
 
-    leaving: ClassVar[bool] = False  # every connection of this process ends with its next answer
+    leaving: ClassVar[bool] = False  # close each connection after its next response
 
     def __init__(
         self,
@@ -28,16 +28,16 @@ class Http(LimitedProtocol):
         answers: defaultdict[Any, int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """`answers` counts those of hot routes, by path and status."""
+        """Create the protocol; `answers` counts the responses of hot routes, by path and status."""
         super().__init__(*args, **kwargs)
         self.answers = defaultdict(int) if answers is None else answers
         self.max_body_bytes = max_body_bytes
         self._hot = hot
-        # the last one; `cycle` may be another by now, which came while this one is being answered
+        # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
-        self._head: Head | None = None  # of the request that was parsed last
-        self._within = False  # a message: it has begun to come, and not come to its end
-        self._idle_since_s = 0.0  # an answer on the short way is out; 0 once something comes
+        self._head: Head | None = None  # of the last parsed request
+        self._within = False  # a message has begun and is incomplete
+        self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
         self._heads: dict[Any, bytes] = {}
         self._heads_of: Any = None
 
@@ -45,7 +45,7 @@ class Http(LimitedProtocol):
         self.joined = CoalescingTransport(cast(asyncio.Transport, transport), self.loop)
         super().connection_made(cast(asyncio.Transport, self.joined))
 
-    # ---- a request whose head is known
+    # ---- requests with a known head
 
     def data_received(self, data: bytes) -> None:
         self._idle_since_s = 0.0
@@ -60,13 +60,13 @@ class Http(LimitedProtocol):
             self._head = Head.of(data)
 
     def _takes(self, body: bytes) -> bool:
-        """Take a request that is whole, with the head of the one before; False where it may not."""
+        """Start a complete request with the previous head; return False if that is not allowed."""
         cycle: Any = self.cycle
         handler = self._hot.get(self.url)
         if (
             handler is None
             or self._within
-            or self._header_bytes  # of what was refused, and still comes
+            or self._header_bytes  # a refused request is still being sent
             or (cycle is not None and not cycle.response_complete)
             or self.flow.write_paused
             or len(body) > self.max_body_bytes
@@ -79,7 +79,7 @@ class Http(LimitedProtocol):
         return True
 
     def answered(self) -> None:
-        """An exchange is over. As uvicorn's `on_response_complete`, without a timer for each."""
+        """Finish a fast response as uvicorn's `on_response_complete` does, but without a timer."""
         if self.pipeline:
             self.on_response_complete()
         elif not self.transport.is_closing():
@@ -99,10 +99,10 @@ class Http(LimitedProtocol):
         if exchange is not None:
             exchange.disconnected = True
             if isinstance(cast(Any, self.cycle), FastResponse):
-                # they hold each other, and would wait for the collector, which comes rarely
+                # breaks a reference cycle, which the garbage collector would find late
                 self.cycle = cast(Any, None)
             gone = exchange.on_gone
-            exchange.on_gone = exchange.on_writable = None  # so do they
+            exchange.on_gone = exchange.on_writable = None  # breaks a reference cycle, too
             if gone is not None:
                 gone()
 
@@ -112,7 +112,7 @@ class Http(LimitedProtocol):
             self._exchange.on_writable()
 
     def head(self, status: int, headers: tuple[Header, ...]) -> bytes:
-        """Status line and headers, the server's own (the date) included; kept while they last."""
+        """Return the status line and headers, cached until the server's own (the date) change."""
         defaults = self.server_state.default_headers
         if defaults is not self._heads_of:
             self._heads, self._heads_of = {}, defaults
@@ -154,7 +154,7 @@ class Http(LimitedProtocol):
             and not parser.should_upgrade()
             and not self.expect_100_continue
             and (self.cycle is None or self.cycle.response_complete)
-            and not self.flow.write_paused  # ASGI waits with the answer to a client that is slow
+            and not self.flow.write_paused  # the ASGI path waits for a slow client
         )
 
     def on_body(self, body: bytes) -> None:
@@ -166,7 +166,7 @@ class Http(LimitedProtocol):
             exchange.receive(body)
 
     def on_message_complete(self) -> None:
-        if self.upgrades:  # it will be parsed anew
+        if self.upgrades:  # the request will be parsed again
             return
         self.message_ends()
         exchange: Any = self.cycle
@@ -174,5 +174,5 @@ class Http(LimitedProtocol):
             super().on_message_complete()
         elif not exchange.response_complete:
             exchange.begin()
-        else:  # refused while it came
+        else:  # refused before it was complete
             self._idle_since_s = self.loop.time()

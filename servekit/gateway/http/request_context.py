@@ -1,8 +1,7 @@
-"""Where a request comes from: the id that it is known by, and the trace that it is part of.
+"""The context of an HTTP request: its id, its client's address, and its trace.
 
-An id is the client's own, `X-Request-Id`, where that is fit to be written down, else a new one. It
-is in the answer's header, goes to the worker with the request, and is in every line of the log
-that is about it.
+The id is the client's `X-Request-Id` if that is safe to log, else a new one. It is sent in the
+response's header and to the worker, and is in each log line about the request.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 HEADER = b"x-request-id"
 TRACEPARENT = b"traceparent"
-#: What a client would want to know of its request although it was answered.
+#: Warning about a request that was answered nevertheless.
 WARNING = b"servekit-warning"
-#: What a log, a header and a command line can hold without harm.
+#: Ids that are safe in a log, a header and a command line.
 _fit = re.compile(rb"[A-Za-z0-9._:/=+@-]{1,128}").fullmatch
-#: Of this process, and so of this gateway's life.
+#: Prefix of generated ids, unique to this process.
 _PREFIX = secrets.token_hex(6).encode() + b"-%06x"
 _numbers = itertools.count(1)
 
 
 class RequestContext:
-    """One HTTP request, whatever calls it makes."""
+    """The context of one HTTP request, shared by all calls that it makes."""
 
     __slots__ = ("address", "context", "id", "traceparent", "warning")
 
     def __init__(self, headers: Headers, client: tuple[str, int] | None = None) -> None:
-        self.address = client[0] if client else ""  # as far as the gateway knows: a proxy's, maybe
+        self.address = client[0] if client else ""  # a proxy's, perhaps
         self.id = self.traceparent = b""
-        self.warning = b""  # for the client, in a header of the answer
-        self.context: Any = None  # of its trace, once a call of it has begun one
+        self.warning = b""  # for the client, in a response header
+        self.context: Any = None  # of the trace, once a call has begun one
         for name, value in headers:
             if name == HEADER:
                 self.id = value if _fit(value) else b""
@@ -49,7 +48,7 @@ class RequestContext:
 
     @property
     def name(self) -> str:
-        """The id as text."""
+        """Return the id as text."""
         return self.id.decode("ascii")
 
     @property
@@ -58,11 +57,11 @@ class RequestContext:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Those of its answer: its id, and what its client would want to know."""
+        """Return the response headers: the id, and a warning if there is one."""
         return [self.header, (WARNING, self.warning)] if self.warning else [self.header]
 
 
-#: Of the request that is being taken, in its own task or callback.
+#: Context of the current request, within its task or callback.
 ORIGIN: ContextVar[RequestContext | None] = ContextVar("origin", default=None)
 
 

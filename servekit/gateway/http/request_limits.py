@@ -1,8 +1,8 @@
-"""How much one request may hold: `server.limits`, beside what the schema itself bounds.
+"""Limits on the content of one request (`server.limits`), beyond the bounds of the API schemas.
 
-Bodies are bounded in bytes before they are read, and in depth by the decoder, which gives up long
-before Python's stack does. What is left free in form (tools, schemas, metadata) is measured here,
-by whoever takes it in; nothing here costs a request that holds nothing of the kind.
+Bodies are bounded in bytes before they are read, and in depth by the decoder, whose limit is far
+below that of Python's stack. Free-form parts (tools, schemas, metadata) are checked here, by the
+endpoints that accept them; a request without such parts pays nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
     from servekit.protocol.messages import ModelInfo
 
-#: Highest `multipleOf` of a schema, but for a power of ten that it is multiplied with.
+#: Highest `multipleOf` of a schema, apart from a factor that is a power of ten.
 MAX_MULTIPLE = 10_000
-#: A request that waits, its connection included, without what it says.
+#: Memory of a waiting request and its connection, without the request's content.
 _CALL_BYTES = 8 * 1024
-#: Keys of a JSON schema that hold schemas: one, a list, a mapping; source: draft 2020-12.
+#: Keys of a JSON schema that hold a schema, a list or a mapping of them. Source: draft 2020-12.
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _ONE_MORE = ("unevaluatedItems", "unevaluatedProperties", "additionalItems", "contentSchema")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -39,7 +39,7 @@ def check_call(call: InflightRequest, limits: RequestLimits) -> None:
 
 
 def held_bytes(call: InflightRequest) -> int:
-    """What a call that waits holds of this process's memory, about."""
+    """Return the approximate memory of a waiting request, in bytes."""
     size = _CALL_BYTES + _size(call.prompt) + _size(call.more)
     for message in call.messages or ():
         size += _size(message.content) + _size(message.reasoning)
@@ -48,7 +48,7 @@ def held_bytes(call: InflightRequest) -> int:
 
 
 def _size(value: Any) -> int:
-    """Of a decoded value with all that is in it, in bytes; `check_depth` bounds how deep it is."""
+    """Return the size of a decoded value with its content, in bytes; `check_depth` bounds depth."""
     if isinstance(value, dict):
         return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -57,10 +57,10 @@ def _size(value: Any) -> int:
 
 
 def check_fits(call: InflightRequest, info: ModelInfo | None) -> None:
-    """Raise ContextLengthExceeded for a prompt that cannot fit, however few tokens it has.
+    """Raise ContextLengthExceeded for a prompt whose least number of tokens exceeds the context.
 
-    For what is to wait: its worker, which knows better, is asked only then. Templates may leave
-    out what an assistant has said, and cut white space, so that neither counts.
+    This spares a request that can never fit the wait for its worker, which would refuse it.
+    Assistant messages and white space do not count, because templates may drop them.
     """
     if info is None or call.more.get("task") or call.params.truncate_prompt:
         return
@@ -118,11 +118,12 @@ def check_schema(schema: Any, limits: RequestLimits, param: str) -> None:
 def _check_multiple(schema: Any, param: str) -> None:
     """Raise RequestError for a `multipleOf` that takes long to compile.
 
-    Its automaton has a state for each remainder; powers of ten are looked for in the digits.
+    Its automaton has a state for each remainder, except that powers of ten only need the last
+    digits.
     """
     multiple = schema.get("multipleOf") if isinstance(schema, dict) else None
     if not isinstance(multiple, int | float) or isinstance(multiple, bool):
-        return  # whoever compiles it says what is wrong with it
+        return  # the grammar compiler reports what is wrong
     digits = f"{multiple:.15g}".partition("e")[0].replace(".", "").strip("0-")
     if len(digits) > 6 or int(digits or 0) > MAX_MULTIPLE:
         raise RequestError(
@@ -144,7 +145,7 @@ def check_free(
     grammar: Grammar | None,
     limits: RequestLimits,
 ) -> None:
-    """Raise RequestError if what a conversation brings beside its messages nests too deep."""
+    """Raise RequestError if tools, template variables or the grammar nest too deep."""
     if tools:
         check_depth(tools, limits, "tools")
     for tool in tools:
@@ -169,7 +170,7 @@ def _too_deep(param: str, most: int, key: str) -> RequestError:
 
 
 def subschemas(schema: Any) -> list[Any]:
-    """The schemas directly within a schema that are objects; `true` and `false` hold none."""
+    """Return the object schemas directly within a schema; `true` and `false` are left out."""
     if not isinstance(schema, dict):
         return []
     found = [schema[key] for key in (*_ONE, *_ONE_MORE) if key in schema]

@@ -1,4 +1,4 @@
-"""TLS of the public socket, with a certificate that can be renewed while connections stand."""
+"""TLS of the public socket, with a certificate that can be renewed without a restart."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 
 class Tls:
-    """A context for a certificate and its key; each renewal counts for new connections."""
+    """A TLS context for a certificate and its key; a renewal applies to new connections."""
 
     def __init__(self, files: tuple[Path, Path] | None) -> None:
-        self._files = files  # None: they are on another machine, and it is handed what is in them
+        self._files = files  # None: on another machine; their content comes by `hand`
         self._stamp = ""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
 
     def renew(self, stamp: str) -> None:
-        """Read the files, unless they are those of this stamp, which have been read."""
+        """Read the files, unless those with this stamp have been read already."""
         if stamp != self._stamp and self._files is not None:
             self._load(stamp, *self._files)
 
     def hand(self, stamp: str, pem: bytes) -> None:
-        """Take a certificate and its key, from memory."""
+        """Load a certificate and its key from memory."""
         fd = os.memfd_create("servekit", os.MFD_CLOEXEC)  # OpenSSL reads keys from files only
         try:
             os.write(fd, pem)
@@ -38,7 +38,7 @@ class Tls:
     def _load(self, stamp: str, certificate: Path, key: Path | None) -> None:
         try:
             self.context.load_cert_chain(certificate, key, _no_password)
-        except (OSError, ValueError) as error:  # the supervisor found them right a moment ago
+        except (OSError, ValueError) as error:  # although the supervisor has just checked them
             log.error("the certificate cannot be read; the old one goes on", reason=str(error))
             return
         self._stamp = stamp

@@ -1,4 +1,4 @@
-"""The UI of the first gateway, served by the others: Gradio's sessions live in one process."""
+"""Proxy to the first gateway's UI, for the other gateways: Gradio's sessions need one process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import httpx
 from servekit.errors import ModelUnavailable
 from servekit.gateway.http.asgi import Receive, Scope, Send, send_error
 
-#: Headers that speak of one connection, not of the message. Source: RFC 9110, section 7.6.1.
+#: Headers of one connection, which a proxy must not forward. Source: RFC 9110, section 7.6.1.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 
 
 class UnixProxy:
-    """Passes requests on to a Unix socket, bodies streamed both ways."""
+    """Forwards requests to a Unix socket, and streams the responses back."""
 
     def __init__(self, path: Path) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -42,7 +42,7 @@ class UnixProxy:
 
 
 async def _until_gone(relay: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Relay until done, or until the client has left: then the UI must see it leave, too."""
+    """Relay until done or until the client has left, which the UI must notice, too."""
     relaying, leaving = asyncio.ensure_future(relay), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait([relaying, leaving], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""An adapter at this gateway: a model of its own to clients, and its base's queue and workers."""
+"""An adapter at this gateway: a separate model to clients, served by its base's queue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from servekit.protocol import readiness
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ModelStatus
 
-#: Between looks whether an adapter's last call is done.
+#: Interval at which an adapter that is no longer served is checked for remaining calls.
 _LOOK_EVERY_S = 0.05
 
 
 class AdapterRoute(ModelQueue):
-    """What requests for an adapter find: the base's route, under the adapter's name.
+    """The base's queue under the adapter's name.
 
-    Only asked how things stand; calls queue at `base`.
+    It only answers questions about the adapter's state; calls queue at `base`.
     """
 
     def __init__(self, base: ModelQueue, adapter: AdapterStatus) -> None:
@@ -50,11 +50,11 @@ class AdapterRoute(ModelQueue):
 
     @property
     def _is_loaded(self) -> bool:
-        """Or will be with its base, which is not there now."""
+        """Return whether the adapter is loaded, or will be together with its base."""
         return readiness.adapter_able(self.base.status, self.adapter)
 
     def check_loaded(self) -> None:
-        """Raise ModelUnavailable unless the adapter serves wherever its base does."""
+        """Raise ModelUnavailable unless the adapter is served wherever its base is."""
         name, state = self.adapter.name, self.adapter.state
         if state == "failed":
             message = f"the adapter {name!r} cannot serve: {self.adapter.reason}"
@@ -64,12 +64,12 @@ class AdapterRoute(ModelQueue):
             raise ModelUnavailable(message, retry_after_s=5.0, param="model")
 
     def check_available(self) -> None:
-        """Raise ModelUnavailable unless the adapter serves, and its base does or will soon."""
+        """Raise ModelUnavailable unless the adapter is loaded and its base is or will be ready."""
         self.check_loaded()
         self.base.check_available()
 
     def adapt(self, call: InflightRequest) -> None:
-        """Have a call be this adapter's. Raises ModelUnavailable."""
+        """Assign a call to this adapter. Raises ModelUnavailable."""
         self.check_available()
         call.more = {**call.more, "adapter": self.adapter.name}
 
@@ -79,20 +79,20 @@ def _since(base: ModelQueue, adapter: AdapterStatus) -> int:
 
 
 def base_of(route: ModelQueue) -> str:
-    """The name of an adapter's base; "" for what is none."""
+    """Return the name of an adapter's base; "" for a model that is not an adapter."""
     return route.base.status.name if isinstance(route, AdapterRoute) else ""
 
 
 def adapters_of(route: ModelQueue) -> tuple[AdapterRoute, ...]:
-    """What requests may name beside a model. What is being unloaded is not known any more."""
+    """Return the routes of a model's adapters, except those that are being unloaded."""
     known = route.status.adapters
     return tuple(AdapterRoute(route, one) for one in known if one.state != "unloading")
 
 
 class AdapterUsageTracker:
-    """Tells when no call needs an adapter any more that does not serve, new ones included.
+    """Reports adapters that are not served (or not yet) once no open call needs them.
 
-    `tell` is called with its name; `calls` are those that wait or run.
+    `tell` is called with the adapter's name; `calls` are all calls that wait or run.
     """
 
     def __init__(self, calls: Collection[InflightRequest], tell: Callable[[str], None]) -> None:
@@ -102,7 +102,7 @@ class AdapterUsageTracker:
         self._loop = asyncio.get_running_loop()
 
     def apply(self, models: Iterable[ModelStatus]) -> None:
-        """These are the models and their adapters from now on."""
+        """Adopt the present models and adapters, and check adapters that have left service."""
         leaving = {one.name for m in models for one in m.adapters if one.state != "serving"}
         new, self._leaving = leaving - self._leaving, leaving
         for name in new:

@@ -1,31 +1,31 @@
-"""Which replica gets a request: a pure function of facts.
+"""Load balancing policies: the choice of a replica as a pure function.
 
-    policy        when, the first that holds                      who gets it
-    any           no replica has room                             nobody: the request waits
-    round_robin                                                   the next in turn that has room
-    least_loaded                                                  the one of the least load
-    auto          it names a session whose home is near           the home of the session
-                  one that is near holds half of the prompt       of those near, the lowest cost
-                  other gateways route, too; its home is near     the home of the prompt's head
-                  else                                            of those near, the lowest cost
+    policy        first condition that holds                      chosen replica
+    any           no replica has room                             none: the request waits
+    round_robin                                                   the next in turn with room
+    least_loaded                                                  the least load
+    auto          the request's session has a near home           the session's home
+                  a near replica holds half of the prompt         the lowest cost of those near
+                  other gateways route, too; the home is near     the home of the prompt's head
+                  otherwise                                       the lowest cost of those near
 
-    load    tokens that a replica owes, by its speed: of prompts it has not read those that it does
-            not hold, and of answers those that are expected, each worth `DECODE_WEIGHT`
-    near    it has room, its KV cache is not full, and its load is at most `SPREAD` times the least
-            there is, and `SLACK` average requests
-    cost    load, and what reading the prompt would take: the tokens of it that are not held there
-    home    the replica of the highest hash of its name and what is to have a home (rendezvous
-            hashing): where one goes only what was its own moves, evenly to the others, and all
-            gateways agree without a word
+    load    tokens that a replica still has to process, divided by its speed: the uncached tokens of
+            unread prompts, and the expected tokens of answers, each worth `DECODE_WEIGHT`
+    near    the replica has room, its KV cache is not full, and its load is at most `SPREAD` times
+            the least load plus `SLACK` average requests
+    cost    load plus the tokens of the prompt that the replica does not hold
+    home    the replica with the highest hash of its name and the key (rendezvous hashing): if it
+            goes, only its own keys move, evenly to the others, and all gateways agree without
+            communication
 
-Of equals it is the one with less of its KV cache in use, then the one that was sent nothing for
-longest. A cache that is full for all is full for none.
+Ties go to the replica with less of its KV cache in use, then to the least recently used one. If the
+caches of all replicas are full, none counts as full.
 
-So a prefix draws a request as far as it saves work, and no farther than `near`. The sum of load and
-of what is missing of the prompt is the cost that NVIDIA Dynamo's router has; that a load out of
-balance overrules affinity, and by a factor and an amount, is from SGLang's cache-aware router; that
-a prompt's head is hashed for machines that know nothing of each other is what OpenAI tells of its
-own. The decision is made anew for each request; what runs is never moved.
+A cached prefix thus attracts a request as far as it saves work, but not beyond `near`. The cost is
+that of NVIDIA Dynamo's router. Overruling affinity when the load is out of balance by a factor and
+an amount is from SGLang's cache-aware router. Hashing the prompt's head, for machines that know
+nothing of each other, is OpenAI's documented method. Each request is decided separately; running
+requests are never moved.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ import msgspec
 
 Policy = Literal["auto", "least_loaded", "round_robin"]
 
-#: What a token of an answer counts, in tokens of a prompt. It takes 3 to 8 times as long, but side
-#: by side with others, and holds up a new prompt less: in simulation the time to first token is the
-#: same from 0.25 to 1, and grows from there.
+#: Weight of an answer's token in tokens of a prompt. Decoding a token takes longer, but is batched
+#: with other requests and delays a new prompt less. In simulation TTFT is constant from 0.25 to 1
+#: and grows above that.
 DECODE_WEIGHT = 1.0
-#: How far a load may be above the least, for affinity to hold.
+#: Factor by which a near replica's load may exceed the least load.
 SPREAD = 1.5
-#: And this many average requests more; with little to do there is no imbalance to speak of.
+#: Further average requests by which it may exceed that: under little load, imbalance is harmless.
 SLACK = 2.0
-#: The share of a KV cache in use from which a request would soon wait, or throw another out.
+#: Used share of a KV cache above which a request would soon have to wait or preempt another.
 FULL = 0.9
 
 _MASK = 2**64 - 1
 
 
 class Facts(msgspec.Struct, frozen=True, gc=False):
-    """One replica that could serve the request at hand, as far as it has room."""
+    """The state of one replica with regard to the request."""
 
     room: int  # requests that it may be sent now
     owed: float  # tokens; see `load`
-    held: int = 0  # tokens of this prompt that its cache holds, as far as is known
-    kv_used: float = 0.0  # share of its KV cache in use, 0 to 1
-    last: int = 0  # which of all requests it was sent last
+    held: int = 0  # tokens of this prompt in its cache, as far as is known
+    kv_used: float = 0.0  # used share of its KV cache, 0 to 1
+    last: int = 0  # number of the last request that it was sent
     seed: int = 0  # hash of its name, 64 bits
     speed: float = 1.0  # in any unit, the same for all
 
 
 class Asked(msgspec.Struct, frozen=True, gc=False):
-    """The request at hand."""
+    """The properties of the request that matter for the choice."""
 
     tokens: int = 0  # of its prompt
-    session: int | None = None  # hash of the session that it names, 64 bits
+    session: int | None = None  # 64-bit hash of the session that it names
     head: int | None = None  # hash of its prompt's head; None where no other gateway routes
-    turn: int = 0  # how many there were before it
+    turn: int = 0  # number of requests before it
     average: float = 0.0  # tokens that a request owes on average
 
 
 def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | None:
-    """The index of the replica that gets the request; None if none has room."""
+    """Return the index of the replica that gets the request; None if none has room."""
     if policy == "round_robin":
         return in_turn(asked.turn, len(replicas), lambda at: replicas[at].room)
     able = [at for at, one in enumerate(replicas) if one.room > 0 and one.kv_used < FULL]
@@ -99,7 +99,7 @@ def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | Non
 
 
 def home(key: int, replicas: Sequence[Facts]) -> int:
-    """The index of the replica where `key`, 64 bits, belongs, whatever the load."""
+    """Return the index of the home of `key` (64 bits), whatever the load."""
     weights = [_mixed(key ^ one.seed) for one in replicas]
     return weights.index(max(weights))
 
@@ -113,7 +113,7 @@ def _lowest(among: Sequence[int], replicas: Sequence[Facts], costs: Sequence[flo
 
 
 def in_turn(turn: int, count: int, room: Callable[[int], int]) -> int | None:
-    """The index of the next in turn that has room."""
+    """Return the index of the next replica in turn that has room; None if none has."""
     for step in range(count):
         at = (turn + step) % count
         if room(at) > 0:
@@ -122,7 +122,7 @@ def in_turn(turn: int, count: int, room: Callable[[int], int]) -> int | None:
 
 
 def _mixed(value: int) -> int:
-    """A 64-bit number whose every bit depends on each of `value`: splitmix64's end."""
+    """Mix 64 bits so that each result bit depends on each bit of `value`, as splitmix64 does."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31

@@ -1,6 +1,6 @@
-"""The queue of one model: bounded, by priority, and fair to every API key within a priority.
+"""A bounded priority queue that is fair to API keys within a priority.
 
-A pure data structure: times are the caller's, and there is no I/O.
+A pure data structure: callers pass the time, and there is no I/O.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-#: What one step of priority is worth, in seconds of waiting. An item of priority 0 that has
-#: waited this long goes before one of priority -1 that comes now, and so no flood of the prior
-#: can keep the others waiting forever, however long it lasts.
+#: Seconds of waiting that one step of priority is worth. An item of priority 0 that has waited this
+#: long goes before a new one of priority -1, so that a lasting flood of urgent items cannot starve
+#: the others.
 STEP_S = 10.0
 
 
 class _Entry(NamedTuple, Generic[Item]):
-    rank: float  # lower leaves first: when it came, plus STEP_S for each step of priority
+    rank: float  # lowest leaves first: arrival time plus STEP_S for each step of priority
     item: Item
     size_bytes: int = 0
 
@@ -29,17 +29,17 @@ _Lane = OrderedDict[str, deque[_Entry[Item]]]
 
 
 class FairQueue(Generic[Item]):
-    """Items leave by priority and age, round robin by key, then in order of arrival.
+    """A queue whose items leave by priority and age, round robin by key, then in order of arrival.
 
-    Each priority is a lane in which keys take turns; of the items whose turn it is in their
-    lanes, the one of the lowest rank leaves. An item that comes back after its worker died goes
-    to the front: it has waited already. Every operation but `position`, `order` and `remove` is
-    O(1) in the number of items; there are as many lanes as priorities in use.
+    Each priority is a lane in which keys take turns; of the next items of all lanes, the one of the
+    lowest rank leaves. An item that is given back after its worker died goes to the front, because
+    it has waited already. Every operation except `position`, `order`, `remove` and `bytes_by_key`
+    is O(1) in the number of items; there are as many lanes as priorities in use.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.size_bytes = 0  # of all items but those that came back
+        self.size_bytes = 0  # of all items except returned ones
         self._size = 0
         self._returned: deque[Item] = deque()
         self._lanes: dict[int, _Lane[Item]] = {}
@@ -59,22 +59,22 @@ class FairQueue(Generic[Item]):
         at_s: float = 0.0,
         size_bytes: int = 0,
     ) -> None:
-        """Add an item that came `at_s`; the caller has looked at `full`."""
+        """Add an item that arrived at `at_s`; the caller has checked `full`."""
         lane = self._lanes.setdefault(priority, OrderedDict())
         lane.setdefault(key, deque()).append(_Entry(at_s + priority * STEP_S, item, size_bytes))
         self._size += 1
         self.size_bytes += size_bytes
 
     def give_back(self, item: Item, *, first: bool = False) -> None:
-        """Put an item before all others that did not come back; the limit does not apply to it.
+        """Return an item to the front, behind earlier returned items; the limit does not apply.
 
-        `first`: before those that came back as well.
+        `first` puts it before those, too.
         """
         (self._returned.appendleft if first else self._returned.append)(item)
         self._size += 1
 
     def pop(self) -> Item:
-        """Take the next item; raises IndexError when empty."""
+        """Remove and return the next item; raises IndexError when empty."""
         if not self._size:
             raise IndexError("the queue is empty")
         self._size -= 1
@@ -86,21 +86,21 @@ class FairQueue(Generic[Item]):
         _, item, size_bytes = items.popleft()
         self.size_bytes -= size_bytes
         if items:
-            lane[key] = items  # this key's next turn comes after all others
+            lane[key] = items  # moves the key behind all others
         elif not lane:
             del self._lanes[priority]
         return item
 
     def _turn(self, priority: int) -> tuple[float, int]:
-        """The rank of the item whose turn it is in a lane; equals leave by priority."""
+        """Return the rank of a lane's next item and the priority, which decides between equals."""
         items = next(iter(self._lanes[priority].values()))
         return items[0].rank, priority
 
     def crowd_out(self, key: str) -> Item | None:
-        """Make room for an item of `key`: the newest item of the key that has most leaves.
+        """Make room for an item of `key`: remove the newest item of the key with the most items.
 
-        None, and nothing happens, where that would not leave the two keys closer together. So a
-        full queue keeps out those who filled it, and nobody else. O(number of keys).
+        Return that item, or None without a change if the two keys would not get closer to equal.
+        A full queue thus refuses only the keys that filled it. O(number of keys).
         """
         waiting: dict[str, int] = {}
         for lane in self._lanes.values():
@@ -112,7 +112,10 @@ class FairQueue(Generic[Item]):
         return self.take_newest(most)
 
     def take_newest(self, key: str) -> Item:
-        """Take the newest item of a key that has some, of the lane that comes last."""
+        """Remove and return a key's newest item in its lane of the lowest priority.
+
+        The key must have an item.
+        """
         priority = max(p for p, lane in self._lanes.items() if key in lane)
         _, item, size_bytes = self._lanes[priority][key].pop()
         self._forget_empty(priority, key)
@@ -121,7 +124,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def bytes_by_key(self) -> Counter[str]:
-        """The size of what waits, by key. O(n)."""
+        """Return the size of all items by key, except returned ones. O(n)."""
         held: Counter[str] = Counter()
         for lane in self._lanes.values():
             for key, items in lane.items():
@@ -129,9 +132,9 @@ class FairQueue(Generic[Item]):
         return held
 
     def remove(self, item: Item, *, turn: bool = False) -> bool:
-        """Take an item out wherever it is; False if it is not there. O(n).
+        """Remove an item wherever it is; return False if it is not there. O(n).
 
-        `turn`: it has its turn, so that its key's next turn comes after all others, as with `pop`.
+        `turn` counts this as the key's turn, which moves the key behind all others, as `pop` does.
         """
         found = self._take_returned(item) or self._take_waiting(item, turn)
         self._size -= found
@@ -164,25 +167,25 @@ class FairQueue(Generic[Item]):
             del self._lanes[priority]
 
     def heads(self) -> Iterator[Item]:
-        """Of each key the first that waits, and of those that came back: no other is older."""
+        """Yield the first item of each key and the first returned one; the oldest is among them."""
         yield from islice(self._returned, 1)
         for lane in self._lanes.values():
             yield from (items[0].item for items in lane.values())
 
     def position(self, item: Item) -> int | None:
-        """How many items leave before this one, as things stand; None if it is not there. O(n)."""
+        """Return how many items would leave before this one; None if it is not there. O(n)."""
         return next((at for at, other in enumerate(self.order()) if other is item), None)
 
     def order(self) -> list[Item]:
-        """All items in the order they would leave."""
-        # heapq.merge only ever compares the heads of its inputs, exactly as `pop` does.
+        """Return all items in the order in which they would leave."""
+        # heapq.merge compares only the heads of its inputs, exactly as `pop` does.
         lanes = [_in_turns(priority, lane) for priority, lane in self._lanes.items()]
         merged = heapq.merge(*lanes, key=lambda turn: turn[:2])
         return [*self._returned, *(item for _, _, item in merged)]
 
 
 def _in_turns(priority: int, lane: _Lane[Item]) -> Iterator[tuple[float, int, Item]]:
-    """A lane's items as its keys take turns, each with its rank and priority."""
+    """Yield a lane's items as its keys take turns, each with its rank and priority."""
     rest = [list(items) for items in lane.values()]
     for turn in range(max(map(len, rest))):
         for items in rest:

@@ -1,15 +1,14 @@
-"""What one gateway knows of the replicas of a model, as the facts that `gateway.balance` goes by.
+"""A gateway's view of the replicas of a model: the input of `balancing_policy`.
 
-Nothing here is told when a call brings a token: that would be work for each token of each model.
-Whether prompts have been read is looked up when the next request is to be sent somewhere. Models
-with one replica never come here.
+Tokens do not update this view, which would cost work for each token of each model. The progress of
+prompts is looked up when the next request is sent. Models with one replica do not use this module.
 
-Where nothing but load matters few replicas are looked at, `LOOK` at most, so that a request costs
-the same however many there are: of more than that the next ones in turn. The least loaded of eight
-is hardly busier than the least of all. To find a prefix or a session's home all are looked at.
+When only load matters, at most `LOOK` replicas are compared, the next ones in turn, so that the
+cost of a request does not grow with the number of replicas. The least loaded of eight is hardly
+busier than the least loaded of all. For a prefix or a session's home all replicas are compared.
 
-Each gateway knows what it has sent itself. Of the calls of others it knows the number, a second
-late, by way of the supervisor; of what those have in a replica's cache it knows nothing.
+Each gateway knows the calls that it has sent itself. Of other gateways it learns the number of
+calls from the supervisor, with a delay of a second, but not what their calls left in KV caches.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
     from servekit.protocol.messages import ModelInfo, ModelStatus, ReplicaStatus
 
-#: How much one request counts in an average.
+#: Weight of a new value in the moving averages.
 _NEWS = 1 / 16
-#: Tokens of an answer, before there was one.
+#: Assumed tokens of an answer, before there was one.
 _ANSWER_TOKENS = 128.0
-#: Replicas that are looked at where nothing but load matters.
+#: Replicas that are compared when only load matters.
 LOOK = 8
-#: A replica whose KV cache is full comes after all others: it is as if it owed so much more.
+#: Extra load of a replica whose KV cache is full, so that it comes after all others.
 _FULL_TOKENS = 1e15
 
 
 class Target(Protocol):
-    """A replica, as far as it matters here: `pool.Replica`."""
+    """The part of a replica's interface that is needed here; see `WorkerConnection`."""
 
     name: str
     socket: str
     info: ModelInfo | None
     account: Account | None
-    share: int  # gateways that send it requests
-    last_id: int  # of all that it was sent, in order from 1
+    share: int  # number of gateways that send it requests
+    last_id: int  # wire id of the last call that it was sent; ids count from 1
 
     @property
-    def calls(self) -> Mapping[int, InflightRequest]: ...  # those that it has, by their ids
+    def calls(self) -> Mapping[int, InflightRequest]: ...  # in flight, by wire id
     @property
     def credits(self) -> int: ...
     @property
@@ -73,7 +72,7 @@ T = TypeVar("T", bound=Target)
 
 
 class Lengths:
-    """How many tokens an answer has, on average."""
+    """The moving average of the tokens of an answer."""
 
     __slots__ = ("average",)
 
@@ -81,16 +80,16 @@ class Lengths:
         self.average = _ANSWER_TOKENS
 
     def learn(self, tokens: int) -> None:
-        """One has ended. What makes no tokens says nothing of how long answers are."""
+        """Count a finished answer, unless it has no tokens (such as an embedding)."""
         if tokens:
             self.average += _NEWS * (tokens - self.average)
 
 
 class Account:
-    """What one replica owes and holds. It goes when the replica does, and a new one knows nothing.
+    """The load of one replica and the prefixes in its cache; it lives as long as the replica.
 
-    An answer is taken to be as far from its end at any time as at its beginning, on average: a call
-    owes all of it until it ends.
+    The expected rest of an answer does not shrink as the answer grows: a call counts with the whole
+    expected length until it ends.
     """
 
     __slots__ = (
@@ -114,26 +113,26 @@ class Account:
         tokens = 0 if info is None else info.prefix_tokens
         self.prefixes = Prefixes(min(MOST_HELD, tokens // BLOCK_TOKENS) if tokens else MOST_HELD)
         self.owed = 0.0  # tokens
-        self.last = 0  # which of all requests it was sent last
-        self.last_id = 0  # the id of that
-        self.told = 0  # which of the supervisor's words the next two are from
-        self.others = 0.0  # tokens that it owes other gateways
+        self.last = 0  # number of the last request that it was sent
+        self.last_id = 0  # wire id of that request
+        self.told = 0  # number of the supervisor's report with the next two values
+        self.others = 0.0  # tokens that it owes to other gateways
         self.kv_used = 0.0
         self._lengths = lengths or Lengths()
-        self._answers: dict[int, float] = {}  # by call: tokens as expected; the end is a surprise
-        # of these, those whose prompt is yet to be read: what they have emitted, which grows, how
-        # much that was at first, and the prompt's tokens
+        self._answers: dict[int, float] = {}  # expected tokens, by wire id
+        # calls with an unread prompt: their growing list of emitted tokens, its length at the
+        # start, and the prompt's uncached tokens
         self.unread: dict[int, tuple[list[int], int, float]] = {}
 
     def held(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that its cache holds, in blocks of its own."""
+        """Return the tokens of a prompt in the replica's cache, a multiple of its block size."""
         if not self.block:
             return 0
         tokens = self.prefixes.match(prompt.blocks) * BLOCK_TOKENS
         return tokens - tokens % self.block
 
     def add(self, id: int, call: InflightRequest, prompt: float, answer: float) -> None:
-        """It is being sent a call."""
+        """Count a call that is being sent: `prompt` uncached and `answer` expected tokens."""
         self.last_id = id
         answer *= DECODE_WEIGHT
         self._answers[id] = answer
@@ -142,29 +141,29 @@ class Account:
             self.unread[id] = call.emitted, len(call.emitted), prompt
 
     def end(self, id: int, call: InflightRequest) -> None:
-        """It has no more to do for a call, for whatever reason."""
+        """Remove a call that has left the replica, for whatever reason."""
         answer = self._answers.pop(id, None)
         if answer is None:
             return
         unread = self.unread.pop(id, None)
         if unread is not None:
             answer += unread[2]
-        # the last one leaves no remainder of rounding
+        # reset when the last call ends, so that rounding errors do not accumulate
         self.owed = self.owed - answer if self._answers else 0.0
         self._lengths.learn(len(call.emitted))
 
     def before(self, other: Account) -> bool:
-        """Of equal loads: less of its KV cache is in use, or it was sent nothing for longer."""
+        """Return whether this replica wins a tie: less KV cache in use, or less recently used."""
         if self.kv_used != other.kv_used:
             return self.kv_used < other.kv_used
         return self.last < other.last
 
     def settle(self, target: Target) -> None:
-        """Look what has become of its calls."""
+        """Update `owed` for prompts that have been read since the last look."""
         if target.last_id != self.last_id:
             self._catch_up(target)
         unread = self.unread
-        while unread:  # prompts are read as they came: the first that is not ends the look
+        while unread:  # prompts are read in order: stop at the first unread one
             id, (emitted, began, tokens) = next(iter(unread.items()))
             if len(emitted) <= began:
                 return
@@ -172,14 +171,14 @@ class Account:
             self.owed -= tokens
 
     def _catch_up(self, target: Target) -> None:
-        """There are calls that were sent when it was the only replica."""
+        """Add the calls that were sent while this was the only replica."""
         for id in target.calls.keys() - self._answers.keys():
             self.add(id, target.calls[id], 0.0, self._lengths.average)
         self.last_id = target.last_id
 
 
 class Balancer(Generic[T]):
-    """Chooses among the replicas of one model."""
+    """The load balancer of one model."""
 
     def __init__(self) -> None:
         self.policy: Policy = "auto"
@@ -187,21 +186,21 @@ class Balancer(Generic[T]):
         self._average = DECODE_WEIGHT * _ANSWER_TOKENS  # tokens that a request owes
         self._turn = 0
         self._told: dict[str, ReplicaStatus] = {}  # by socket
-        self._words = 1  # of the supervisor, so far
+        self._words = 1  # number of the supervisor's reports so far
 
     def set_status(self, status: ModelStatus) -> None:
-        """Take the supervisor's word."""
+        """Adopt the supervisor's report on the model."""
         self.policy = status.routing
         self._told = {replica.socket: replica for replica in status.replicas}
         self._words += 1
 
     def choose(self, replicas: Collection[T], call: InflightRequest) -> T | None:
-        """The replica that is to be sent a call now, and is noted to be; None if all are full."""
+        """Choose the replica for a call, and count the call there; None if all are full."""
         if self.policy == "round_robin":
             return self._in_turn(list(replicas))
         chosen = self._least_loaded(self._few(replicas))
         if chosen is None and len(replicas) > LOOK:
-            chosen = self._least_loaded(replicas)  # those that are full take no time
+            chosen = self._least_loaded(replicas)  # full replicas cost no time
         if chosen is None:
             return None
         replica, account = chosen
@@ -212,14 +211,14 @@ class Balancer(Generic[T]):
         return replica
 
     def note(self, replica: T, call: InflightRequest) -> None:
-        """A replica is about to be sent a call, for whatever reason."""
+        """Count a call that is sent to a replica not chosen by `choose`."""
         if self.policy == "round_robin":
             return
         account = self._account(replica)
         prompt = self._read(call, replica, account.block > 0)
         self._note(replica, account, call, prompt, account.held(prompt))
 
-    # ---- three ways to choose
+    # ---- the policies
 
     def _in_turn(self, replicas: list[T]) -> T | None:
         at = in_turn(self._turn, len(replicas), lambda at: replicas[at].credits)
@@ -227,7 +226,7 @@ class Balancer(Generic[T]):
         return None if at is None else replicas[at]
 
     def _few(self, replicas: Collection[T]) -> Iterable[T]:
-        """All, or the next `LOOK` in turn."""
+        """Return all replicas, or the next `LOOK` in turn."""
         count = len(replicas)
         if count <= LOOK:
             return replicas
@@ -236,8 +235,9 @@ class Balancer(Generic[T]):
         return few + list(islice(replicas, LOOK - len(few)))
 
     def _least_loaded(self, replicas: Iterable[T]) -> tuple[T, Account] | None:
-        """As `balance.choose` does where there is no affinity. It is looked at for each request
-        that has a choice, so that what has not changed costs no call.
+        """Choose as `balancing_policy.choose` without affinity.
+
+        On the hot path: an account that has not changed costs no function call.
         """
         found: tuple[T, Account] | None = None
         least, words = inf, self._words
@@ -257,7 +257,7 @@ class Balancer(Generic[T]):
         return found
 
     def _weigh(self, replicas: Iterable[T], call: InflightRequest) -> T | None:
-        """By affinity, too."""
+        """Choose by `balancing_policy.choose`, with affinity."""
         able = [replica for replica in replicas if replica.routable]
         if not able:
             return None
@@ -283,7 +283,7 @@ class Balancer(Generic[T]):
         self._note(able[at], accounts[at], call, prompt, held[at])
         return able[at]
 
-    # ---- the facts
+    # ---- accounts
 
     def _note(
         self, replica: T, account: Account, call: InflightRequest, prompt: Prompt, held: int
@@ -306,7 +306,7 @@ class Balancer(Generic[T]):
         return account
 
     def _tell(self, replica: T, account: Account) -> None:
-        """Pass on what the supervisor has said of a replica."""
+        """Copy the supervisor's report on a replica into its account."""
         account.told, account.others, account.kv_used = self._words, 0.0, 0.0
         told = self._told.get(replica.socket)
         if told is None:
@@ -320,7 +320,7 @@ class Balancer(Generic[T]):
         return read(call, blocks=caches and self.policy == "auto", head=one.share > 1)
 
     def _expected(self, call: InflightRequest) -> float:
-        """Tokens of its answer, as far as anybody can know."""
+        """Estimate the tokens of a call's answer."""
         if call.more.get("task"):
             return 0.0
         limit = call.params.max_tokens

@@ -1,17 +1,15 @@
-"""One model at this gateway: its queue, its replicas, and the suspects among its calls.
+"""A model at this gateway: its queue, its replicas, and its suspect calls.
 
-A suspect is a call that was running in two deaths in a row (`gateway.fate`). That it runs alone is
-the worker's business, which knows of all gateways' calls (`worker.ward`). Here it is chosen where,
-and when:
+A suspect is a call that was running in two worker deaths in a row (`retry_policy`). The worker,
+which knows the calls of all gateways, isolates it (`worker.isolation_queue`). This module chooses
+its replica and time:
 
-- On an empty replica. While a worker is being replaced its successor is waited for: that keeps a
-  suspect away from the streams under way elsewhere. Only where none is coming it is the replica
-  with the least to do.
-- One at a time, in turns by key as in the queue. The next follows as soon as the one before is
-  proven or done, so that a suspect holds the others up for as long as its first tokens take, not
-  for all of its answer.
-- The replica is sent nothing else, by any gateway, until its worker says that it takes more: what
-  waits here can still go elsewhere.
+- On an empty replica. While a worker is being replaced, the suspect waits for the successor, which
+  keeps it away from running streams. Without a coming successor it gets the least busy replica.
+- One suspect at a time, in turns by key as in the queue. The next one follows as soon as the
+  previous one is proven or done, so that a suspect delays the others only until its first tokens.
+- The replica gets no other calls, from any gateway, until its worker accepts calls again. Calls
+  that wait here can still go to other replicas.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from servekit.gateway.routing.worker_connection import WorkerConnection, base_ge
 from servekit.protocol import readiness
 from servekit.protocol.messages import Continuation, ModelStatus, ReplicaStatus
 
-#: States of a worker that will, in all likelihood, serve soon, itself or its successor.
+#: States of a worker that probably will be ready soon, itself or its successor.
 COMING = ("starting", "loading", "backoff", "stalled")
-#: Between announcements of places in the queue, to those who asked for them.
+#: Interval of announcements of queue positions to the clients that asked for them.
 ANNOUNCE_EVERY_S = 1.0
-#: Names that an unknown one is compared with: no more of a client's time than that.
+#: Limit of the names that are compared with an unknown one, to bound the time.
 _MOST_COMPARED = 200
 
 
 class ModelQueue:
-    """One model: its status, its queue and its replicas."""
+    """The status, the queue and the replicas of one model."""
 
     def __init__(self, status: ModelStatus) -> None:
         self.status = status
@@ -48,23 +46,23 @@ class ModelQueue:
         self.suspects: FairQueue[InflightRequest] = FairQueue(status.max_queue)
         self.choosy: deque[InflightRequest] = (
             deque()
-        )  # these wait for certain replicas, see `InflightRequest.is_choosy`
-        self._on_trial: InflightRequest | None = None  # the suspect that was sent last
+        )  # calls that wait for certain replicas, see `InflightRequest.is_choosy`
+        self._on_trial: InflightRequest | None = None  # the last suspect that was sent
         self.replicas: dict[
             str, WorkerConnection
-        ] = {}  # by socket: a new incarnation is a new replica
+        ] = {}  # by socket: a restarted worker is a new replica
         self._balancer: Balancer[WorkerConnection] = Balancer()
         self._balancer.set_status(status)
-        self.adapters: Sequence[ModelQueue] = ()  # by which requests may name it, too
-        self.followers: set[InflightRequest] = set()  # whose clients want to know their places
+        self.adapters: Sequence[ModelQueue] = ()  # routes of the model's adapters
+        self.followers: set[InflightRequest] = set()  # clients want their positions
         self.pace = ThroughputEstimator()
         self.in_flight = 0
-        self._tokens_done = self._tokens_told = 0  # given out: by calls that are over; in all
+        self._tokens_done = self._tokens_told = 0  # of finished calls; as last reported
         self.was_ready = False
         self.removed = False  # from the configuration
-        self.base: ModelQueue = self  # whose queue and workers these are
-        self.expected = 0  # requests that come once the model is known
-        self.on_wait: Callable[[ModelQueue], None] | None = None  # of a model that comes and goes
+        self.base: ModelQueue = self  # the owner of the queue and the replicas; an adapter's base
+        self.expected = 0  # requests that wait for the model's first `ModelInfo`
+        self.on_wait: Callable[[ModelQueue], None] | None = None  # set for swappable models
 
     def set_status(self, status: ModelStatus) -> None:
         self.status = status
@@ -72,22 +70,22 @@ class ModelQueue:
         self._balancer.set_status(status)
 
     def left(self, call: InflightRequest) -> None:
-        """A call for it is over."""
+        """Count a call of this model as finished."""
         self.in_flight -= 1
         self._tokens_done += len(call.emitted)
 
     def tokens(self) -> int:
-        """Given out so far, by what runs among them. Counted when asked: nothing is, per token."""
+        """Return the tokens generated so far; computed on demand, at no cost per token."""
         running = (call for one in self.replicas.values() for call in one.calls.values())
         now = self._tokens_done + sum(len(call.emitted) for call in running)
-        self._tokens_told = max(self._tokens_told, now)  # what waits to go on elsewhere is left out
+        self._tokens_told = max(self._tokens_told, now)  # `now` lacks waiting continuations
         return self._tokens_told
 
-    # ---- how it stands
+    # ---- state
 
     @property
     def ready(self) -> bool:
-        """A request sent now can complete."""
+        """Return whether a request sent now can complete."""
         for replica in self.replicas.values():  # noqa: SIM110 - a quarter of a generator's time
             if replica.routable:
                 return True
@@ -95,7 +93,7 @@ class ModelQueue:
 
     @property
     def in_trouble(self) -> bool:
-        """All that are ready say that they cannot serve now; they are asked all the same."""
+        """Return whether all ready replicas report trouble; requests are sent nevertheless."""
         return readiness.in_trouble(self.status)
 
     @property
@@ -107,14 +105,14 @@ class ModelQueue:
         return len(self.queue) + len(self.suspects) + len(self.choosy)
 
     def waited_s(self) -> float:
-        """How long the first of those that wait has waited; 0 where none do."""
+        """Return how long the oldest waiting call has waited; 0 if none waits."""
         rest = (*self.suspects.heads(), *islice(self.choosy, 1))
         came = [call.created_s for call in (*self.queue.heads(), *rest)]
         return time.monotonic() - min(came) if came else 0.0
 
     @property
     def hopeless(self) -> bool:
-        """No worker serves, and none will."""
+        """Return whether no worker is ready and none will be."""
         residence = self.status.residence
         if residence is not None and residence.tier != "resident":
             manual = residence.tier == "stopped" and residence.load == "manual"
@@ -123,9 +121,10 @@ class ModelQueue:
 
     @property
     def available(self) -> bool:
-        """A request can complete, if need be after the model has been loaded for it.
+        """Return whether a request can complete, perhaps after the model is loaded on demand.
 
-        One that only an operator loads is not expected to until he has.
+        A model that only an operator loads counts as available while it is unloaded; /readyz thus
+        ignores it. `readiness` has the table.
         """
         return readiness.able(self.status, reached=self.ready)
 
@@ -134,9 +133,9 @@ class ModelQueue:
         return {replica.state for replica in self.status.replicas}
 
     def check_available(self) -> None:
-        """Raise ModelUnavailable unless the model serves, or did and will soon again.
+        """Raise ModelUnavailable unless the model is ready, or was ready and soon will be again.
 
-        One that comes and goes is waited for: it is loaded because somebody waits.
+        A model that is loaded on demand counts as available: a waiting request triggers the load.
         """
         if self.ready:
             return
@@ -145,11 +144,11 @@ class ModelQueue:
             return
         states = self._states
         if "ready" in states or (self.was_ready and states & {*COMING}):
-            return  # it is being connected to, or replaced: the request waits for that
+            return  # the request waits for the connection or the replacement
         raise ModelUnavailable(self._why(), retry_after_s=5.0, param="model")
 
     def unavailable(self) -> ModelUnavailable:
-        """What those are told who wait in vain."""
+        """Return the error for calls that wait in vain."""
         return ModelUnavailable(self._why(), retry_after_s=30.0, param="model")
 
     def _why(self) -> str:
@@ -167,10 +166,10 @@ class ModelQueue:
             reasons.append(residence.reason)
         return f"the model {name!r} cannot serve: {reasons[0] if reasons else 'it is stopped'}"
 
-    # ---- who runs next
+    # ---- dispatch
 
     def best(self, call: InflightRequest) -> WorkerConnection | None:
-        """The replica that is to be sent this call now, or None if all are full: see `balance`."""
+        """Return the replica for a call now, None if all are full; see `balancing_policy`."""
         if len(self.replicas) > 1:
             return self._balancer.choose(self.replicas.values(), call)
         for replica in self.replicas.values():
@@ -183,7 +182,7 @@ class ModelQueue:
         return any(replica.credits > 0 for replica in self.replicas.values())
 
     def dispatch(self, replica: WorkerConnection) -> None:
-        """A replica has room: give it what waits, the suspects first."""
+        """Send waiting calls, suspects first, to a replica that has room."""
         if self.suspects:
             self._try_suspect()
         if self.choosy:
@@ -191,7 +190,7 @@ class ModelQueue:
         self._fill(replica)
 
     def dispatch_all(self) -> None:
-        """As `dispatch`, for all replicas."""
+        """Send waiting calls to all replicas that have room."""
         if self.suspects:
             self._try_suspect()
         if self.choosy:
@@ -210,7 +209,7 @@ class ModelQueue:
             replica.ease()
 
     def borrow(self) -> None:
-        """Calls wait: ask each replica for slots that other gateways do not use."""
+        """Ask each replica for slots that other gateways do not use, because calls wait."""
         for replica in self.replicas.values():
             replica.borrow()
 
@@ -220,7 +219,7 @@ class ModelQueue:
         replica.run(call)
 
     def _place_choosy(self) -> None:
-        """Send those that wait for certain replicas where these have room."""
+        """Send the calls that wait for certain replicas, if these have room."""
         for call in list(self.choosy):
             able = [one for one in self._apt(call) if one.takes(call)]
             if able:
@@ -228,10 +227,10 @@ class ModelQueue:
                 self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
 
     def _apt(self, call: InflightRequest) -> list[WorkerConnection]:
-        """The replicas that can run it: of its generation, and large enough.
+        """Return the replicas of the call's generation whose context is large enough for it.
 
-        Where none is, and none is coming, it ends sooner on a smaller one, by its length; a call
-        that has not begun is told by any that it is too long.
+        If there are none and none is coming, smaller ones are returned: the answer then ends early
+        by length, or a call that has not begun fails as too long.
         """
         alike = [one for one in self.replicas.values() if one.suits(call)]
         large = [one for one in alike if one.info and one.info.max_context >= call.least_context]
@@ -239,16 +238,16 @@ class ModelQueue:
         return large if large or waits else alike
 
     def _is_coming(self, call: InflightRequest) -> bool:
-        """Whether a worker that goes on as the call began is being started, for all we know."""
+        """Return whether a worker that may be of the call's generation is being started."""
         return any(
             one.state in COMING and _may_be(one, call.continuation) for one in self.status.replicas
         )
 
     def goes_on(self, call: InflightRequest) -> bool:
-        """Whether what has begun can be gone on with, now or soon.
+        """Return whether a started answer can be continued, now or soon.
 
-        A model that comes and goes is loaded again for it; what it is then is seen then. Where no
-        worker serves and none will, that is said, and by others.
+        True also for a swapped-out model, whose generation is known only after it is loaded again,
+        and for a hopeless model, whose calls fail elsewhere with that reason.
         """
         if self.hopeless:
             return True
@@ -267,7 +266,7 @@ class ModelQueue:
         return [one for one in self.replicas.values() if one.info is not None]
 
     def take_stranded(self) -> list[InflightRequest]:
-        """The calls that wait to be gone on with and cannot be any more; they wait no longer."""
+        """Remove and return the waiting calls whose answers cannot be continued any more."""
         waiting = (*self.suspects.order(), *self.choosy)
         begun = [call for call in waiting if call.continuation is not None]
         stranded = [call for call in begun if not self.goes_on(call)]
@@ -276,7 +275,7 @@ class ModelQueue:
         return stranded
 
     def _try_suspect(self) -> None:
-        """Send the next suspect to a worker, unless the one before is still on trial."""
+        """Send the next suspect to a worker, unless the previous one is still on trial."""
         last = self._on_trial
         if last is not None and last.alone_until and last.replica is not None and not last.proven:
             return
@@ -289,11 +288,11 @@ class ModelQueue:
                 return
 
     def _ward(self, call: InflightRequest) -> WorkerConnection | None:
-        """The replica that a suspect does the least harm to; None: wait for a better one."""
+        """Return the replica where a suspect does the least harm; None to wait for a better one."""
         reported = {replica.socket: replica.running for replica in self.status.replicas}
 
         def load(replica: WorkerConnection) -> int:
-            """What it has to do; other gateways' calls are known from the supervisor, and late."""
+            """Return the replica's calls; the supervisor reports other gateways' calls late."""
             return max(len(replica.calls), reported.get(replica.socket, 0))
 
         every = self._apt(call) if call.is_choosy else self.replicas.values()
@@ -303,16 +302,16 @@ class ModelQueue:
 
     @property
     def _recovering(self) -> bool:
-        """Another replica, an empty one, is on its way."""
+        """Return whether another replica, which will be empty, is on its way."""
         dialling = any(r.wanted and not r.routable for r in self.replicas.values())
         return dialling or bool(self._states & {*COMING})
 
-    # ---- what waits
+    # ---- waiting calls
 
     def take_back(self, call: InflightRequest, *, first: bool = True) -> None:
-        """A call has lost its worker: it waits again, before all that has not run yet.
+        """Queue a call again that has lost its worker, before all calls that have not run yet.
 
-        Of the suspects that came back it is the first or the last; last is what has had a turn.
+        Among the returned suspects it becomes the first, or the last if it has had its turn.
         """
         call.meter.lost(call)
         if not call.alone_until:
@@ -324,22 +323,22 @@ class ModelQueue:
             self.suspects.give_back(call, first=first)
 
     def order(self) -> list[InflightRequest]:
-        """All calls that wait, in the order they will run."""
+        """Return all waiting calls in the order in which they will run."""
         return [*self.suspects.order(), *self.choosy, *self.queue.order()]
 
     def withdraw(self, call: InflightRequest) -> None:
-        """Take a call out of what waits."""
+        """Remove a waiting call."""
         if call in self.choosy:
             self.choosy.remove(call)
         elif not self.suspects.remove(call):
             self.queue.remove(call)
 
     def position(self, call: InflightRequest) -> int | None:
-        """How many calls are before this one; None once it runs."""
+        """Return how many calls are ahead of this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
     def follow(self, call: InflightRequest) -> None:
-        """Have a call told its place now and, on change, once a second; see `place_after`."""
+        """Tell a call its position now and, on change, once a second; see `place_after`."""
         if (place := self.position(call)) is None:
             return
         call.place = place
@@ -352,7 +351,7 @@ class ModelQueue:
             asyncio.get_running_loop().call_later(ANNOUNCE_EVERY_S, self._announce_again)
 
     def announce(self) -> bool:
-        """Tell the followers their places where they changed; whether any are left."""
+        """Tell the followers their changed positions; return whether any follower is left."""
         places = {call: place for place, call in enumerate(self.order())}
         self.followers = {call for call in self.followers if call in places}
         for call in self.followers:
@@ -362,12 +361,15 @@ class ModelQueue:
 
 
 def _may_be(replica: ReplicaStatus, began: Continuation | None) -> bool:
-    """Whether a worker may turn out to be of a generation, as far as is known of it."""
+    """Return whether a worker's generation, as far as it is known, matches a continuation."""
     return began is None or base_generation(began).startswith(replica.generation)
 
 
 def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
-    """Nothing is called so. `usable`: what the caller may use; no other name is told of."""
+    """Return the error for an unknown model.
+
+    It lists only names of `usable`, the models that the caller may use.
+    """
     found = [*usable]
     aliases = sorted(alias for one in found for alias in one.aliases)
     known = [*sorted(one.name for one in found), *aliases]
@@ -377,7 +379,7 @@ def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
 
 
 def describe(replica: ReplicaStatus) -> str:
-    """A replica's state in a few words, with its progress or its reason."""
+    """Describe a replica's state in a few words, with its progress or reason."""
     progress = replica.progress
     if replica.state in ("starting", "loading") and progress is not None:
         if progress.total:

@@ -1,13 +1,13 @@
-"""Which replica has read the beginning of a prompt before.
+"""Index of the prompt prefixes that each replica has processed.
 
-A gateway has no tokenizer: prompts are compared as text, in blocks of `BLOCK_CHARS` characters,
-and those of token ids in blocks of `BLOCK_TOKENS`. A block is known by the hash of all that is
-before it and its own text, as vLLM's cache knows its own. So the blocks that a replica has been
-sent are a radix tree in which the path to a node is its key: a set that holds the parent of each
-of its members. The longest prefix is found by bisection, and an unknown block ends it.
+A gateway has no tokenizer: it compares prompts as text, in blocks of `BLOCK_CHARS` characters, and
+token ids in blocks of `BLOCK_TOKENS`. A block's key is the hash of its own text and all before it,
+as in vLLM's prefix cache. The blocks that a replica has been sent thus form a radix tree in which
+the path to a node is its key: a set that holds the parent of each of its members. The longest
+prefix is found by bisection.
 
-What is before the messages is in the hash, too: the adapter, whose keys and values are not those of
-the base, the tools, the arguments of the chat template, and the salt of those who share a cache.
+The hash includes everything before the messages: the adapter (whose KV cache differs from the
+base's), the tools, the arguments of the chat template, and the cache salt.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 64
 BLOCK_CHARS = BLOCK_TOKENS * CHARS_PER_TOKEN
-#: Shorter prompts are not worth a look: reading them again takes less than a step of decoding.
+#: Shorter prompts are ignored: their prefill takes less than a step of decoding.
 LEAST_BLOCKS = 2
-#: Blocks of one prompt that are looked at; what is the same so far goes on alike.
+#: Blocks of a prompt that are compared; longer common prefixes are assumed to go on alike.
 MOST_BLOCKS = 256
-#: Blocks that are remembered of one replica: a million tokens, about 2 MB here.
+#: Blocks remembered per replica: a million tokens, about 2 MB here.
 MOST_HELD = 16_384
-#: Blocks of a prompt without messages that stand for its conversation: all such prompts have them.
+#: First blocks of a prompt without messages that identify its conversation.
 HEAD_BLOCKS = LEAST_BLOCKS
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Prompt(NamedTuple):
-    """What a prompt is known by."""
+    """The hashes of a prompt."""
 
-    tokens: int  # about
-    blocks: Sequence[int] = ()  # the whole ones, each with all before it; none of a short prompt
-    head: int | None = None  # what stays the same in all turns of a conversation, 64 bits
+    tokens: int  # estimated
+    blocks: Sequence[int] = ()  # of whole blocks with all before; none if short
+    head: int | None = None  # 64 bits; of the part that all turns of a conversation share
 
 
 class Prefixes:
-    """The blocks that one replica has been sent, the least recently used forgotten first.
+    """The blocks that one replica has been sent, an LRU cache.
 
-    A block outlives those that follow it, as in the cache itself.
+    A block outlives the blocks that follow it, as in the KV cache.
     """
 
     __slots__ = ("_held", "limit")
@@ -63,11 +63,11 @@ class Prefixes:
         return len(self._held)
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many of a prompt's blocks are known, from the first on. O(log blocks)."""
+        """Return the length of a prompt's known prefix, in blocks. O(log blocks)."""
         held = self._held
         if not blocks or blocks[0] not in held:
             return 0
-        known, unknown = 1, len(blocks)  # so many are known; so many may be
+        known, unknown = 1, len(blocks)  # lower and upper bound of the length
         while known < unknown:
             middle = (known + unknown) // 2
             if blocks[middle] in held:
@@ -77,9 +77,9 @@ class Prefixes:
         return known
 
     def add(self, blocks: Sequence[int]) -> None:
-        """The replica has been sent a prompt with these blocks."""
+        """Add the blocks of a prompt that the replica has been sent."""
         held = self._held
-        for block in reversed(blocks):  # a parent is used after its child, and so outlives it
+        for block in reversed(blocks):  # children first, so that a parent outlives them
             held[block] = None
             held.move_to_end(block)
         while len(held) > self.limit:
@@ -87,9 +87,9 @@ class Prefixes:
 
 
 def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> Prompt:
-    """What a call's prompt is known by: with `blocks`, and with its `head`, if it is long enough.
+    """Return the hashes of a call's prompt, as far as `blocks` and `head` ask for them.
 
-    It takes 0.3 µs for each block.
+    Short prompts get no hashes.
     """
     prompt, more = call.prompt, call.more
     if call.cache_salt:
@@ -116,7 +116,7 @@ def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> P
 
 
 def stable_hash(text: bytes) -> int:
-    """64 bits, the same in all processes."""
+    """Return a 64-bit hash that is the same in all processes."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
@@ -129,7 +129,7 @@ def _of_ids(ids: list[int], more: dict[str, Any], blocks: bool, head: bool) -> P
 
 
 def _chain(root: int, text: Sequence[Hashable], size: int) -> list[int]:
-    """The hash of each whole block and all before it. Python's own: of this process only."""
+    """Hash each whole block with all before it, by Python's `hash`, valid in this process only."""
     known, last = [], root
     for at in range(0, min(len(text), size * MOST_BLOCKS) - size + 1, size):
         last = hash((last, text[at : at + size]))
@@ -138,7 +138,7 @@ def _chain(root: int, text: Sequence[Hashable], size: int) -> list[int]:
 
 
 def _turn(message: ChatMessage) -> str:
-    """A message as text, of which the beginning does not depend on the end."""
+    """Return a message as text whose beginning does not depend on its end."""
     text = f"{message.role}\x1f{message.content}\x1e"
     if message.tool_calls or message.reasoning or message.name or message.tool_call_id:
         more = (message.tool_calls, message.reasoning, message.name, message.tool_call_id)
@@ -147,7 +147,7 @@ def _turn(message: ChatMessage) -> str:
 
 
 def _opening(messages: Sequence[ChatMessage]) -> int:
-    """How many messages open a conversation: all up to the user's first."""
+    """Return the number of messages that open a conversation: up to the user's first."""
     roles = [message.role for message in messages]
     return roles.index("user") + 1 if "user" in roles else 1
 

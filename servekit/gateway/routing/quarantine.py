@@ -1,10 +1,10 @@
-"""Requests that have taken workers down, and sources of such, and until when they are refused.
+"""Quarantine of requests, and of sources of requests, that have killed workers.
 
-A client that counts its requests, or stamps them with the time, dodges an exact fingerprint. So
-once ALIKE of them are quarantined that differ in their numbers alone, all such requests are
-refused, unless one of them has come through.
+A client that numbers its requests, or adds the time, evades an exact fingerprint. Once ALIKE
+requests that differ only in their numbers are quarantined, all such requests are refused, unless
+one of them has come through.
 
-Clocks are monotonic, and each process has its own: what is sent is how long one still holds.
+Times are monotonic and differ between processes, so messages carry the remaining duration.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_json = msgspec.json.Encoder().encode
-#: A word with a digit; a word is looked at once, however long it is.
+#: A word with a digit; possessive, so that long words take linear time.
 _NUMBER = re.compile(rb"\b[^\W\d]*+\d\w*+")
-#: Requests in quarantine, alike but for their numbers, with which all of their kind are.
+#: Quarantined requests with the same likeness from which on all requests of it are refused.
 ALIKE = 3
-#: How much of a fingerprint people are shown.
+#: Displayed characters of a fingerprint.
 SHOWN = 16
 
 
 def fingerprint(model: str, call: InflightRequest) -> str:
-    """sha256 over the model and all that the request asks of it, in hex."""
+    """Return the SHA-256 of the model and the request's content, in hex."""
     asked = (model, call.params, call.prompt, call.messages, call.more)
     return hashlib.sha256(_encode(asked)).hexdigest()
 
 
 def likeness(model: str, call: InflightRequest) -> str:
-    """As `fingerprint`, without the numbers; "" of a call that has no text of its own."""
+    """Return the fingerprint without the request's numbers; "" for a call without text."""
     if not isinstance(call.prompt, str) and call.messages is None:
         return ""
     asked = (call.params, call.prompt, call.messages, call.more)
@@ -50,10 +50,10 @@ def likeness(model: str, call: InflightRequest) -> str:
 
 
 class Held(NamedTuple):
-    """An entry, and the monotonic time at which it ends.
+    """A quarantine entry and the monotonic time at which it ends.
 
-    `like` is the likeness of a request that this gateway has quarantined, "" of others, and of
-    those whose like has come through.
+    `like` is the likeness if this gateway has quarantined the request; it is "" for entries of
+    other gateways, and after a request of that likeness has come through.
     """
 
     entry: Quarantined
@@ -61,13 +61,13 @@ class Held(NamedTuple):
     like: str = ""
 
     def holds(self, status: ModelStatus, now_s: float) -> bool:
-        """Whether it is of the model as it is by now, and not over."""
+        """Return whether the entry is for the model's present generation and has not ended."""
         fits = self.entry.generation in ("", generation_of(status))
         return fits and self.entry.model == status.name and self.until_s > now_s
 
 
 def refusal(entry: Quarantined, left_s: float) -> RequestError:
-    """The error of what is quarantined, for `left_s` more."""
+    """Return the error for a quarantined request or source, with `left_s` to go."""
     if is_source(entry):
         return SourceQuarantined(
             f"requests from {in_words(entry.fingerprint)} have taken workers of {entry.model!r}"
@@ -82,12 +82,12 @@ def refusal(entry: Quarantined, left_s: float) -> RequestError:
 
 
 def is_source(entry: Quarantined) -> bool:
-    """It is a key or an address, not a request."""
+    """Return whether an entry is for a source (a key or an address), not for a request."""
     return ":" in entry.fingerprint
 
 
 class Quarantine:
-    """What this gateway refuses; false while that is nothing. `now_s` is monotonic."""
+    """The quarantine entries of this gateway; false while there are none. `now_s` is monotonic."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], Held] = {}  # by model and fingerprint
@@ -97,7 +97,7 @@ class Quarantine:
         return bool(self._held)
 
     def add(self, entries: Iterable[Quarantined], now_s: float) -> None:
-        """Hold these too, and forget those whose time is over. What holds longer counts."""
+        """Add entries and drop expired ones; of two for the same request the longer one counts."""
         for entry in entries:
             at = entry.model, entry.fingerprint
             known, until_s = self._held.get(at), now_s + entry.for_s
@@ -109,7 +109,7 @@ class Quarantine:
             self._harmless.clear()
 
     def commit(self, status: ModelStatus, call: InflightRequest, now_s: float) -> Quarantined:
-        """Quarantine a call of this model, for as long as the model's configuration says."""
+        """Quarantine a call of this model for the model's `quarantine_s`."""
         mark = fingerprint(status.name, call)
         log.error(
             "quarantined", model=status.name, fingerprint=mark[:SHOWN],
@@ -123,7 +123,7 @@ class Quarantine:
         return entry
 
     def clear(self, model: str, call: InflightRequest) -> None:
-        """A call has come through: what it is like but for its numbers is not refused."""
+        """Stop refusing requests by a likeness of which this call has come through."""
         if any(held.like for held in self._held.values()):
             like = likeness(model, call)
             for at, held in self._held.items():
@@ -134,7 +134,7 @@ class Quarantine:
     def commit_source(
         self, status: ModelStatus, source: str, for_s: float, now_s: float
     ) -> Quarantined:
-        """Quarantine all that a key or an address asks of this model."""
+        """Quarantine all requests of a key or an address to this model."""
         log.error("source quarantined", model=status.name, source=source, for_s=for_s)
         return self._commit(status, source, for_s, now_s)
 
@@ -146,7 +146,7 @@ class Quarantine:
     def error(
         self, status: ModelStatus, call: InflightRequest, now_s: float
     ) -> RequestError | None:
-        """Why this call is refused; None where it is not."""
+        """Return the error if this call is refused, else None."""
         if not self._held:
             return None
         for mark in (source_of(call), fingerprint(status.name, call)):
@@ -167,5 +167,5 @@ class Quarantine:
 
 
 def generation_of(status: ModelStatus) -> str:
-    """What the model is by now: its newest replica that came up."""
+    """Return the model's present generation, that of its newest loaded replica; "" if unknown."""
     return "" if status.info is None else status.info.generation

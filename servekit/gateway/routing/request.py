@@ -1,4 +1,4 @@
-"""One request's life at the gateway: it waits, runs, perhaps on several workers in turn, ends."""
+"""A request in flight at the gateway: it waits, runs, perhaps on several workers in turn, ends."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _UNTIL: dict[retry_policy.RetryDecision, Literal["proven", "done"]] = {
 
 
 class InflightRequest:
-    """A request on its way. Its consumer awaits `deltas()` until one has `finish` set.
+    """A request in flight. Its consumer awaits `deltas()` until a delta has `finish` set.
 
-    The Call keeps the token ids reported so far: a worker that dies leaves enough behind to go on
-    elsewhere, from the very next token, and the consumer notices nothing.
+    The object keeps the token ids reported so far. If the worker dies, another one continues from
+    the very next token, and the consumer does not notice.
     """
 
     __slots__ = (
@@ -107,57 +107,57 @@ class InflightRequest:
         self.params = params
         self.prompt = prompt
         self.messages = messages
-        self.stream = stream  # False: the consumer is woken once, when all is there
+        self.stream = stream  # False: the consumer is woken only once, at the end
         self.key = key
         self.priority = priority
-        self.session = session  # calls of one go to one replica, as far as that is good
-        self.origin = ORIGIN.get()  # the HTTP request that it is of
-        self.caller: ApiKey | None = None  # whose key it came with, where keys are needed
-        self.cache_salt = ""  # it shares prefix caches with calls of the same one
+        self.session = session  # calls of one session prefer one replica
+        self.origin = ORIGIN.get()  # of the HTTP request that made this call
+        self.caller: ApiKey | None = None  # its key, if keys are needed
+        self.cache_salt = ""  # only calls with the same salt share prefix caches
         self.created_s = time.monotonic()
-        self.first_s = self.last_s = 0.0  # when its first token came, and of a stream the last
+        self.first_s = self.last_s = 0.0  # times of the first token, and of a stream's last
         self.meter: RequestMeter = metrics.UNMEASURED
-        self.deaths = 0  # in a row, see `gateway.fate`
+        self.deaths = 0  # in a row, see `retry_policy`
         self.deaths_in_all = 0
-        self.alone_until: Literal["", "proven", "done"] = ""  # it is a suspect; what clears it
-        self.suspect: Suspect | None = None  # of deaths that it was running in
-        self.not_before_s = 0.0  # it waits until then, on the monotonic clock
+        self.alone_until: Literal["", "proven", "done"] = ""  # not "": a suspect; what clears it
+        self.suspect: Suspect | None = None  # of the deaths in which it was running
+        self.not_before_s = 0.0  # earliest start, monotonic
         self.emitted: list[int] = []
         self.chars = 0
-        self.continuation: Continuation | None = None  # from its first token on
-        self.least_context = 0  # tokens of context that it takes, as far as that is known
+        self.continuation: Continuation | None = None  # set with the first token
+        self.least_context = 0  # context tokens that it needs, as far as is known
         self.done = False
-        self.place: int | None = None  # in the queue, where its consumer follows that
+        self.place: int | None = None  # queue position, if the consumer follows it
         self.route: ModelQueue | None = None
         self.replica: WorkerConnection | None = None
         self.wire_id = 0
-        self.limit_s = math.inf  # from `created_s` on, waiting included; the router sets it
+        self.limit_s = math.inf  # time limit from `created_s` on; set by the router
         self.on_cancel: Callable[[InflightRequest], None] | None = None
-        self.sink: Callable[[], None] | None = None  # called where a waiter would be woken
-        self.pump: StreamWriter | None = None  # whom the sink tells, where that is all it does
-        self._resumed_at = 0  # tokens there were when this attempt began
-        self._handed_over = False  # the consumer has seen something of it
+        self.sink: Callable[[], None] | None = None  # called instead of waking a waiter
+        self.pump: StreamWriter | None = None  # to notify, if `sink` only forwards to it
+        self._resumed_at = 0  # number of tokens when this attempt began
+        self._handed_over = False  # the consumer has seen some of the answer
         self._waiting: Deltas = []
-        self.texts: list[str] | None = None  # what waits, for a consumer of text alone
-        self._last: Delta | None = None  # for the same, with `finish`
-        self._said = 0, 0  # tokens of the prompt, and those of them from a cache
+        self.texts: list[str] | None = None  # unread text, for a consumer of text only
+        self._last: Delta | None = None  # the delta with `finish`, for the same consumer
+        self._said = 0, 0  # prompt tokens, cached prompt tokens
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- for the consumer
 
     async def deltas(self) -> Deltas:
-        """All that has come since the last time, waiting for it if need be.
+        """Wait for new deltas and return them.
 
-        The last delta of all has `finish` set. Raises RequestError if the request failed; call it
-        again after neither.
+        The very last delta has `finish` set. Raises RequestError if the request failed. Do not call
+        this again after either.
         """
         while not (deltas := self.collect()):
             await self._news()
         return deltas
 
     def collect(self) -> Deltas:
-        """What `deltas` would return by now, without waiting: perhaps nothing."""
+        """Return the new deltas without waiting, perhaps none. Raises RequestError as `deltas`."""
         if self._waiting and (self.stream or self.done):
             self._handed_over = True
             deltas, self._waiting = self._waiting, []
@@ -166,11 +166,14 @@ class InflightRequest:
         return []
 
     def read_text(self) -> None:
-        """The consumer wants text, and the last delta: it calls `collect_text` from the start."""
+        """Prepare for a consumer that only calls `collect_text`; to be called before any token."""
         self.texts = []
 
     def collect_text(self) -> tuple[str, Delta | None] | None:
-        """As `collect`: all text that waits, and the last delta of all once it is there."""
+        """Return the unread text, and the final delta once there is one; None if there is nothing.
+
+        Raises RequestError if the request failed.
+        """
         texts = self.texts
         if (texts or self._last is not None) and (self.stream or self.done):
             assert texts is not None
@@ -185,12 +188,12 @@ class InflightRequest:
             try:
                 raise self._error
             finally:
-                self._error = None  # or its traceback's frames hold this call, and it them
+                self._error = None  # breaks the cycle with the traceback's frames
 
     async def place_after(self, seen: int | None) -> int | None:
-        """The place in the queue once it is not `seen` any more; None once it does not wait.
+        """Wait until the queue position differs from `seen`, and return it; None once it runs.
 
-        A place is how many requests go before it. `Router.follow` has the places told.
+        The position is the number of requests ahead. `Router.follow` turns its updates on.
         """
         while self.place is not None and self.place == seen and not self.done:
             await self._news()
@@ -204,7 +207,7 @@ class InflightRequest:
             self._waiter = None
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """The deltas one by one, up to and with the last; cancels the request if left early."""
+        """Yield the deltas one by one to the last; leaving early cancels the request."""
         try:
             while True:
                 for delta in await self.deltas():
@@ -215,7 +218,7 @@ class InflightRequest:
             self.cancel()
 
     def cancel(self) -> None:
-        """The client is gone, or wants no more: leave the queue, or the engine, at once."""
+        """Leave the queue or the engine at once, because the client is gone or wants no more."""
         if not self.done and self.on_cancel is not None:
             self.on_cancel(self)
 
@@ -223,21 +226,21 @@ class InflightRequest:
 
     @property
     def proven(self) -> bool:
-        """This attempt has shown that the request is not what kills workers."""
+        """Return whether this attempt has shown that the request does not kill workers."""
         return self._new >= retry_policy.PROOF_TOKENS and self.alone_until != "done"
 
     @property
     def is_choosy(self) -> bool:
-        """Only some replicas can run it: those that go on as it began, or have the room."""
+        """Return whether only some replicas can run it: by generation, or by context length."""
         return self.continuation is not None or self.least_context > 0
 
     @property
     def _new(self) -> int:
-        """Tokens that this attempt has brought."""
+        """Return the number of tokens from this attempt."""
         return len(self.emitted) - self._resumed_at
 
     def request(self, wire_id: int) -> Generate:
-        """The request as the next worker gets it, continued after what others did."""
+        """Build the message for the next worker, which continues after the tokens so far."""
         (self.meter.sent_again if self.wire_id else self.meter.sent)(self)
         self.wire_id = wire_id
         self._resumed_at = len(self.emitted)
@@ -260,25 +263,25 @@ class InflightRequest:
         return replace(request, alone_until=self.alone_until) if self.alone_until else request
 
     def tell(self, place: int | None) -> None:
-        """Its place in the queue is another one now; None: it does not wait any more."""
+        """Set a new queue position, None once the call does not wait, and wake the consumer."""
         self.place = place
         self.wake()
 
     def add(self, text: str, token_id: int) -> None:
-        """Keep one more token for a consumer of deltas."""
+        """Add one token for a consumer of deltas."""
         prompt, cached = self._said
         delta = Delta(self.wire_id, text, [token_id], prompt_tokens=prompt, cached_tokens=cached)
         self._waiting.append(delta)
 
     def take(self, delta: Delta) -> None:
-        """Pass a delta on; the consumer is woken at once if it streams, else at the end."""
+        """Accept a delta; wake the consumer at once if it streams, else at the end."""
         if delta.continuation is not None:
             self.continuation = delta.continuation
             self.least_context = delta.prompt_tokens + delta.continuation.max_tokens
         if delta.token_ids:
             if not self.first_s:
                 self.first_s = self.last_s = self.meter.first(self)
-            elif self.stream:  # of what is not, only the first and the last matter
+            elif self.stream:  # else only the first and the last token are timed
                 now_s = time.monotonic()
                 self.meter.next(now_s - self.last_s, 1)
                 self.last_s = now_s
@@ -301,7 +304,10 @@ class InflightRequest:
             self.wake()
 
     def died(self, ran: bool = True) -> retry_policy.RetryDecision:
-        """Its worker died; what is to become of it. `ran`: it wasn't merely held there."""
+        """Count a death of the call's worker, and decide what happens to the call.
+
+        `ran` is False if the worker only held the call and had not started it.
+        """
         if ran or self._new:
             self.deaths = retry_policy.deaths_in_a_row(self.deaths, self._new)
             self.deaths_in_all += 1
@@ -310,7 +316,7 @@ class InflightRequest:
         return decided
 
     def rewind(self) -> bool:
-        """Forget what has been generated, to begin anew; False if some of it is out already."""
+        """Discard the answer so far, to start again; return False if the consumer has seen some."""
         if self._handed_over:
             return False
         self.emitted, self.chars = [], 0
@@ -324,27 +330,27 @@ class InflightRequest:
             self.texts = []
 
     def same_as(self, other: InflightRequest) -> bool:
-        """The same request, by whomever."""
+        """Return whether the content of both requests is the same, whoever sent them."""
         mine = (self.params, self.prompt, self.messages, self.more)
         return mine == (other.params, other.prompt, other.messages, other.more)
 
     def fail(self, error: RequestError) -> None:
-        """End with an error; later deltas and errors are dropped by the router."""
+        """End with an error; the router drops later deltas and errors."""
         self.done = True
         self._error = error
         self.meter.ended(self, error.code, *self._said, len(self.emitted))
         if self.caller is not None:
             self.caller.settle(self, None)
         if not self.stream:
-            self._forget()  # half an answer is none
+            self._forget()  # a client without streaming gets no partial answer
         self.wake()
 
     def wake(self) -> None:
-        """Something is there for the consumer."""
+        """Wake the consumer."""
         sink = self.sink
         if sink is not None:
             if self.done:
-                self.sink = self.pump = None  # they hold this call, and wait for the collector
+                self.sink = self.pump = None  # breaks a reference cycle
             sink()
             return
         waiter: Any = self._waiter

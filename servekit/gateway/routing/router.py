@@ -1,7 +1,7 @@
-"""Where each request goes: one bounded queue per model, and the replica that suits it best.
+"""The router: one bounded queue per model, and the choice of a replica for each request.
 
-HTTP and Gradio requests come in by the same door, `open`. What waits can still be cancelled,
-time out, be told its position, or go elsewhere; a worker only ever holds what it has slots for.
+HTTP and Gradio requests both enter by `Router.open`. A waiting request can be cancelled, time out,
+learn its position, or go to any replica; a worker only gets as many requests as it has slots.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 
 class Router:
-    """All models of the service, from this gateway's point of view.
+    """The models of the service, as this gateway knows them.
 
     `report` is called with each request that this gateway quarantines, `unused` with each adapter
-    that does not serve any more, once its last call is done, `use` with what models that come and
-    go are used for.
+    that has left service, once its last call is done, `use` with the demand for swappable models.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class Router:
         self.name, self.reach = name, NEARBY
         self.routes: dict[str, ModelQueue] = {}
         self.draining = False
-        self.idle = asyncio.Event()  # set once draining and nothing is in flight
+        self.idle = asyncio.Event()  # set while draining once no call is in flight
         self.requests = 0
-        self.chooses = False  # some model has several replicas: it matters whose session a call is
+        self.chooses = False  # some model has several replicas, so that sessions matter
         self.quarantine = Quarantine()
         self.sources = Sources()
         self.access = Access()
@@ -88,15 +87,15 @@ class Router:
         self._farewells = AdapterUsageTracker(self._open, unused)
         self.demand = DemandReporter(use)
 
-    # ---- for the doors: HTTP and Gradio
+    # ---- for HTTP and Gradio
 
     @property
     def in_flight(self) -> int:
-        """Calls that wait or run."""
+        """Return the number of calls that wait or run."""
         return len(self._open)
 
     def find(self, model: str) -> ModelQueue:
-        """The route of a model's name, its alias, or an adapter; of none, the default model's.
+        """Return the queue of a model by name or alias, or of an adapter; by default for "".
 
         Raises ModelNotFound.
         """
@@ -108,10 +107,10 @@ class Router:
         return route
 
     def _default(self) -> ModelQueue:
-        """What answers requests that name no model: the file's choice, else the first.
+        """Return the queue for requests that name no model: `default_model`, else the first model.
 
-        With keys, the first of them that the caller may use; where that is none, the refusal names
-        the choice.
+        Models that the caller may not use are skipped. If it may use none, the first choice is
+        returned, so that the refusal names it.
         """
         first = self._names.get(self.access.rules.default_model)
         routes = [*([first] if first is not None else []), *self.routes.values()]
@@ -119,11 +118,11 @@ class Router:
         return next(usable, routes[0])
 
     def serves(self, model: str) -> bool:
-        """Whether this is the name or alias of a model, or the name of an adapter."""
+        """Return whether this is the name or alias of a model, or the name of an adapter."""
         return model in self._names
 
     def models(self) -> Iterator[ModelQueue]:
-        """What the caller of this moment may use: the models, and the adapters that can serve."""
+        """Yield the models, and the available adapters, that the current caller may use."""
         for route in self.routes.values():
             name = route.status.name
             if self.access.may_use(name):
@@ -137,7 +136,7 @@ class Router:
 
         Raises ModelNotFound, Forbidden, RateLimited, ModelUnavailable, QueueFull or
         RequestQuarantined at once; later failures reach the call's consumer. `timeout_s` is capped
-        by the model's own.
+        by the model's own timeout.
         """
         size_bytes = 0
         try:
@@ -167,7 +166,7 @@ class Router:
         return call
 
     def _take(self, call: InflightRequest) -> ModelQueue:
-        """The model's own route, which takes the call."""
+        """Admit a call, and return the queue of its (base) model."""
         route = (asked := self.find(call.model)).base
         if call.params.grammar is not None:
             check_grammar(call.params.grammar, self.access.rules.limits)
@@ -194,7 +193,7 @@ class Router:
     def _make_room(
         self, route: ModelQueue, queue: FairQueue[InflightRequest], call: InflightRequest
     ) -> None:
-        """Raise QueueFull; to the key that waits most where that is not the caller's."""
+        """Raise QueueFull, or fail a call of the key with the most waiting calls with it."""
         crowded = queue.crowd_out(call.key)
         said = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
         self._refuse_full(route, said, crowded)
@@ -202,7 +201,7 @@ class Router:
     def _make_room_in_memory(
         self, route: ModelQueue, call: InflightRequest, size_bytes: int
     ) -> None:
-        """As `_make_room`, where what waits for all models holds too many bytes with this call."""
+        """Make room if the waiting calls of all models and this call hold too many bytes."""
         queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
         limit_bytes = self.access.rules.max_queue_bytes
         said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
@@ -216,46 +215,46 @@ class Router:
             self._refuse_full(route, said, None if spared else queue.take_newest(key))
 
     def _refuse_full(self, route: ModelQueue, said: str, instead: InflightRequest | None) -> None:
-        """Raise QueueFull, or have it told to the call that leaves `instead`."""
+        """Raise QueueFull, or fail the call that leaves `instead` with it."""
         waiting = len(route.queue) + len(route.suspects)
         wait_s = route.pace.wait_s(waiting + (instead is not None), self._loop.time())
-        if instead is None:  # and no name for the error: its traceback would hold it, and the body
+        if instead is None:  # an unnamed error: its frame must not keep it and the body alive
             raise QueueFull(said, retry_after_s=wait_s)
         self._fail(instead, QueueFull(said, retry_after_s=wait_s))
 
     def drain(self) -> None:
-        """Take nothing new; `idle` is set when what is in flight is done."""
+        """Refuse new calls; `idle` is set when all calls in flight are done."""
         self.draining = True
         if not self._open:
             self.idle.set()
 
     def cut(self) -> None:
-        """The time to finish is over: say so to all that is in flight."""
+        """Fail all calls in flight, because the time to drain is over."""
         said = "servekit has shut down before this was done; ask again when it is back"
         for call in list(self._open):
             self._withdraw(call)
             call.fail(ModelUnavailable(said, retry_after_s=5.0))
 
     def position(self, call: InflightRequest) -> int | None:
-        """How many calls are before this one in its queue; None once it runs."""
+        """Return how many calls are ahead of this one in its queue; None once it runs."""
         return None if call.route is None else call.route.position(call)
 
     def follow(self, call: InflightRequest) -> None:
-        """Have the call told its place now and, on change, once a second; see `place_after`."""
+        """Tell a call its position now and, on change, once a second; see `place_after`."""
         if call.route is not None:
             call.route.follow(call)
 
     # ---- from the supervisor
 
     def apply(self, topology: Topology) -> None:
-        """Make the routes what the supervisor says they are."""
+        """Apply the supervisor's topology: models, replicas, access rules, quarantine."""
         if topology.draining:
             self.drain()
         self.quarantine.add(topology.quarantined, time.monotonic())
         self.access.apply(topology.access)
         for status in topology.models:
             route = self.routes.pop(status.name, None) or ModelQueue(status)
-            self.routes[status.name] = route  # in the file's order, whatever it was
+            self.routes[status.name] = route  # keeps the order of the configuration file
             route.set_status(status)
             route.adapters = adapters_of(route)
             self._apply_replicas(route, status, topology.gateways)
@@ -297,7 +296,7 @@ class Router:
         self._fail_waiting(route)
 
     def _fail_waiting(self, route: ModelQueue) -> None:
-        """Nothing will come to serve these: say so now rather than at their deadlines."""
+        """Fail all waiting calls at once, not at their deadlines: no worker will serve them."""
         for call in route.order():
             route.withdraw(call)
             self._fail(call, route.unavailable())
@@ -305,13 +304,13 @@ class Router:
     # ---- from the replicas
 
     def on_free(self, replica: WorkerConnection) -> None:
-        """A replica has room: give it what waits."""
+        """Send waiting calls to a replica that has room."""
         if (route := self.routes.get(replica.model)) is not None:
             route.was_ready = True
             route.dispatch(replica)
 
     def on_lost(self, replica: WorkerConnection, calls: list[InflightRequest]) -> None:
-        """A worker died: what it was doing is done elsewhere, before all that waits."""
+        """Retry a dead worker's calls elsewhere, before all waiting calls, or quarantine them."""
         running = {call: replica.ran(call) for call in calls}
         sources = self._suspect(replica, calls)
         for call, ran in running.items():
@@ -329,14 +328,14 @@ class Router:
         self._reroute(replica)
 
     def on_returned(self, replica: WorkerConnection, call: InflightRequest) -> None:
-        """A worker is draining and did not take a call: nothing is wrong with the call."""
+        """Queue a call again that a worker gave back, which says nothing against the call."""
         if self._resumable(replica, call):
             assert call.route is not None
             call.route.take_back(call)
         self._reroute(replica)
 
     def _resumable(self, replica: WorkerConnection, call: InflightRequest) -> bool:
-        """Whether a call can run again; if not it has been told why."""
+        """Return whether a call can run again; if not, fail it."""
         assert call.route is not None
         if call.route.removed:
             self._fail(call, WorkerLost("its worker ended, and the model is no longer served"))
@@ -349,7 +348,7 @@ class Router:
         return not call.done
 
     def _not_resumed(self, replica: WorkerConnection, call: InflightRequest) -> RequestError | None:
-        """Why nobody can go on after what a call has brought so far; None if somebody can."""
+        """Return the error if no worker can continue a call's answer; None if one can."""
         if not replica.resumes:
             return WorkerLost(NOT_RESUMED)
         assert call.route is not None
@@ -358,7 +357,7 @@ class Router:
         return ModelChanged(CHANGED)
 
     def on_changed(self, replica: WorkerConnection, call: InflightRequest) -> None:
-        """A worker has loaded something else than what a call began with."""
+        """Restart a call whose worker has another generation; fail it if its client has tokens."""
         assert call.route is not None
         if call.rewind():
             call.route.take_back(call)
@@ -367,7 +366,10 @@ class Router:
             self._fail(call, ModelChanged(CHANGED))
 
     def has_larger(self, replica: WorkerConnection, call: InflightRequest) -> bool:
-        """Whether a call that is too long for one replica may fit another; it goes there then."""
+        """Return whether a call that is too long for one replica may fit another.
+
+        If so, only replicas with a larger context will get it.
+        """
         if replica.info is None or call.route is None or call.continuation is not None:
             return False
         least = replica.info.max_context + 1
@@ -389,7 +391,7 @@ class Router:
             self._fail_waiting(route)
 
     def _release_stranded(self, route: ModelQueue) -> None:
-        """Nothing will go on with these as they began: anew, if nobody has seen any of it."""
+        """Restart calls that no worker can continue; fail those whose client has seen tokens."""
         for call in route.take_stranded():
             if call.rewind():
                 route.take_back(call)
@@ -397,13 +399,13 @@ class Router:
                 self._fail(call, ModelChanged(CHANGED))
 
     def on_ended(self, call: InflightRequest) -> None:
-        """The call's worker has answered it, well or not."""
+        """Finish a call that its worker has answered, with success or failure."""
         self._end(call, harmless=True)
         if call.route is not None:
             call.route.pace.completed(self._loop.time())
 
     def _quarantine(self, route: ModelQueue, call: InflightRequest) -> None:
-        """Give a call up for what it does to workers, and all that waits and is the same."""
+        """Quarantine a call that kills workers, and fail it with all equal waiting calls."""
         entry = self.quarantine.commit(route.status, call, time.monotonic())
         self._fail(call, refusal(entry, entry.for_s))
         if entry.for_s <= 0:
@@ -417,13 +419,10 @@ class Router:
                 route.withdraw(other)
                 self._fail(other, error)
 
-    # ---- whose requests take workers down: see `gateway.sources`
+    # ---- sources of requests that kill workers: see `suspect_sources`
 
     def _suspect(self, replica: WorkerConnection, calls: list[InflightRequest]) -> set[str]:
-        """A worker died: hold it against what was running there and had not proven itself.
-
-        Returns the sources of that.
-        """
+        """Record a death against the unproven calls that were running, and return their sources."""
         cancelled = replica.take_cancelled()
         suspects: list[Suspect] = []
         sources: set[str] = set()
@@ -457,7 +456,7 @@ class Router:
             call.suspect = None
 
     def _judge(self, route: ModelQueue, call: InflightRequest) -> None:
-        """What becomes of a new call, by what is held against its source, or its like.
+        """Isolate a new call, or refuse it, if its source or its fingerprint is suspect.
 
         Raises SourceQuarantined.
         """
@@ -472,10 +471,10 @@ class Router:
     def _isolate(
         self, call: InflightRequest, judged: Verdict, now_s: float, same: Verdict = Verdict.FREE
     ) -> None:
-        """Have a call run alone. `same`: what its exact like is judged to be.
+        """Make a call run alone. `same` is the verdict on its fingerprint.
 
-        The next death is its last where its own like, or its own key, is known to kill. Another
-        one of a shared address may be innocent, and be hit by a death from outside.
+        Its next death is its last if its fingerprint or its key is known to kill. The verdict on a
+        shared address does not count for that: the call may be of an innocent client.
         """
         source = source_of(call)
         known = same if is_shared(source) else max(judged, same)
@@ -488,14 +487,14 @@ class Router:
         route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
         wait_s = call.not_before_s - time.monotonic()
         if wait_s > 0:
-            # uvloop's timers count whole milliseconds, and may be early by as much
+            # uvloop's timers have a resolution of 1 ms, and may fire that much too early
             self._loop.call_later(wait_s + GRAIN_S, route.dispatch_all)
         route.dispatch_all()
         if call.replica is None and route.on_wait is not None:
             route.on_wait(route)
 
     def _judge_source(self, route: ModelQueue, source: str) -> None:
-        """A death may be a source's: what waits of it is treated as if it came now."""
+        """Judge a source after a death, and treat its waiting calls as if they came now."""
         now_s = time.monotonic()
         judged = self.sources.judge(source, now_s)
         if judged is Verdict.FREE:
@@ -533,7 +532,7 @@ class Router:
         call.fail(DeadlineExceeded(f"not done within {call.limit_s:g} s; it was {where}"))
 
     def _withdraw(self, call: InflightRequest) -> None:
-        """Take a call out of the queue, or off its worker."""
+        """Remove a call from its queue or its worker."""
         self._end(call)
         replica = call.replica
         if replica is not None:
@@ -559,7 +558,10 @@ class Router:
         route.in_flight += 1
 
     def _end(self, call: InflightRequest, *, harmless: bool = False, charged: bool = True) -> None:
-        """A call is over. `charged`: it may be so for the deaths that it was running in."""
+        """Finish a call: clear it of its deaths if it is `harmless` or proven, else charge them.
+
+        With `charged` unset an unproven call is neither cleared nor charged.
+        """
         self._open.remove(call)
         if harmless or call.proven:
             self._clear(call)

@@ -1,4 +1,4 @@
-"""What an engine step brings to the streams of one worker: the most frequent thing of all."""
+"""Delivery of an engine step's tokens to the streams of one worker: the hottest path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def take_one_each(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:
-    """Pass an engine step on to the calls it is of, by their ids: one more token for each.
+    """Deliver an engine step, one more token for each of its calls; `calls` are by wire id.
 
     Does the work of `InflightRequest.take` in one loop, reading the clock once for all requests.
     Requests that already hold unwritten text have been scheduled for writing.
@@ -26,7 +26,7 @@ def take_one_each(calls: Mapping[int, InflightRequest], told: TokenBatch) -> Non
     for id, text, token_id in zip(told.ids, told.texts, told.token_ids, strict=True):
         call = find(id)
         if call is None:
-            continue  # cancelled while this was on its way
+            continue  # cancelled meanwhile
         call.emitted.append(token_id)
         call.chars += len(text)
         if (texts := call.texts) is None:
@@ -46,4 +46,4 @@ def take_one_each(calls: Mapping[int, InflightRequest], told: TokenBatch) -> Non
                     call.wake()
     meter.next(now_s - last_s, alike)
     if pumps:
-        pumps[0].cork.add_all(pumps)  # a gateway has but one
+        pumps[0].cork.add_all(pumps)  # all writers of a gateway share one

@@ -1,24 +1,25 @@
-"""Whose requests take workers down: deaths are held against keys, addresses and exact requests.
+"""Suspicion against keys, addresses and fingerprints whose requests may kill workers.
 
-`gateway.fate` follows one call through the deaths that it was running in. A client that hangs up at
-once, or changes a byte each time, has a new call for each worker that it kills, and so is followed
-here. A death is first held against nobody: all that was running in it without proof is suspected.
-A suspect that later brings tokens, or an answer, is cleared of it; one that ends otherwise (its
-client has hung up, or it was quarantined) is charged, with its share among those that are not
-cleared. So what workers are killed by from outside is held against nobody for long, as what was
-running comes through in its next attempt; and the neighbours of a request that kills are cleared
-while it never is. A request that servekit itself ends for another reason (the model is gone, no
-worker is left) is neither cleared nor charged.
+`retry_policy` follows one call through the deaths in which it was running. A client that hangs up
+at once, or changes a byte each time, makes a new call for each worker that it kills, and is
+followed here. At first a death is charged to no source; all unproven calls that were running are
+suspects. A suspect that later brings tokens or an answer is cleared. A suspect that ends otherwise
+(its client has hung up, or it was quarantined) is charged with its share among those not cleared.
+A kill from outside is thus charged to nobody for long, because its suspects come through in their
+next attempt. The neighbours of a killing request are cleared, while that request never is. A
+request that servekit itself ends for another reason (the model is gone, no worker is left) is
+neither cleared nor charged.
 
-One death proves nothing: a worker may be killed from outside just when its clients hang up. Deaths
-that repeat are a suspicion, and what tests it is that the source's requests run alone. Each that
-comes through so makes all charges against its source lighter: a source without poison is free again
-after a dozen requests, however many deaths it was charged with by chance.
+One death proves nothing: a worker may be killed from outside just when its clients hang up.
+Repeated deaths are a suspicion, which is tested by running the source's requests alone. Each
+request that then comes through reduces all charges against its source: a harmless source is free
+again after a dozen requests, however many deaths it was charged with by chance.
 
-A source is the key, where keys are needed, else the client's address. It is tried alone before it
-is ever refused. An address may be that of many, who are served beside a poisoner in one line. So it
-is refused only where nothing of it has come through since three deaths alone, by this gateway only
-(another one may serve the others), and tried again after each refusal.
+A source is the key, if keys are needed, else the client's address. Its requests run alone before
+they are ever refused. Many clients may share an address with a malicious one. An address is
+therefore refused only if none of its requests has come through since three deaths in isolation, by
+this gateway only (another one may serve its other clients), and it is tried again after each
+refusal.
 """
 
 from __future__ import annotations
@@ -31,43 +32,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
 
-#: After so long a death counts half.
+#: Time after which a death counts half.
 HALF_LIFE_S = 60.0
-#: Deaths that are remembered, the last ones, and for how long.
+#: Limits on the number and age of the deaths that are remembered.
 _MOST_DEATHS = 64
 _FORGET_S = 600.0
-#: Charges at which a source's requests run alone, and at which it may be refused: two deaths and
-#: three, less what they lose in half a minute.
+#: Charges at which a source's requests run alone, and at which it may be refused: two and three
+#: deaths, less their decay in half a minute.
 _ALONE_AT = 1.4
 _REFUSED_AT = 2.2
-#: The same of deaths in which, by the worker's word, nothing else could have killed.
+#: Thresholds for sure deaths, in which the worker had announced that the suspect ran alone.
 _WAITS_AT = 0.4
 _SURE_AT = 1.2
-#: The same of an address's, if nothing of it has come through since.
+#: Threshold for an address's sure deaths since which none of its requests has come through.
 _VAIN_AT = 2.2
-#: What a charge still weighs after each request of the source that came through alone.
+#: Factor on a charge for each request of the source that came through alone.
 _FADE = 0.97
-#: How long a source that waits lets the workers be after a death.
+#: Pause after a death, before the next request of a source with the verdict WAITS.
 PAUSE_S = 2.0
-#: How long a source is refused at first; twice as long each time after that.
+#: Duration of a source's first refusal; it doubles with each further one.
 REFUSED_S = 30.0
 
 
 class Verdict(IntEnum):
-    """What becomes of a source's next request; the higher the worse."""
+    """The treatment of a source's next request; higher is worse."""
 
     FREE = 0
-    ALONE = 1  # it runs beside nothing unproven, until it is proven
-    WAITS = 2  # the same, after a pause; if it dies then, that was its last time
+    ALONE = 1  # runs without other unproven calls, until it is proven
+    WAITS = 2  # the same, after a pause; a key's call is quarantined if it dies then
     REFUSED = 3
 
 
 def verdict(deaths: float, sure: float, vain: float | None = None) -> Verdict:
-    """What the charges against a source come to.
+    """Return the verdict for the charges against a source.
 
-    `deaths` are those charged, each by its age and the source's share in it; `sure` those of them
-    in which the worker had said that nothing else was started. `vain`: of an address, those of
-    the sure since which nothing of it has come through; None for a key.
+    `deaths` is the sum of its charged deaths, each weighted by age and by the source's share.
+    `sure` is the part in which the worker had announced that the suspect ran alone. `vain` is, for
+    an address, the part of `sure` since which none of its requests has come through; None for a
+    key.
 
     deaths           sure             vain           verdict
     less than 1.4    any              any            FREE
@@ -88,12 +90,12 @@ def verdict(deaths: float, sure: float, vain: float | None = None) -> Verdict:
 
 
 def is_shared(source: str) -> bool:
-    """Whether many may have this source: it is an address."""
+    """Return whether many clients may share this source, because it is an address."""
     return not source.startswith("key:")
 
 
 def source_of(call: InflightRequest) -> str:
-    """The key of a call, or the address that it came from; "" where neither is known."""
+    """Return the key of a call, else its client's address; "" if neither is known."""
     if call.caller is not None:
         return f"key:{call.caller.rule.name}"
     address = "" if call.origin is None else call.origin.address
@@ -101,32 +103,32 @@ def source_of(call: InflightRequest) -> str:
 
 
 def in_words(source: str) -> str:
-    """What a person calls a source."""
+    """Return a source as text for people."""
     kind, _, name = source.partition(":")
     return f"the {kind} {name!r}"
 
 
 class Death:
-    """One death of a worker, and who may have brought it about. `at_s` is monotonic."""
+    """A worker's death and its possible causes. `at_s` is monotonic."""
 
     __slots__ = ("at_s", "charged", "open", "passed", "sure")
 
     def __init__(self, at_s: float, sure: bool, marks: Iterable[str]) -> None:
         self.at_s = at_s
-        self.sure = sure  # there was but one that it can have been
+        self.sure = sure  # only one call can have caused it
         self.open = 0  # suspects that are not cleared
-        self.charged = Counter(dict.fromkeys(marks, 0))  # by mark: those of them that have ended
-        self.passed: dict[str, int] = {}  # by mark: requests that came through alone since
+        self.charged = Counter(dict.fromkeys(marks, 0))  # charged suspects, by mark
+        self.passed: dict[str, int] = {}  # requests that came through alone since, by mark
 
     def share(self, mark: str) -> float:
-        """How much of it is held against a source or an exact request."""
+        """Return the share of this death that is charged to a source or a fingerprint, 0 to 1."""
         if not self.charged[mark]:
             return 0.0
         return self.charged[mark] / self.open * _FADE ** self.passed.get(mark, 0)
 
 
 class Suspect:
-    """A call as one that may have killed. `marks`: its source, and its fingerprint."""
+    """A call that may have killed workers. `marks` are its source and its fingerprint."""
 
     __slots__ = ("deaths", "marks")
 
@@ -136,25 +138,28 @@ class Suspect:
 
 
 class Sources:
-    """What this gateway holds against whom. Times are monotonic, in s."""
+    """The charges of this gateway against sources and fingerprints. Times are monotonic, in s."""
 
     def __init__(self) -> None:
         self._deaths: deque[Death] = deque(maxlen=_MOST_DEATHS)
         self._refused: Counter[str] = Counter()  # how often
 
     def __bool__(self) -> bool:
-        """Whether any death is remembered."""
+        """Return whether any death is remembered."""
         return bool(self._deaths)
 
     def holds(self, now_s: float) -> bool:
-        """Whether anything is held against anybody."""
+        """Return whether any mark is charged with a death."""
         if not self._deaths:
             return False
         self._forget(now_s)
         return any(any(death.charged.values()) for death in self._deaths)
 
     def add(self, suspects: list[Suspect], sure: bool, now_s: float) -> None:
-        """A worker has died, and these were running without proof. `sure`: only one could."""
+        """Record a worker's death with the unproven calls that were running.
+
+        `sure`: the worker had announced that one suspect ran alone.
+        """
         if not suspects:
             return
         self._forget(now_s)
@@ -165,25 +170,25 @@ class Sources:
         self._deaths.append(death)
 
     def clear(self, suspect: Suspect) -> None:
-        """It was not this one: it has brought what it was asked for."""
+        """Clear a suspect that has brought tokens or an answer."""
         for death in suspect.deaths:
             death.open -= 1
         suspect.deaths = []
 
     def charge(self, suspect: Suspect) -> None:
-        """It has ended, and never shown that it is harmless."""
+        """Charge a suspect that has ended without showing that it is harmless."""
         for death in suspect.deaths:
             death.charged.update(suspect.marks)
         suspect.deaths = []
 
     def pass_through(self, mark: str, *, alone: bool) -> None:
-        """A request of a source has come through; `alone`: as one that was suspected."""
+        """Count a request of a source that has come through; `alone`: run in isolation."""
         for death in self._deaths:
             if mark in death.charged:
                 death.passed[mark] = death.passed.get(mark, 0) + alone
 
     def judge(self, mark: str, now_s: float, times: float = 1.0) -> Verdict:
-        """What becomes of a source's next request; `times`: how much each death weighs."""
+        """Return the verdict on a source or fingerprint; `times` is the weight of each death."""
         deaths = sure = vain = 0.0
         for death in self._deaths:
             if share := death.share(mark):
@@ -194,12 +199,15 @@ class Sources:
         return verdict(deaths, sure, vain if is_shared(mark) else None)
 
     def pause_s(self, mark: str, now_s: float) -> float:
-        """How long a source that waits has to, from now on."""
+        """Return the remaining pause of a source with the verdict WAITS."""
         last_s = max((one.at_s for one in self._deaths if one.charged[mark]), default=0.0)
         return max(0.0, last_s + PAUSE_S - now_s)
 
     def refuse_for_s(self, source: str, most_s: float) -> float:
-        """A source is about to be refused: for how long. An address is tried again after that."""
+        """Count a refusal of a source, and return its duration, at most `most_s`.
+
+        The deaths of an address stop counting as `vain`, so that it is tried again afterwards.
+        """
         self._refused[source] += 1
         if is_shared(source):
             self.pass_through(source, alone=False)

@@ -1,4 +1,4 @@
-"""One timer for the deadlines of all calls: a timer each would cost more than most of them do."""
+"""Deadlines of all calls with a single timer, because one timer per call would cost too much."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Callable, Collection
 
 from servekit.gateway.routing.request import InflightRequest
 
-#: A deadline is met at most this much late. It bounds how often all calls are looked through.
+#: Greatest delay of an expiry; it bounds how often all calls are searched.
 GRAIN_S = 0.01
 
 
 class Deadlines:
-    """Calls `expire` with each of the open `calls` once it is older than its `limit_s`.
+    """The deadlines of the open `calls`; `expire` is called with each call that exceeds `limit_s`.
 
-    `calls` is the owner's collection, and the owner's to keep; nothing is to be done for a call
-    that ends in time, and nearly all do.
+    The owner maintains the collection `calls`; a call that ends in time needs no work here.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Deadlines:
         self._due_s = math.inf  # when the timer fires
 
     def keep(self, call: InflightRequest) -> None:
-        """Hold a call to its limit from now on; it is among `calls`."""
+        """Watch the deadline of a call, which the owner has added to `calls`."""
         due_s = call.created_s + call.limit_s
         if due_s < self._due_s:
             self._arm(due_s)
@@ -46,7 +45,7 @@ class Deadlines:
         self._timer, self._due_s = None, math.inf
         now = time.monotonic()
         for call in [call for call in self._calls if call.created_s + call.limit_s <= now]:
-            if not call.done:  # the end of one may bring about another's
+            if not call.done:  # one call's expiry may end another
                 self._expire(call)
         if self._calls:
             self._arm(min(call.created_s + call.limit_s for call in self._calls))

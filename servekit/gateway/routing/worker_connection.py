@@ -1,7 +1,7 @@
-"""The gateway's connections to the workers: one per replica that the supervisor calls ready.
+"""The gateway's connections to workers: one per replica that the supervisor reports as ready.
 
-The connection is the lease: greeted is routable, EOF is death, and the calls that were in flight
-there go back to the router in that very moment.
+The connection is the lease: a worker that has sent its greeting is routable, EOF is its death, and
+its calls in flight go back to the router at that moment.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ if TYPE_CHECKING:
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: Between attempts to reach a worker that does not answer its socket.
+#: Interval between attempts to connect to a worker.
 REDIAL_S = 0.05
-#: The longest between two, where it is on another machine: each may cost a handshake.
+#: Longest interval for a worker on another machine, where each attempt may cost a TLS handshake.
 _REDIAL_AT_MOST_S = 1.0
-#: Cancelled calls that are kept until their worker has said that they are gone.
+#: Cancelled calls that are kept until their worker has confirmed the cancellation.
 _MOST_CANCELLED = 256
-#: Requests that the log names of those that a worker had when it died.
+#: Limit of the requests of a dead worker that the log names.
 _NAMED = 16
 
 
 class Reach(NamedTuple):
-    """What a gateway needs to reach workers on other machines."""
+    """A gateway's settings to reach workers on other machines."""
 
     identity: CertificateHolder | None = None
-    lost_s: float = LOST_S  # a worker that has not answered for so long is lost
+    lost_s: float = LOST_S  # silence after which a worker counts as lost
 
 
-#: That of a gateway all of whose workers are on its own machine.
+#: Settings of a gateway whose workers are all on its own machine.
 NEARBY = Reach()
 
 
 def base_generation(began: Continuation) -> str:
-    """That of the model, without the adapter's."""
+    """Return the model's generation without the adapter's part."""
     return began.generation.partition("+")[0]
 
 
 class Owner(Protocol):
-    """Who is told what becomes of the calls: the router."""
+    """The interface of the router, which is notified of the calls' progress."""
 
     name: str
     reach: Reach
@@ -90,9 +90,10 @@ class Owner(Protocol):
 
 
 class WorkerConnection:
-    """One worker, as this gateway reaches it. `credits` is how many calls it may hold for us.
+    """The connection to one worker. `credits` is the number of calls that may be sent now.
 
-    These are our share of its slots, and what it lends us of the other gateways' while calls wait.
+    This gateway has its share of the worker's slots. While calls wait, the worker also lends it
+    slots that other gateways do not use.
     """
 
     def __init__(self, owner: Owner, model: str, status: ReplicaStatus, share: int) -> None:
@@ -104,28 +105,28 @@ class WorkerConnection:
         self.calls: dict[int, InflightRequest] = {}
         self._cancelled: dict[
             int, InflightRequest
-        ] = {}  # they may be in the engine yet, and kill it
-        self.wanted = True  # False: no new calls, those in flight may finish
-        self.alone: int | None = None  # who is, by the worker's word: our wire id, or 0
-        self._asked = 0  # wire id of a suspect that is there, and waits to be alone
-        self.resumes = True  # its engine can go on after what another one has done
-        self.refuses = False  # it drains, and has finished: it goes on with nothing any more
-        self.share = share  # gateways that share the worker's slots
+        ] = {}  # unconfirmed; may still be in the engine, and kill it
+        self.wanted = True  # False: no new calls, but those in flight may finish
+        self.alone: int | None = None  # isolated suspect: our wire id, or 0 for another gateway's
+        self._asked = 0  # wire id of a sent suspect that waits for isolation
+        self.resumes = True  # its engine can continue the answers of other workers
+        self.refuses = False  # draining: it has refused a call, and will refuse continuations
+        self.share = share  # number of gateways that share the worker's slots
         self.borrows = False  # we have asked for more than our share
-        self._lent = 0  # slots beyond it
-        self.last_id = 0  # the wire id of the last call that was sent
-        self.account: Account | None = None  # what it owes and holds, where there is a choice
+        self._lent = 0  # slots beyond our share
+        self.last_id = 0  # wire id of the last call that was sent
+        self.account: Account | None = None  # its load; only for models with several replicas
         self._open_slots = 0  # for ordinary calls
         self._connection: Connection[WorkerToGateway] | None = None
         self._redial_s = REDIAL_S
-        self._unreached = ""  # why, as the log was told
+        self._unreached = ""  # the last logged error of an attempt to connect
         self._dialling = asyncio.get_running_loop().create_task(self._dial())
 
     # ---- routing
 
     @property
     def credits(self) -> int:
-        """Calls that may be sent now; 0 or less while not routable, or held."""
+        """Return how many calls may be sent now; 0 or less while not routable, or held."""
         return self._open_slots - len(self.calls)
 
     @property
@@ -134,24 +135,26 @@ class WorkerConnection:
 
     @property
     def has_room(self) -> bool:
-        """There is a slot, also while it is held."""
+        """Return whether a slot is free, even while the worker is held."""
         return len(self.calls) < self._slots()
 
     @property
     def held(self) -> bool:
-        """It starts nothing: a suspect is alone there, or about to be. Until then credits are 0."""
+        """Return whether the worker starts no calls, because a suspect is or will be isolated."""
         return self.alone is not None or self._asked > 0
 
     def suits(self, call: InflightRequest) -> bool:
-        """It is connected, and says what the call's first worker would go on to say."""
+        """Return whether the worker is connected and, for a started answer, of its generation."""
         if self.info is None or self.refuses:
             return False
         began = call.continuation
         return began is None or self.info.generation == base_generation(began)
 
     def takes(self, call: InflightRequest) -> bool:
-        """Whether a call that it `suits` may be sent now. One that drains finishes what its like
-        have begun, which may have no other place left.
+        """Return whether a call that the worker `suits` may be sent now.
+
+        A draining worker still accepts continuations, because no other worker of its generation may
+        be left.
         """
         if self.wanted:
             return self.credits > 0
@@ -159,11 +162,11 @@ class WorkerConnection:
         return begun and self.info is not None and len(self.calls) < self.info.slots
 
     def ran(self, call: InflightRequest) -> bool:
-        """Whether a call without proof was running, rather than held; see `gateway.fate`."""
+        """Return whether an unproven call was running and not held; see `retry_policy`."""
         return self.alone == call.wire_id if call.alone_until else self.alone is None
 
     def set_share(self, share: int) -> None:
-        """So many gateways share the worker's slots."""
+        """Set the number of gateways that share the worker's slots."""
         if share != self.share:
             self.share = share
             self._give_back()
@@ -178,18 +181,18 @@ class WorkerConnection:
         return max(1, info.slots // self.share)
 
     def borrow(self) -> None:
-        """Ask for slots that other gateways do not use: calls wait, and there is no room."""
+        """Ask for slots that other gateways do not use, because calls wait without room."""
         if self.share > 1 and not self.borrows and self.info is not None:
             self.borrows = True
             self._tell_share(self._own_slots(self.info))
 
     def ease(self) -> None:
-        """Nothing waits: give back what was lent once half of our share is free, not with each."""
+        """Return lent slots once half of our share is free; called when no call waits."""
         if self.info is None or 2 * len(self.calls) <= self._own_slots(self.info):
             self._give_back()
 
     def _give_back(self) -> None:
-        """Do with our own share again."""
+        """Return all lent slots."""
         if self.borrows:
             self.borrows, self._lent = False, 0
             self._renew()
@@ -200,7 +203,7 @@ class WorkerConnection:
             self._connection.send(Borrow(slots))
 
     def _on_lent(self, slots: int) -> None:
-        if self.borrows:  # not an answer to what is over
+        if self.borrows:  # else the answer is to an earlier request
             self._lent = slots
             self._renew()
             self.owner.on_free(self)
@@ -210,7 +213,7 @@ class WorkerConnection:
 
     @property
     def _crowded(self) -> bool:
-        """What was sent last is long, and not yet read; what waits goes elsewhere meanwhile."""
+        """Return whether a long message is still unsent; new calls go elsewhere meanwhile."""
         return self._connection is not None and self._connection.crowded
 
     def _on_writable(self) -> None:
@@ -218,7 +221,7 @@ class WorkerConnection:
         self.owner.on_free(self)
 
     def run(self, call: InflightRequest) -> None:
-        """Send a call to this worker; the caller has looked at `credits`."""
+        """Send a call to this worker; the caller has checked `credits`."""
         assert self._connection is not None
         self.last_id += 1
         self.calls[self.last_id] = call
@@ -236,7 +239,7 @@ class WorkerConnection:
             self._renew()
 
     def drop(self, call: InflightRequest) -> None:
-        """Cancel a call that runs here; its slot is free for another one at once."""
+        """Cancel a call that runs here; its slot is free at once."""
         if self._forget(call.wire_id) is not None and self._connection is not None:
             harmless = call.proven
             self._connection.send(Cancel(call.wire_id, not harmless))
@@ -248,13 +251,13 @@ class WorkerConnection:
         call.replica = None
 
     def take_cancelled(self) -> list[InflightRequest]:
-        """The calls that nobody waits for, and that may yet have been running when it died."""
+        """Remove and return the cancelled calls that may have been running when the worker died."""
         calls = list(self._cancelled.values())
         self._cancelled.clear()
         return calls
 
     def _forget(self, wire_id: int) -> InflightRequest | None:
-        """A call is here no more, for whatever reason."""
+        """Remove a call, for whatever reason, and return it; None if it is not here."""
         call = self.calls.pop(wire_id, None)
         if call is not None and self.account is not None:
             self.account.end(wire_id, call)
@@ -266,14 +269,14 @@ class WorkerConnection:
             self._renew()
 
     def retire(self) -> None:
-        """Take no new calls; the connection closes once those in flight are done, or it dies."""
+        """Stop sending new calls; the connection closes once those in flight are done."""
         self.wanted = False
         self._renew()
         self._dialling.cancel()
         self._close_if_idle()
 
     def reinstate(self) -> bool:
-        """It takes calls again after all; False if its connection is closed, or about to be."""
+        """Undo `retire`; return False if the connection is closed, or about to be."""
         if self.calls:
             self.wanted, self.refuses = True, False
             self._renew()
@@ -295,14 +298,14 @@ class WorkerConnection:
                     self.socket, self._factory, reach.identity, lost_s=reach.lost_s
                 )
             except OSError as error:
-                after_s = self._after_failure(error)  # it died; the supervisor will say so
+                after_s = self._after_failure(error)  # if it died, the supervisor will report it
                 continue
             self._connection.on_writable = self._on_writable
             self._connection.send(Hello(PROTOCOL, "gateway", self.owner.name))
             return
 
     def _after_failure(self, error: Exception) -> float:
-        """How long to wait before it is dialled again."""
+        """Return the delay before the next attempt to connect."""
         if not is_tcp(self.socket):
             return REDIAL_S
         if self._unreached != str(error):
@@ -345,14 +348,14 @@ class WorkerConnection:
         if self._asked == wire_id:
             self._asked = 0
         self._renew()
-        self.owner.on_free(self)  # for the next suspect, or for all
+        self.owner.on_free(self)  # dispatch the next suspect, or all waiting calls
 
     def _on_tokens(self, message: DeltaBatch) -> None:
         freed = False
         for delta in message.deltas:
             call = self.calls.get(delta.id)
             if call is None:
-                continue  # cancelled while this was on its way
+                continue  # cancelled meanwhile
             call.take(delta)
             if delta.finish is not None:
                 self._forget(delta.id)
@@ -369,7 +372,7 @@ class WorkerConnection:
         call.replica = None
         self._waits_no_more(message.id)
         kind = REQUEST_ERRORS.get(message.code, RequestError)
-        if kind is WorkerLost:  # it is draining: nothing is wrong with the call
+        if kind is WorkerLost:  # the worker is draining; the call is fine
             self.wanted, self.refuses = False, True
             self._renew()
             self.owner.on_returned(self, call)
@@ -389,7 +392,7 @@ class WorkerConnection:
 
     def _on_close(self, error: Exception | None) -> None:
         loop = asyncio.get_running_loop()
-        began_s = time.perf_counter()  # uvloop's own time is in whole milliseconds
+        began_s = time.perf_counter()  # uvloop's clock has a resolution of 1 ms
         was, self.info, self._connection = self.info, None, None
         self.borrows, self._lent = False, 0
         calls = list(self.calls.values())

@@ -1,9 +1,9 @@
-"""What a gateway counts of its requests for /metrics: a `RequestMeter` for each kind of them.
+"""A gateway's request counters and histograms for /metrics: one `RequestMeter` per label set.
 
-This is the hot path: a request looks its meter up once and adds to figures in lists; a token of a
-stream costs a look at the clock and two additions. Once a second what was counted goes to the
-supervisor, which adds it up for all gateways, and the lists begin at nothing again. They are
-emptied in place, for calls under way hold their meters.
+This is on the hot path: a request looks its meter up once and adds to figures in lists; a streamed
+token costs a reading of the clock and two additions. Once a second the counts are sent to the
+supervisor, which adds up those of all gateways, and are reset. The lists are reset in place,
+because calls in flight hold their meters.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from servekit.gateway.routing.router import Router
     from servekit.gateway.telemetry.tracing import Tracer
 
-#: Adapters with a label of their own; those after them share one. Whoever may load adapters names
-#: them, and each name takes memory here, at the supervisor and in Prometheus.
+#: Adapters with a label of their own; further ones share `OTHER`. Clients that may load adapters
+#: choose their names, and each label takes memory here, at the supervisor and in Prometheus.
 MOST_ADAPTERS = 256
-#: The label of those, and of paths that are none of ours.
+#: The label of those adapters, and of unknown paths.
 OTHER = "other"
 PROVIDER = "servekit"
-#: By a request's task, as OpenTelemetry calls them where it has a name.
+#: Names of operations by a request's task; OpenTelemetry's names if it has one.
 _OPERATIONS = {"embed": "embeddings", "tokenize": "tokenize", "detokenize": "detokenize"}
-#: Ends of a request that went well; all others are the codes of errors.
+#: Successful outcomes of a request; all others are error codes.
 _WELL = ("stop", "length")
 
 _first = metrics.FIRST_S
@@ -45,7 +45,7 @@ Figures = list[float]
 
 
 class RequestMeter:
-    """What is counted of requests to one model, for one adapter or none, by one operation.
+    """The counters of one model, adapter (or none) and operation.
 
     Times are of `time.monotonic`, in seconds.
     """
@@ -64,7 +64,7 @@ class RequestMeter:
         "_well",
     )
 
-    trace = ""  # W3C traceparent of the attempt that was begun last; of what is not traced none
+    trace = ""  # W3C traceparent of the last attempt; "" if not traced
 
     def __init__(self, model: str, adapter: str, operation: str) -> None:
         self._labels = model, adapter, operation
@@ -81,29 +81,29 @@ class RequestMeter:
 
     @property
     def operation(self) -> str:
-        """As `gen_ai.operation.name` says it."""
+        """Return the value of `gen_ai.operation.name`."""
         return self._labels[2]
 
-    # ---- what a call tells
+    # ---- events of a call
 
     def sent(self, call: InflightRequest) -> None:
-        """It goes to a worker for the first time."""
+        """Record that a call is sent to a worker for the first time."""
         waited = monotonic() - call.created_s
         self._wait[bisect_left(_wait, waited)] += 1
         self._wait[-1] += waited
 
     def sent_again(self, call: InflightRequest) -> None:
-        """It goes to another worker, or to one's successor."""
+        """Record that a call is sent again: to another worker, or to its worker's successor."""
         self._again[bool(call.emitted)] += 1
 
     def lost(self, call: InflightRequest) -> None:
-        """Its worker has died, or given it back: it waits again."""
+        """Record that a call waits again, because its worker died or gave it back."""
 
     def worked(self, times_ns: tuple[int, ...]) -> None:
-        """What the worker tells of a call that is traced; see `Delta.times_ns`."""
+        """Record the worker's times of a traced call; see `Delta.times_ns`."""
 
     def first(self, call: InflightRequest) -> float:
-        """Its first token is here; returns when."""
+        """Record a call's first token; return the time."""
         now = monotonic()
         took = now - call.created_s
         self._first[bisect_left(_first, took)] += 1
@@ -111,7 +111,7 @@ class RequestMeter:
         return now
 
     def next(self, took_s: float, streams: int) -> None:
-        """More of so many streams is here, so long after what came before."""
+        """Record new tokens of `streams` streams, each `took_s` after the stream's last token."""
         gaps = self._gaps
         gaps[bisect_left(_token, took_s)] += streams
         gaps[-1] += took_s * streams
@@ -119,7 +119,7 @@ class RequestMeter:
     def ended(
         self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
     ) -> None:
-        """It is over: how, and the tokens of its prompt, from a cache, and of its answer."""
+        """Record the end of a call: its outcome, and its prompt, cached and completion tokens."""
         now = monotonic()
         caller = call.caller
         of = "" if caller is None else caller.rule.name, outcome
@@ -142,7 +142,7 @@ class RequestMeter:
             self._pace[-1] += pace
 
     def refused(self, key: str, outcome: str) -> None:
-        """A request was not taken at all."""
+        """Record a request that was refused on arrival."""
         of = key, outcome
         (self._accounts.get(of) or self._open(of))[0] += 1
 
@@ -152,10 +152,10 @@ class RequestMeter:
             self._durations[of[1]] = _nothing(_duration)
         return account
 
-    # ---- what the supervisor is told
+    # ---- reports to the supervisor
 
     def take(self) -> Iterator[Series]:
-        """What was counted since the last time, which is forgotten."""
+        """Yield the counts since the last call, and reset them."""
         model, adapter, operation = self._labels
         for (key, outcome), account in self._accounts.items():
             if outcome in _WELL:
@@ -181,19 +181,19 @@ def _of_account(who: tuple[str, str, str], outcome: str, account: Figures) -> It
     requests, prompt, cached, completion = _emptied(account)
     yield from _one("servekit_requests_total", (*who, status_of(outcome), outcome), [requests])
     yield from _one("servekit_prompt_tokens_total", who, [prompt])
-    if prompt:  # nothing from a cache is a figure, too
+    if prompt:  # report zero cached tokens, too
         yield Series("servekit_cached_prompt_tokens_total", who, [cached])
     yield from _one("servekit_completion_tokens_total", who, [completion])
 
 
 def _one(metric: str, labels: tuple[str, ...], figures: Figures) -> Iterator[Series]:
-    """A series with these figures, which begin at nothing again; none where there is nothing."""
+    """Yield a series with these figures and reset them; yield nothing if all are zero."""
     if any(figures):
         yield Series(metric, labels, _emptied(figures))
 
 
 def _emptied(figures: Figures) -> Figures:
-    """A copy, and nothing left in the original: in place, for others hold it."""
+    """Return a copy of the figures, and reset the original in place, because others hold it."""
     copy = figures[:]
     figures[:] = [0.0] * len(figures)
     return copy
@@ -204,40 +204,40 @@ def _nothing(buckets: tuple[float, ...]) -> Figures:
 
 
 def status_of(outcome: str) -> str:
-    """The HTTP status that goes with the end of a request."""
+    """Return the HTTP status for the outcome of a request."""
     if outcome in _WELL:
         return "200"
     kind = REQUEST_ERRORS.get(outcome)
     return str(499 if outcome == "cancelled" else 500 if kind is None else kind.status)
 
 
-#: Of calls that no router has taken, which nobody asks for.
+#: The meter of calls that no router has accepted; it is never read.
 UNMEASURED = RequestMeter("", "", "")
 
 
 class RequestMetrics:
-    """All that one gateway has counted and not told yet."""
+    """The counts of one gateway that have not been reported yet."""
 
     def __init__(self) -> None:
         self._meters: dict[tuple[str, str, str], RequestMeter] = {}
         self._adapters: set[str] = set()
         self.tracer: Tracer | None = None
-        #: Answers by path and status: the protocol and the outermost layer count them here.
+        #: Responses by path and status, counted by the protocol and `ErrorMiddleware`.
         self.answers: defaultdict[tuple[str | bytes, int], int] = defaultdict(int)
 
     def meter(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
-        """The meter of a call that `route`, a model's own, has taken."""
+        """Return the meter of a call that `route`, a base model's queue, has accepted."""
         meter = self._of(route, call)
         return meter if self.tracer is None else self.tracer.watch(meter, call, meter.operation)
 
     def _of(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
-        if not call.more and call.messages is not None:  # nearly all
+        if not call.more and call.messages is not None:  # nearly all calls
             of = route.status.name, "", "chat"
             return self._meters.get(of) or self._make(*of)
         return self._find(route.status.name, call.more.get("adapter", ""), call)
 
     def refused(self, router: Router, call: InflightRequest, error: RequestError) -> None:
-        """A call was not taken."""
+        """Record a call that was refused on arrival."""
         try:
             route = router.find(call.model)
         except ModelNotFound:
@@ -266,7 +266,7 @@ class RequestMetrics:
         return self._meters.get(of) or self._meters.setdefault(of, RequestMeter(*of))
 
     def take(self) -> Counted | None:
-        """What was counted since the last time; None for nothing."""
+        """Return the counts since the last call and reset them; None if there are none."""
         series = [one for meter in self._meters.values() for one in meter.take()]
         answers = self.answers.copy()
         self.answers.clear()

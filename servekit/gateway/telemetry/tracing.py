@@ -1,17 +1,16 @@
-"""The spans of requests, exported over OTLP: the extra `servekit[otel]`, and `tracing` in the file.
+"""Request spans, exported over OTLP with the extra `servekit[otel]` and the key `tracing`.
 
-    chat smollm2            SERVER    from when the request came to its end
-    ├─ queue                INTERNAL  while it waited for a worker, each time that it did
-    └─ worker smollm2/0     CLIENT    while a worker had it, each one that did
-       └─ engine            INTERNAL  from when the engine was given it to its last token
+    chat smollm2            SERVER    the request, from arrival to end
+    ├─ queue                INTERNAL  each wait for a worker
+    └─ worker smollm2/0     CLIENT    each attempt on a worker
+       └─ engine            INTERNAL  from the engine's start of the request to its last token
 
-The trace goes on from the client's `traceparent` (W3C Trace Context), by its decision whether it
-is sampled, and to the worker with the request, which gives it to a remote endpoint. Names and
-attributes are those of OpenTelemetry's semantic conventions for generative AI; no prompt and no
-answer is in a span. Calls of one HTTP request are of one trace.
+A trace continues the client's `traceparent` (W3C Trace Context) with its sampling decision. The
+worker gets it with the request, and passes it to a remote endpoint. Names and attributes are those
+of OpenTelemetry's semantic conventions for generative AI; spans contain no prompts and no answers.
+Calls of one HTTP request share a trace.
 
-A request is counted through its `RequestMeter`; that of a sampled request is wrapped here: a
-call that is not pays nothing.
+The `RequestMeter` of a sampled request is wrapped here; other requests pay nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ if TYPE_CHECKING:
 log: Any = structlog.get_logger("servekit.gateway")
 
 _WELL = ("stop", "length")
-#: What the exporter may take at the gateway's end.
+#: Time limit of the last export, when the gateway ends.
 FLUSH_S = 1.0
 
 
 class Tracer:
-    """Makes spans by the rules of the file, and exports them from a thread of its own."""
+    """Creates spans by the rules of the configuration, and exports them from its own thread."""
 
     def __init__(self, rules: Tracing, gateway: str) -> None:
-        """Raises ImportError where the extra is missing: `servekit check` has said so."""
+        """Start the exporter. Raises ImportError without the extra, as `servekit check` reports."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -48,7 +47,7 @@ class Tracer:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # an endpoint that is down is no news once a second
+        # an endpoint that is down would be logged every second
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self.rules = rules
         self._provider = TracerProvider(
@@ -68,7 +67,7 @@ class Tracer:
         self._w3c = TraceContextTextMapPropagator()
 
     def watch(self, meter: RequestMeter, call: InflightRequest, operation: str) -> RequestMeter:
-        """The meter of a call that has just been taken, with its spans if it is sampled."""
+        """Return the meter of a new call, wrapped in a `Traced` if the call is sampled."""
         from opentelemetry import trace
 
         origin = call.origin
@@ -96,18 +95,18 @@ class Tracer:
         return Traced(meter, self, root, began_ns)
 
     def span(self, name: str, parent: Any, **more: Any) -> Any:
-        """A span under `parent`, begun."""
+        """Start a span under `parent`."""
         from opentelemetry import trace
 
         return self._tracer.start_span(name, trace.set_span_in_context(parent), **more)
 
     def close(self) -> None:
-        """Export what is left, as far as it takes no longer than FLUSH_S; blocks."""
+        """Export the remaining spans; blocks for at most FLUSH_S."""
         self._provider.force_flush(int(1000 * FLUSH_S))
 
 
 def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
-    """Trace by these rules from now on."""
+    """Adopt these tracing rules."""
     now = measures.tracer
     if rules == (Tracing() if now is None else now.rules):
         return
@@ -119,7 +118,7 @@ def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
 
 
 class Traced(RequestMeter):
-    """The meter of one sampled call: counts as the one it is made of, and makes its spans."""
+    """The meter of one sampled call: forwards to the given meter, and creates the call's spans."""
 
     __slots__ = ("_attempt", "_meter", "_queue", "_root", "_tracer", "trace")
 
@@ -154,7 +153,7 @@ class Traced(RequestMeter):
         self.trace = f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
 
     def lost(self, call: InflightRequest) -> None:
-        """The worker died, or gave it back: it waits again."""
+        """End the attempt's span with an error, and start a new queue span."""
         self._fail(self._attempt, "worker_lost")
         self._attempt = None
         self._queue = self._tracer.span("queue", self._root)
@@ -167,7 +166,7 @@ class Traced(RequestMeter):
         self._meter.next(took_s, streams)
 
     def worked(self, times_ns: tuple[int, ...]) -> None:
-        """When the engine was given it, brought its first token and its last."""
+        """Create the engine's span from the times of its start, first token and last token."""
         if len(times_ns) != 4 or self._attempt is None:
             return
         _, given, first, ended = times_ns
@@ -223,6 +222,6 @@ def _unix_ns(monotonic_s: float) -> int:
 
 
 def _traces(endpoint: str) -> str:
-    """Where spans go, of an OTLP endpoint as its documentation writes it."""
+    """Return the URL for spans of an OTLP endpoint, given with or without its path."""
     base = endpoint.rstrip("/")
     return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
