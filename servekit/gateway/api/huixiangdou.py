@@ -62,7 +62,7 @@ class InferenceRequest(msgspec.Struct):
     prompt: str = ""
     history: Annotated[list[Round], Meta(max_length=2048)] | None = None
     backend: str | None = None
-    remote: bool | None = None  # what older clients say instead
+    remote: bool | None = None  # sent by older clients instead of `backend`
 
 
 class Cut(Exception):

@@ -69,7 +69,7 @@ class IncrementalScanner:
         self._mark = None
 
     def rewind(self) -> None:
-        """Return to the mark, if there is one, and remove it."""
+        """Move back to the mark, if there is one, and remove the mark."""
         if self._mark is not None:
             self.at, self._mark = self._mark, None
 

@@ -55,7 +55,7 @@ def _tagged(tags: Tags) -> Make:
     return lambda dialect, texts: tagged(tags, dialect.tool_begin, dialect.tool_end, texts)
 
 
-#: The families by `Dialect.tools`. Missing is "harmony", in which all messages are marked.
+#: The families by `Dialect.tools`, without "harmony" (all of whose messages are marked) and FRAMED.
 FAMILIES: dict[str, Make] = {
     "hermes": _json("<tool_call>", "</tool_call>"),
     "qwen3_coder": _tagged(QWEN),

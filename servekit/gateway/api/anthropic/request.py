@@ -80,8 +80,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # what older clients say instead
-    # declared to be refused by name where they ask for something:
+    output_format: OutputFormat | None = None  # older clients' name of output_config.format
+    # refused by name if they are set:
     mcp_servers: Any = None
     container: Any = None
     context_management: Any = None

@@ -51,7 +51,7 @@ class Options(msgspec.Struct, kw_only=True):
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     mirostat: Whole | None = None
     tfs_z: float | None = None
     typical_p: float | None = None
@@ -67,7 +67,7 @@ class Common(msgspec.Struct, kw_only=True):
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    #: How long the model stays after this: seconds, or a duration; 0: not, below 0: it stays.
+    #: How long the model stays loaded: seconds, or a duration; 0: unload it, below 0: for ever.
     keep_alive: float | str | None = None
 
 
@@ -111,7 +111,7 @@ class GenerateRequest(Common, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     images: list[Any] | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     suffix: str | None = None
     template: str | None = None
     context: list[Any] | None = None
@@ -140,7 +140,7 @@ class NameRequest(msgspec.Struct):
 
     model: str = ""
     name: str = ""
-    # of no effect here: a model is served as it is, or it is not
+    # accepted without effect: models are served as configured
     stream: Any = None
     insecure: Any = None
     verbose: Any = None

@@ -38,7 +38,7 @@ class EmbeddingRequest(msgspec.Struct):
     )
     model: str = ""
     encoding_format: Literal["float", "base64"] | None = None
-    #: So many numbers instead of all: the first ones, made a unit vector again.
+    #: The size of the vectors: their first numbers, normalised to a unit vector.
     dimensions: Annotated[int, Meta(ge=1, le=1048576)] | None = None
     user: str | None = None
     timeout_s: Timeout | None = None

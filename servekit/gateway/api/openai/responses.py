@@ -50,7 +50,7 @@ class ResponsesForm(ResponseEncoder):
         self._id = new_id("resp_")
         self._created = int(time.time())
         self._output: list[Json] = []
-        self._open = False  # whether the last item is still being written
+        self._open = False  # the last item is still being written
         self._events = 0
 
     # ---- whole

@@ -98,11 +98,11 @@ class StructuredOutputs(msgspec.Struct):
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | None = None
-    #: In the Rust dialect.
+    #: A regular expression in the Rust dialect.
     regex: str | None = None
-    #: The answer is one of these.
+    #: The texts that the answer may be.
     choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
-    #: In llguidance's Lark dialect, or in GBNF with a rule `root`.
+    #: A grammar in llguidance's Lark dialect, or in GBNF with a rule `root`.
     grammar: str | None = None
     json_object: bool | None = None
     # refused by name if they are set:
@@ -121,7 +121,7 @@ class InMessage(msgspec.Struct):
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    #: What the assistant thought, as servekit gave it; some templates show it to the model.
+    #: The assistant's reasoning, as servekit returned it; some templates show it to the model.
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -154,7 +154,7 @@ class Common(msgspec.Struct, kw_only=True):
     verbosity: Any = None
     guided_decoding_backend: Any = None
     request_id: Any = None
-    #: What `X-Session-Id` is, in the body.
+    #: The session, like the header `X-Session-Id`.
     prompt_cache_key: str | None = None
     n: Choices | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=4096)] | None = None
@@ -163,10 +163,10 @@ class Common(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_WORDS)] | None = None
     truncate_prompt_tokens: PromptEnd | None = None
-    #: Of each token of the prompt, and of so many best; not in streams.
+    #: The number of alternatives to each of the prompt's tokens; not in streams.
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    #: The older names of what stands in `structured_outputs`.
+    #: Older names of the fields of `structured_outputs`.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
@@ -195,9 +195,9 @@ class ChatRequest(Common, kw_only=True):
     #: More arguments of the chat template, such as `{"enable_thinking": false}`.
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    #: Leave thoughts in `content` as the model wrote them.
+    #: False leaves the reasoning in `content` as the model wrote it.
     separate_reasoning: bool | None = None
-    #: The last message is the assistant's own beginning, to be gone on with.
+    #: The last message is the beginning of the answer, which the model continues.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     # refused by name if they are set:
