@@ -71,11 +71,11 @@ async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
     if await target.until_whole(_RECOVER_WITHIN_S) is None:
         raise ServekitError(await _not_whole(target))
     first = await learn(target.client, [Question(target.name, prompt(0), _FEWEST)])
-    (usage,) = first[0].answer.usages[:1]
+    prompt_tokens = sum(usage.prompt_tokens for usage in first[0].answer.usages[:1])
     token_s = max(1e-6, first[0].answer.took_s / _FEWEST)
     info = (await target.model()).info
     # Prompts differ in length: an eighth more than the first must fit as well.
-    longest = _MOST if info is None else info.max_context - usage.prompt_tokens * 9 // 8
+    longest = _MOST if info is None else info.max_context - prompt_tokens * 9 // 8
     tokens = max(_FEWEST, min(_MOST, longest, int(_ANSWER_S / token_s)))
     sizes = [max(_FEWEST, tokens * (count + number) // (2 * count)) for number in range(count)]
     questions = [Question(target.name, prompt(n + 1), size) for n, size in enumerate(sizes)]

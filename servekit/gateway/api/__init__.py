@@ -1,4 +1,4 @@
-"""The HTTP APIs, a folder for each: OpenAI, Anthropic, Ollama, administration, OpenAPI document.
+"""The HTTP APIs, one folder each: OpenAI, Anthropic, Ollama, administration, OpenAPI document.
 
-`endpoint` and `responder` are shared by them all. Only the gateway may import from here.
+All of them share `endpoint` and `responder`. Only the gateway may import from here.
 """

@@ -1,4 +1,4 @@
-"""POST endpoints off the short way: a body in, an answer out, errors as each API writes them."""
+"""POST endpoints off the fast path: read a body, write an answer or an error of the API."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from servekit.protocol.messages import Delta
 
 Refuse = Callable[[Send, ServekitError], Awaitable[None]]
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
-#: From a body and the client's key to what is asked, and how it is answered; or to the answer.
+#: Parses a body and the client's key into a request and its answer format, or into the answer.
 ParseTurn = Callable[[bytes, str], tuple[GenerationRequest, ResponseEncoder] | bytes]
 ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
 
 
 class Calls(Protocol):
-    """Calls of one HTTP request that are answered together, or fail together."""
+    """The calls of one HTTP request, which succeed or fail together."""
 
     def cancel(self) -> None: ...
 
@@ -39,7 +39,7 @@ class Calls(Protocol):
 
 
 class EndpointFactory:
-    """Makes the endpoints of one API. `refuse` writes an error as its clients expect it."""
+    """Makes the endpoints of one API. `refuse` writes an error in that API's format."""
 
     def __init__(self, router: Router, max_body_bytes: int, refuse: Refuse) -> None:
         self._router = router
@@ -47,13 +47,13 @@ class EndpointFactory:
         self._refuse = refuse
 
     def turn(self, parse: ParseTurn) -> Endpoint:
-        """An endpoint whose answer is a turn, streamed or whole."""
+        """Return an endpoint whose answer is a generation, streamed or whole."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
                 parsed = parse(body, api_key(scope))
-                del body  # or it is held for as long as the answer takes
+                del body  # otherwise the body stays in memory while the answer is generated
                 if isinstance(parsed, bytes):
                     turn = None
                 else:
@@ -72,7 +72,7 @@ class EndpointFactory:
         return endpoint
 
     def calls(self, parse: ParseCalls) -> Endpoint:
-        """An endpoint whose answer is made of some calls that come as a whole."""
+        """Return an endpoint whose answer combines several calls, none of them streamed."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -87,7 +87,7 @@ class EndpointFactory:
             watch = DisconnectWatcher(asked, receive)
             try:
                 answers = await asked.answers()
-                # thousands of vectors are not written on the loop that streams live on
+                # writing thousands of vectors would block the event loop, and with it all streams
                 await send_json(send, await asyncio.to_thread(write, answers))
             except ClientClosed:
                 return
@@ -100,7 +100,7 @@ class EndpointFactory:
         return endpoint
 
     def plain(self, parse: ParsePlain) -> Endpoint:
-        """An endpoint that is answered from what the gateway knows."""
+        """Return an endpoint that the gateway answers by itself, without a worker."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             try:

@@ -1,12 +1,13 @@
-"""HuixiangDou's own LLM server, for installations that still have its client.
+"""HuixiangDou's own LLM server API, for installations that still use its client.
 
-`POST /inference` answers `{"text", "error"}`, always 200: its client takes any other status for a
-reason to give up. `POST /stream` answers with server-sent events of text alone: it prints all that
-comes, so there is no `[DONE]`, and a failure is a connection that is cut. Answers are greedy, as
-its server's were: it scores texts by them.
+`POST /inference` answers `{"text", "error"}`, always with 200: the client gives up at any other
+status. `POST /stream` answers with server-sent events of text alone. The client prints all events,
+so there is no `[DONE]`, and a failure cuts the connection. Decoding is greedy, as in the original
+server: the client scores texts by the answers.
 
-The model is the one that `backend` names, else (its clients say "local", or a remote service) the
-first in the file. Source: llm_client.py and llm_server_hybrid.py of InternLM/HuixiangDou.
+The model is the one that `backend` names. For any other value (clients say "local", or a remote
+service) it is the first model of the file. Source: llm_client.py and llm_server_hybrid.py of
+InternLM/HuixiangDou.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 _encode = msgspec.json.Encoder().encode
 _BREAK = re.compile(r"\r\n|\r|\n")
-#: Between looks whether a model that is coming has come.
+#: The time between two checks whether a loading model is ready.
 LOOK_EVERY_S = 0.1
 
 Round = Annotated[list[str | None], Meta(min_length=2)]
@@ -61,28 +62,28 @@ class InferenceRequest(msgspec.Struct):
     prompt: str = ""
     history: Annotated[list[Round], Meta(max_length=2048)] | None = None
     backend: str | None = None
-    remote: bool | None = None  # what older clients say instead
+    remote: bool | None = None  # sent by older clients instead of `backend`
 
 
 class Cut(Exception):
-    """The connection is to be cut: there is no other way to tell this client of a failure."""
+    """The connection has to be cut: this client knows no other sign of a failure."""
 
 
 async def refuse(send: Send, error: ServekitError) -> None:
-    """`{"text": "", "error": "..."}`; 200 unless it wasn't a request to the server at all."""
+    """Answer `{"text": "", "error": "..."}`, with 200 unless the method is not allowed."""
     status = error.status if isinstance(error, MethodNotAllowed) else 200
     body = {"text": "", "error": error.message or error.code}
     await send_json(send, _encode(body), status, error_headers(error))
 
 
 async def refuse_stream(send: Send, error: ServekitError) -> None:
-    """With its status, for that is all that the client looks at."""
+    """Answer with the error's own status, the only thing that this client looks at."""
     body = {"text": "", "error": error.message or error.code}
     await send_json(send, _encode(body), error.status, error_headers(error))
 
 
 class Whole(ResponseEncoder):
-    """The answer to POST /inference. What the model thinks is no part of it."""
+    """The answer to POST /inference, without the model's reasoning."""
 
     def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
@@ -98,8 +99,8 @@ class Whole(ResponseEncoder):
 class Stream(ResponseEncoder):
     """The answer to POST /stream.
 
-    White space at the end of an event would be lost: the client strips what it reads. It goes with
-    what follows.
+    The client strips each event, so white space at the end of an event is held back and sent with
+    the text that follows.
     """
 
     headers = EVENT_STREAM
@@ -125,13 +126,13 @@ class Stream(ResponseEncoder):
 
 
 def event(text: str) -> bytes:
-    """One server-sent event, with a `data:` line for each line of the text."""
+    """Return one server-sent event, with a `data:` line for each line of the text."""
     lines = [f"data: {line}\r\n" for line in _BREAK.split(text)]
     return "".join([*lines, "\r\n"]).encode()
 
 
 class Legacy:
-    """The endpoints, as ASGI routes by path, and how they refuse."""
+    """The HuixiangDou endpoints, as ASGI routes by path, and their error formats."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
@@ -149,7 +150,8 @@ class Legacy:
         try:
             await self._answer(scope, receive, send, Stream(), stream=True)
         except Cut as cut:
-            # returning before the answer is complete has the server close the connection
+            # the server closes the connection when an ASGI app returns before its answer is
+            # complete
             log.warning("stream cut off", path=scope["path"], error=str(cut))
 
     async def _answer(
@@ -158,7 +160,7 @@ class Legacy:
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             ask = self._ask(body, api_key(scope), stream=stream)
-            del body  # or it is held for as long as the answer takes
+            del body  # otherwise the body stays in memory while the answer is generated
             turn = await self._open(ask, receive)
         except (ClientGone, ClientClosed):
             return
@@ -191,7 +193,7 @@ class Legacy:
         return router.find("").status.name
 
     async def _open(self, ask: GenerationRequest, receive: Receive) -> Generation:
-        """Once the model can serve: its client takes a restart for the end."""
+        """Return the generation once the model can serve; this client does not retry."""
         patience = Patience(self._router, ask)
         watch = DisconnectWatcher(patience, receive)
         try:
@@ -201,7 +203,7 @@ class Legacy:
 
 
 class Patience:
-    """Waits for a model that is coming, but not for one that isn't; ends when its client goes."""
+    """Waits for a model that is expected to serve, and stops when the client disconnects."""
 
     def __init__(self, router: Router, ask: GenerationRequest) -> None:
         self._router = router
@@ -209,11 +211,11 @@ class Patience:
         self._gone = asyncio.Event()
 
     def cancel(self) -> None:
-        """The client is gone."""
+        """Stop the wait: the client has disconnected."""
         self._gone.set()
 
     async def turn(self) -> Generation:
-        """The turn, opened. Raises what `Generation` does, and ClientClosed."""
+        """Return the opened generation. Raises the errors of `Generation`, and ClientClosed."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while not self._gone.is_set():
@@ -240,7 +242,7 @@ class Patience:
 def _messages(request: InferenceRequest) -> list[ChatMessage]:
     messages = []
     for question, answer, *_ in request.history or ():
-        if question and answer:  # as its client leaves half a round out
+        if question and answer:  # its client leaves out half rounds, too
             messages.append(ChatMessage("user", question))
             messages.append(ChatMessage("assistant", answer))
     return [*messages, ChatMessage("user", request.prompt)]

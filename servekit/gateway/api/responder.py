@@ -1,4 +1,4 @@
-"""From a turn to its HTTP answer, whole or streamed, in the form that an API gives it."""
+"""Writes a generation as an HTTP answer, whole or streamed, in the format of an API."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from servekit.gateway.http.asgi import (
 )
 from servekit.gateway.http.fast_response import FastResponse
 
-#: A client that leaves within this time of its request is noticed only then: most requests on a
-#: fast engine are over before a task that watches the connection would pay.
+#: A disconnect within this time of the request is noticed only then: most requests on a fast engine
+#: finish before a task that watches the connection would pay off.
 WATCH_AFTER_S = 0.01
 
 
@@ -28,24 +28,24 @@ class Cancellable(Protocol):
 
 
 class ResponseEncoder:
-    """How an API writes its answers. This base has OpenAI's errors and server-sent events."""
+    """The answer format of an API. This base class has OpenAI's errors and server-sent events."""
 
     headers: Sequence[tuple[bytes, bytes]] = EVENT_STREAM
 
     def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
-        """The body of an answer that is not streamed: JSON."""
+        """Return the JSON body of an answer that is not streamed."""
         raise NotImplementedError
 
     def opening(self, turn: Generation) -> bytes:
-        """What a stream begins with, sent with the first of what comes."""
+        """Return the bytes that open a stream, sent with its first events."""
         return b""
 
     def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        """What a stream says of some pieces; their last ones included."""
+        """Return the stream's bytes for some chunks, final chunks included."""
         raise NotImplementedError
 
     def closing(self, turn: Generation) -> bytes:
-        """What a stream ends with when all has gone well."""
+        """Return the bytes that end a successful stream."""
         return b""
 
     async def refuse(self, send: Send, error: ServekitError) -> None:
@@ -53,12 +53,12 @@ class ResponseEncoder:
         await send_error(send, error)
 
     def late_error(self, error: ServekitError) -> bytes:
-        """What a stream ends with when it fails."""
+        """Return the bytes that end a failed stream."""
         return b"data: " + envelope(error) + b"\n\n"
 
 
 async def respond(turn: Generation, form: ResponseEncoder, receive: Receive, send: Send) -> None:
-    """Answer by `form` what `turn` brings; cancels it when the client goes away."""
+    """Write the answer of `turn` in the format `form`; cancel it when the client disconnects."""
     watch = DisconnectWatcher(turn, receive)
     try:
         if turn.ask.stream:
@@ -81,9 +81,9 @@ async def _whole(turn: Generation, form: ResponseEncoder, send: Send) -> None:
 
 
 async def _stream(turn: Generation, form: ResponseEncoder, send: Send) -> None:
-    """An error after the first byte is an event of its own.
+    """Write a stream. An error after the first byte becomes an event of the stream.
 
-    `send` waits while the client does not read, and with it this request alone.
+    `send` blocks while the client does not read, and delays this request alone.
     """
     out = Stream(form, send)
     try:
@@ -103,7 +103,7 @@ async def _stream(turn: Generation, form: ResponseEncoder, send: Send) -> None:
 
 
 class Stream:
-    """The body of a streamed answer; its head goes before the first of it."""
+    """The body of a streamed answer; the response head goes before its first part."""
 
     def __init__(self, form: ResponseEncoder, send: Send) -> None:
         self._form = form
@@ -112,7 +112,7 @@ class Stream:
         self.started = False
 
     def opening(self, turn: Generation) -> bytes:
-        """The form's opening, once."""
+        """Return the format's opening on the first call, nothing afterwards."""
         opened, self._opened = self._opened, True
         return b"" if opened else self._form.opening(turn)
 
@@ -126,7 +126,7 @@ class Stream:
 
 
 class DisconnectWatcher:
-    """Cancels a request when its client goes away."""
+    """Cancels a request when its client disconnects."""
 
     __slots__ = ("_receive", "_request", "_task", "_timer")
 
@@ -147,15 +147,15 @@ class DisconnectWatcher:
 
     def end(self) -> None:
         self._timer.cancel()
-        task, self._task = self._task, None  # which holds this one
+        task, self._task = self._task, None  # which holds a reference to this watcher
         if task is not None:
             task.cancel()
 
 
 class FastResponseAsgi:
-    """ASGI's `receive` and `send` over an Exchange, for answers that take more than the short way.
+    """ASGI's `receive` and `send` on top of a FastResponse, for answers that the fast path lacks.
 
-    The request's body has been read.
+    The request's body has already been read.
     """
 
     def __init__(self, exchange: FastResponse) -> None:

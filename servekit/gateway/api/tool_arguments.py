@@ -1,4 +1,4 @@
-"""A call's arguments as an object, for dialects that have no place for its text."""
+"""A tool call's arguments as an object, for APIs that have no place for their text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """What the model wrote; where that is no JSON object, its text, as Anthropic advises.
+    """Return the arguments as an object; text that is no JSON object is wrapped in one.
 
-    Source: its documentation of fine-grained tool streaming, "handling invalid JSON".
+    Source: Anthropic's documentation of fine-grained tool streaming, "handling invalid JSON".
     """
     try:
         decoded = msgspec.json.decode(text or "{}")

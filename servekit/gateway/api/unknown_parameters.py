@@ -1,8 +1,8 @@
-"""Parameters of a body that no schema declares.
+"""Parameters of a request body that no schema declares.
 
-Clients send what other servers know. To pass such a parameter over in silence may break what they
-rely on, and to refuse it breaks clients that send it in vain: so the answer names it in a header,
-and the log says it now and then. `server.unknown_parameters` has the say.
+Clients send parameters of other servers. Silently dropping one may break a client that relies on
+it, and refusing one breaks clients that do not need it. Therefore the answer names the parameter in
+a header, and the log names it at most every LOG_EVERY_S. The policy is `server.unknown_parameters`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from servekit.gateway.http.request_context import ORIGIN
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: Names that a header, a line of the log, or a refusal tells, and characters of each.
+#: The most names in a header, a log line or a refusal, and the most characters of each name.
 MOST_NAMES, MOST_CHARS = 8, 64
-#: A parameter that has been logged is not logged again for so long.
+#: The least time between two log lines about the same parameter.
 LOG_EVERY_S = 600.0
-#: Parameters whose last mention in the log is remembered.
+#: The most parameters whose last log time is kept.
 MOST_REMEMBERED = 256
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -32,14 +32,14 @@ Policy = Literal["warn", "refuse", "ignore"]
 
 
 class UnknownParameters:
-    """What becomes of them in this gateway."""
+    """The unknown parameters of one gateway: the policy, and when each was last logged."""
 
     def __init__(self) -> None:
         self.policy: Policy = "warn"
         self._logged_s: dict[str, float] = {}
 
     def meet(self, body: bytes, known: Collection[str]) -> None:
-        """Tell of the parameters in a body that are not `known`. Raises RequestError by policy."""
+        """Report the parameters of `body` that are not `known`. Raises RequestError by policy."""
         if self.policy == "ignore":
             return
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -61,11 +61,11 @@ class UnknownParameters:
         new = [n for n in names if now_s - self._logged_s.get(n, -LOG_EVERY_S) >= LOG_EVERY_S]
         if not new or len(self._logged_s) > MOST_REMEMBERED:
             if new and now_s - max(self._logged_s.values()) >= LOG_EVERY_S:
-                self._logged_s.clear()  # full of names that somebody made up, a while ago
+                self._logged_s.clear()  # full of made-up names from a while ago
             return
         self._logged_s |= dict.fromkeys(new[:MOST_NAMES], now_s)
         log.warning("unknown parameters in a body have no effect", names=new[:MOST_NAMES])
 
 
-#: A gateway is a process.
+#: One for the process, which is one gateway.
 UNKNOWN = UnknownParameters()

@@ -1,11 +1,11 @@
-"""From a model's text to neutral events: thoughts, tool calls and the answer, as they come.
+"""Converts a model's text to neutral events as it arrives: reasoning, tool calls and the answer.
 
     parse = parser(dialect, tools=True, reasoning=True)
     for piece in pieces:
         events = parse.feed(piece)
     events = parse.end()
 
-No character is lost: what is neither a call nor a thought, nor the markers around one, is text.
+No character is lost: everything but calls, reasoning and the markers around them is text.
 """
 
 from servekit.gateway.tool_parsing.events import (

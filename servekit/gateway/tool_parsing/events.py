@@ -1,4 +1,4 @@
-"""What a parser finds in a model's text, and what a parser is."""
+"""The events that a parser finds in a model's text, and the parser protocol."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import msgspec
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
-    """A piece of the answer itself."""
+    """A piece of the answer."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning before the answer."""
 
     text: str
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """The model calls a tool. `index` counts the calls of one answer from 0."""
+    """The start of a tool call. `index` counts the calls of one answer from 0."""
 
     index: int
     id: str
@@ -38,14 +38,14 @@ Event = Text | Reasoning | ToolCallStart | CallArguments
 
 
 class Parser(Protocol):
-    """Takes a model's text as it comes and says what it is, however the pieces are cut."""
+    """Converts a model's text to events that do not depend on how the text was cut into pieces."""
 
     def feed(self, text: str) -> list[Event]:
-        """Take the next piece; return what has become certain."""
+        """Take the next piece; return the events that no further text can change."""
 
     def end(self, *, cut: bool = False) -> list[Event]:
-        """Return what was held back: no further text comes.
+        """Return the events of the text that was held back: no further text follows.
 
-        `cut`: the text was cut off, by a limit or a stop string. Then what has begun a marker, or
-        a call whose name is not known yet, is dropped: it is no part of the answer.
+        With `cut`, a limit or a stop string ended the text. Then the beginning of a marker, or a
+        call without a complete name, is dropped: it is no part of the answer.
         """

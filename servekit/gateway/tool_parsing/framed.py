@@ -1,6 +1,6 @@
-"""Answers whose parts are told apart already, by marks that no text from outside can hold.
+"""Answers whose parts are already separated, by marks that cannot occur in other text.
 
-See `wire.dialects.FRAMED`. What stands in a part is taken as it is, to the last blank.
+See `protocol.tool_formats.FRAMED`. The text of a part is taken verbatim, including white space.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, THOUGHT
 
 
 def framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
-    """Parts up to the end. Thoughts that nobody looks for are text, between the dialect's tags."""
+    """Read all parts. Reasoning that is not wanted becomes text between the dialect's tags."""
     calls = Calls(tape)
     tell: Callable[[str], None] = tape.say
     closing = ""
@@ -40,5 +40,5 @@ def _begin(tape: IncrementalScanner, calls: Calls) -> Script[None]:
         id, _ = yield from tape.until(NAME)
         name, _ = yield from tape.until(ARGUMENTS)
         calls.begin(name, id)
-    except ParseError:  # the answer was cut off within its head: nothing of it is known
+    except ParseError:  # the answer was cut off before the call's name and id were complete
         tape.at = len(tape.text)

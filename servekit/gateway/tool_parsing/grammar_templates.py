@@ -1,7 +1,7 @@
-"""How each family writes calls, as grammar: what `families` reads, told the other way round.
+"""The call formats of each family as grammars: the counterpart of the parsers.
 
-Every writer returns the opening marker, "" where calls are bare, and the grammar of all behind it.
-Names come before arguments, and white space is as the models' own templates have it.
+Each writer returns the opening marker ("" for bare calls), and the grammar of everything behind it.
+Names precede arguments, and white space follows the models' own templates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from servekit.gateway.tool_parsing.tagged_calls import (
 from servekit.gateway.tool_parsing.tool_definitions import Tool
 from servekit.protocol.messages import Dialect
 
-#: Whichever of these a schema has, it says by itself what else an object may hold.
+#: A schema with one of these keywords states by itself which further members an object may have.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"} | {
     "anyOf",
     "allOf",
@@ -32,7 +32,7 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 
 
 class Syntax:
-    """What is to be written: which tools, once or more often, their arguments how strictly."""
+    """The requirements of one grammar: tools, one or many calls, arguments by schema or free."""
 
     def __init__(
         self, lark: Lark, dialect: Dialect, tools: Sequence[Tool], many: bool, by_schema: bool
@@ -44,12 +44,12 @@ class Syntax:
         self._by_schema = by_schema
 
     def any_tool(self, write: Callable[[str, dict[str, Any]], str]) -> str:
-        """A rule for a call of any of the tools; `write` takes a name and a schema."""
+        """Return a rule for a call of any tool; `write` takes a tool's name and its schema."""
         parts = [write(tool["function"]["name"], self._schema(tool)) for tool in self._tools]
         return self.lark.rule(one_of(parts))
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """The schema of a tool's arguments. Arguments that it does not name help nobody."""
+        """Return the schema of a tool's arguments; it allows no others unless it says so."""
         function = tool["function"]
         if not (self._by_schema or function.get("strict")):
             return {"type": "object"}
@@ -57,7 +57,7 @@ class Syntax:
         return schema if _OPEN & schema.keys() else schema | {"additionalProperties": False}
 
     def in_json(self, key: str) -> str:
-        """{"name": …, key: {…}}"""
+        """Return a rule for {"name": …, key: {…}}."""
 
         def write(name: str, schema: dict[str, Any]) -> str:
             head = f'{{"name": {json.dumps(name)}, "{key}": '
@@ -66,7 +66,7 @@ class Syntax:
         return self.any_tool(write)
 
     def around(self, before: Sequence[str], behind: Sequence[str]) -> str:
-        """A name and JSON, in markers; "{}" among them stands for the name."""
+        """Return a rule for a name and JSON between markers; "{}" stands for the name."""
 
         def write(name: str, schema: dict[str, Any]) -> str:
             head = self.lark.text(*(part.replace("{}", name) for part in before))
@@ -100,7 +100,7 @@ def _template(syntax: Syntax) -> tuple[str, str]:
 
 
 def _llama(syntax: Syntax) -> tuple[str, str]:
-    # the model has learnt to make one call a turn, and its template refuses more
+    # the model was trained for one call per turn, and its template refuses more
     return "", syntax.in_json("parameters")
 
 
@@ -165,7 +165,7 @@ def _tagged(tags: Tags) -> Writer:
         end = dialect.tool_end if dialect.tool_begin else tags.outer_end
         call = syntax.any_tool(lambda name, schema: _tagged_call(syntax, tags, name, schema))
         line = lark.text("\n")
-        if tags is INVOKE:  # all calls in one pair of outer tags
+        if tags is INVOKE:  # one pair of outer tags holds all calls
             calls = joined(f"{line} {call}", "", syntax.many).replace("  ", " ")
             return begin, f"{calls} {lark.text(chr(10), end)}"
         one = f"{line}? {call} {line}? {lark.text(end)}"
@@ -183,7 +183,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
     for key, value in properties_of(schema).items():
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
         arguments.append(part if key in required else f"({part})?")
-    if "properties" not in schema:  # any argument
+    if "properties" not in schema:  # arguments of any name
         value = f"{lark.until(tags.key[1])} {lark.text(tags.value[0])} {lark.until(tags.value[1])}"
         arguments.append(f"({line}? {lark.text(tags.key[0])} {value})*")
     tail = f"{line}? {lark.text(tags.end)}" if tags.end else ""
@@ -191,7 +191,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
 
 
 def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """One argument; text stands without quotes, so it is free up to the closing tag."""
+    """Return the rule of one argument; unquoted text is free up to the closing tag."""
     line = lark.text("\n")
     if tags.value[0]:
         head = f"{lark.text(tags.key[0], key, tags.key[1])} {line}? {lark.text(tags.value[0])}"
@@ -213,7 +213,7 @@ def _required(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of a schema, with what it may refer to at the root."""
+    """Return a part of a schema with the root's definitions, which it may reference."""
     if not isinstance(schema, dict):
         return schema
     return schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -235,7 +235,7 @@ def _pythonic(syntax: Syntax) -> tuple[str, str]:
 
 
 def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-    """f(a=1, b="x"): arguments in the order of the schema, commas between those there are."""
+    """Return the rule of f(a=1, b="x"), with the arguments in the order of the schema."""
     required = _required(schema)
     properties = list(properties_of(schema).items())
     parts = [f"{lark.text(f'{key}=')} {lark.json(_with_defs(v, schema))}" for key, v in properties]
@@ -251,7 +251,7 @@ def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     return " ".join(p for p in (lark.text(f"{name}("), inner, lark.text(")")) if p)
 
 
-#: By `Dialect.tools`.
+#: The writers by `Dialect.tools`.
 WRITERS: dict[str, Writer] = {
     "hermes": _hermes,
     "template": _template,

@@ -1,9 +1,9 @@
-"""gpt-oss' channels: each message has a header that says whether it is thought, call or answer.
+"""gpt-oss' channels: each message has a header that marks it as reasoning, call or answer.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
 
-Thoughts are told from the answer whether they are asked for or not: they are no part of it.
+Reasoning is separated whether the client asked for it or not: it is no part of the answer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from servekit.gateway.tool_parsing.tool_call_parser import Calls, rest
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-#: How a header may begin: the prompt ends in `<|start|>assistant`.
+#: The possible beginnings of a header: the prompt ends in `<|start|>assistant`.
 _HEADERS = ("<|channel|>", " to=", "<|start|>", "<|message|>")
 
 
 def harmony(tape: IncrementalScanner, *, tools: bool) -> Script[None]:
-    """Messages up to the end. What is none, and all after it, is text."""
+    """Read messages up to the end. Anything else, and everything after it, is text."""
     calls = Calls(tape)
     while True:
         tape.mark()
@@ -66,7 +66,7 @@ def _message(tape: IncrementalScanner, calls: Calls, header: str, tools: bool) -
 
 
 def _call(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
-    """Arguments as far as they are JSON; what follows them in their message is text."""
+    """Read arguments as far as they are JSON; the rest of the message is text."""
     calls.begin(name)
     following = yield from tape.skip_space()
     if following == "{":

@@ -1,8 +1,8 @@
-"""The text under a parser's head, and scripts that read it.
+"""An incremental scanner over a model's text, and the scripts that read it.
 
-A script is a generator that reads the tape as if all of the text were there and yields where it
-is not, yet. It decides only what no further text could change, so that its events, joined, do not
-depend on how the text was cut. Where it has set a mark it may go back.
+A script is a generator. It reads as if the whole text were there, and yields when it needs more. It
+decides only what no further text can change, so its joined events do not depend on how the text was
+cut into pieces. It can rewind to a mark that it has set.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from servekit.gateway.tool_parsing.json_text import JsonReader
 T = TypeVar("T")
 Script = Generator[None, None, T]
 
-#: White space around a marker belongs to it, up to so many characters.
+#: The most white-space characters that belong to a marker.
 MAX_SPACE = 32
-#: What is held back without being known for a call may be so long, in characters.
+#: The most characters that are held back before they are known to be a call.
 MAX_HELD = 65_536
 MAX_NAME = 256
-#: Where a text is cut off, its end is taken for a marker's beginning from so many characters on: a
-#: single one, such as "<" or "[", is as likely to be text.
+#: The least characters at the end of cut-off text that count as the beginning of a marker: a single
+#: character, such as "<" or "[", is as likely to be text.
 LEAST_OF_MARKER = 2
 _IN_NAME = frozenset(f"{string.ascii_letters}{string.digits}_.:/-")
 
 
 class ParseError(Exception):
-    """What the tape says is not what the script is for."""
+    """The text does not match what the script expects."""
 
 
 class IncrementalScanner:
-    """Text that has come and is not yet consumed, and the events made of it."""
+    """Text that was received and not yet consumed, and the events made of consumed text."""
 
     __slots__ = ("_mark", "at", "cut", "ended", "events", "text")
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  # of `text`: the first character not consumed
+        self.at = 0  # index into `text` of the first character not consumed
         self.ended = False
-        self.cut = False  # ended in the midst, by a limit or a stop string
+        self.cut = False  # a limit or a stop string ended the text
         self.events: list[Event] = []
         self._mark: int | None = None
 
-    # ---- from outside
+    # ---- for the parser
 
     def write(self, text: str) -> None:
-        """Add text, and forget what can't be gone back to."""
+        """Append text, and drop the consumed text that no rewind can reach."""
         cut = self.at if self._mark is None else self._mark
         self.text = self.text[cut:] + text
         self.at -= cut
@@ -69,16 +69,16 @@ class IncrementalScanner:
         self._mark = None
 
     def rewind(self) -> None:
-        """Back to the mark, where there is one; the mark is gone."""
+        """Move back to the mark, if there is one, and remove the mark."""
         if self._mark is not None:
             self.at, self._mark = self._mark, None
 
     def marked(self) -> str:
-        """What has been read since the mark."""
+        """Return the text read since the mark."""
         return "" if self._mark is None else self.text[self._mark : self.at]
 
     def hold(self, more: int = 0) -> None:
-        """Raise Malformed where too much is held back since the mark."""
+        """Raise ParseError if too much text is held back since the mark."""
         if self._mark is not None and self.at + more - self._mark > MAX_HELD:
             raise ParseError
 
@@ -88,7 +88,7 @@ class IncrementalScanner:
         self.events.append(event)
 
     def say(self, text: str, kind: type[Text] | type[Reasoning] = Text) -> None:
-        """Emit text, joined to what the same piece has said before."""
+        """Emit text, joined to the previous event if that has the same kind."""
         if not text:
             return
         if self.events and isinstance(last := self.events[-1], kind):
@@ -99,7 +99,7 @@ class IncrementalScanner:
     # ---- reading
 
     def peek(self) -> Script[str]:
-        """The next character; "" at the end."""
+        """Return the next character; "" at the end."""
         while self.at >= len(self.text):
             if self.ended:
                 return ""
@@ -107,7 +107,7 @@ class IncrementalScanner:
         return self.text[self.at]
 
     def take(self, *markers: str) -> Script[str]:
-        """Consume the one of `markers` that comes next, and return it; "" if none does."""
+        """Consume and return the marker of `markers` that comes next; return "" if none does."""
         while True:
             rest = self.text[self.at : self.at + max(map(len, markers))]
             for marker in markers:
@@ -119,14 +119,14 @@ class IncrementalScanner:
             yield
 
     def expect(self, *markers: str) -> Script[str]:
-        """As `take`; raises Malformed if none comes next."""
+        """Consume a marker like `take`; raise ParseError if none comes next."""
         found = yield from self.take(*markers)
         if not found:
             raise ParseError
         return found
 
     def skip_space(self, limit: int = MAX_HELD) -> Script[str]:
-        """Consume white space, at most `limit` characters; return the character after it."""
+        """Consume at most `limit` characters of white space; return the next character."""
         while True:
             following = yield from self.peek()
             if not following.isspace() or limit <= 0:
@@ -135,9 +135,9 @@ class IncrementalScanner:
             limit -= 1
 
     def name(self) -> Script[str]:
-        """Consume the name of a tool or of one of its arguments, and white space around it.
+        """Consume and return the name of a tool or argument, with white space around it.
 
-        Raises Malformed where there is none.
+        Raises ParseError if there is no name.
         """
         yield from self.skip_space()
         name = ""
@@ -152,7 +152,7 @@ class IncrementalScanner:
         return name
 
     def take_end(self, marker: str) -> Script[bool]:
-        """Consume a closing marker, or so much of it as the text's end has left."""
+        """Consume a closing marker, or the part of it that the end of the text has left."""
         while True:
             rest = self.text[self.at : self.at + len(marker)]
             if rest == marker or (self.ended and marker.startswith(rest)):
@@ -165,10 +165,10 @@ class IncrementalScanner:
     def find(
         self, markers: Sequence[str], tell: Callable[[str], None], *, strip: bool = True
     ) -> Script[str]:
-        """Hand all text before the first of `markers` to `tell` and consume it; return the marker.
+        """Consume all text before the first of `markers`, hand it to `tell`, and return the marker.
 
-        With `strip` white space before the marker belongs to it. Afterwards the tape is before
-        that white space and the marker. "" at the end, when all has been told.
+        With `strip`, white space before the marker belongs to the marker. Afterwards the scanner is
+        before that white space. Returns "" at the end of the text.
         """
         while True:
             here, stop = self.at, len(self.text)
@@ -190,14 +190,17 @@ class IncrementalScanner:
             yield
 
     def _held_at_end(self, start: int, markers: Sequence[str]) -> int:
-        """How many characters at the end of the text begin a marker, and are not told."""
+        """Return the number of characters at the end of the text that may begin a marker."""
         if self.ended and not self.cut:
             return 0
         size = begun(self.text, start, markers)
         return 0 if self.cut and size < LEAST_OF_MARKER else size
 
     def until(self, *markers: str) -> Script[tuple[str, str]]:
-        """Consume all before the first of `markers` and return both; Malformed if none comes."""
+        """Consume all text before the first of `markers` and the marker; return both.
+
+        Raises ParseError if no marker comes.
+        """
         pieces: list[str] = []
 
         def tell(text: str) -> None:
@@ -211,9 +214,9 @@ class IncrementalScanner:
         return "".join(pieces), found
 
     def json(self, tell: Callable[[str], None]) -> Script[None]:
-        """Consume a JSON value, handing it to `tell` as it comes; raises Malformed where it errs.
+        """Consume a JSON value and hand it to `tell` as it arrives, without leading white space.
 
-        White space before it is consumed silently.
+        Raises ParseError if the text is not JSON.
         """
         yield from self.skip_space()
         reader = JsonReader()
@@ -230,7 +233,7 @@ class IncrementalScanner:
 
 
 def begun(text: str, start: int, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text[start:]` that begins, and does not complete, a marker."""
+    """Return the length of the longest end of `text[start:]` that is an incomplete marker."""
     beginnings, longest = _beginnings(tuple(markers))
     for size in range(min(longest, len(text) - start), 0, -1):
         if text[-size:] in beginnings:
@@ -240,19 +243,19 @@ def begun(text: str, start: int, markers: Sequence[str]) -> int:
 
 @lru_cache(maxsize=256)
 def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """All that begins a marker, and the length of the longest."""
+    """Return all proper prefixes of markers, and the length of the longest."""
     found = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
     return found, max(map(len, found), default=0)
 
 
 def _space_before(text: str, start: int, stop: int) -> int:
-    """How many characters of white space end `text[start:stop]`, MAX_SPACE at most."""
+    """Return how many white-space characters, up to MAX_SPACE, end `text[start:stop]`."""
     tail = text[max(start, stop - MAX_SPACE) : stop]
     return len(tail) - len(tail.rstrip())
 
 
 class GeneratorParser:
-    """A parser that runs a script over its tape."""
+    """A parser that runs a script over its scanner."""
 
     def __init__(self, script: Callable[[IncrementalScanner], Script[None]]) -> None:
         self._tape = IncrementalScanner()

@@ -1,6 +1,6 @@
 """Calls written as JSON objects: {"name": …, "arguments": {…}}, alone, in a row or in a list.
 
-Hermes and Qwen, Llama 3, the older Mistral and most others write them so, in markers of their own.
+Hermes, Qwen, Llama 3, the older Mistral and most others use this form, with their own markers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner
 from servekit.gateway.tool_parsing.json_text import is_encodable, is_json
 from servekit.gateway.tool_parsing.tool_call_parser import Body, Calls
 
-#: What models call the two members; the first of each that comes counts.
+#: The names that models give to the two members; the first member found counts.
 _NAMES = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
 
 
 def json_calls(begin: str = "", end: str = "") -> Body:
-    """A body of JSON objects between `begin` and `end`; "" where nothing ends them.
+    """Return the body that reads JSON objects between `begin` and `end`; "" for no end marker.
 
-    Without a marker before them only objects with a name and arguments are calls: any other
-    object is the answer itself.
+    Without a marker before it, only an object with a name and arguments is a call; any other object
+    is the answer.
     """
     return partial(_read, begin=begin, end=end)
 
@@ -44,14 +44,14 @@ def _read(tape: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Sc
 
 
 def _another(tape: IncrementalScanner) -> Script[bool]:
-    """Whether a further object comes, after a comma, a semicolon or nothing at all."""
+    """Return whether another object follows, after a comma, a semicolon or nothing."""
     yield from tape.skip_space()
     yield from tape.take(",", ";")
     return (yield from tape.skip_space()) == "{"
 
 
 def close(tape: IncrementalScanner, marker: str) -> Script[None]:
-    """Consume a closing marker; where something else stands, that is left, and Malformed raised."""
+    """Consume a closing marker. Raises ParseError if anything else follows, and leaves that."""
     tape.mark()
     yield from tape.skip_space()
     if not (yield from tape.take_end(marker)):
@@ -60,7 +60,7 @@ def close(tape: IncrementalScanner, marker: str) -> Script[None]:
 
 
 def _call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
-    """One object. Its members may come in any order; arguments before the name wait for it."""
+    """Read one object, with members in any order; arguments that precede the name are held back."""
     name, waiting, known = "", "", calls.count
     yield from tape.expect("{")
     while (key := (yield from _key(tape))) is not None:
@@ -84,7 +84,7 @@ def _call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[Non
 
 
 def _key(tape: IncrementalScanner) -> Script[str | None]:
-    """The next member's key, its colon consumed; None at the end of the object."""
+    """Return the next member's key, with its colon consumed; None at the end of the object."""
     yield from tape.skip_space()
     yield from tape.take(",")
     yield from tape.skip_space()
@@ -97,7 +97,7 @@ def _key(tape: IncrementalScanner) -> Script[str | None]:
 
 
 def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
-    """Arguments behind their name: an object goes out as it comes."""
+    """Read the arguments after their name: an object is passed on as it arrives."""
     if (yield from tape.skip_space()) == "{":
         calls.begin(name)
         yield from tape.json(calls.argue)
@@ -108,7 +108,7 @@ def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None
 
 
 def _as_object(written: str) -> str:
-    """Arguments that are no object as they stand: some models quote theirs, or write null."""
+    """Return arguments as an object: some models quote the object, or write null."""
     if written.startswith('"'):
         written = _unquoted(written).strip() or "{}"
     if written == "null":
@@ -121,7 +121,7 @@ def _as_object(written: str) -> str:
 def _unquoted(written: str) -> str:
     try:
         return str(json.loads(written, strict=False))
-    except ValueError:  # an escape that there is not
+    except ValueError:  # an invalid escape
         raise ParseError from None
 
 
@@ -135,7 +135,7 @@ def _string(tape: IncrementalScanner) -> Script[str]:
 
 
 def _collect(tape: IncrementalScanner) -> Script[str]:
-    """A whole value, as it is written."""
+    """Return the source of one complete JSON value."""
     pieces: list[str] = []
 
     def tell(text: str) -> None:

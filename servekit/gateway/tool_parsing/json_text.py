@@ -1,4 +1,4 @@
-"""Where a JSON value ends, found while it is being written."""
+"""Finds the end of a JSON value while the value is still being written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|n
 class JsonReader:
     """Follows one JSON value, piece by piece.
 
-    What a strict reader would mind inside a string (a raw line break, an unknown escape) is let
-    pass: the end of the value is certain all the same, and the client sees what the model wrote.
+    Errors inside a string that a strict parser refuses (a raw line break, an unknown escape) are
+    accepted: they leave no doubt about the value's end, and the client sees what the model wrote.
     """
 
     __slots__ = ("_in_key", "_open", "_state", "_word", "broken", "done")
@@ -25,14 +25,14 @@ class JsonReader:
     def __init__(self) -> None:
         self.done = False
         self.broken = False
-        self._open: list[str] = []  # the brackets that are to come
-        # not bound to this one, or it would hold itself and wait for the collector
+        self._open: list[str] = []  # the closing brackets still to come
+        # unbound, because a bound method would make a reference cycle
         self._state: _State = JsonReader._value
         self._in_key = False
         self._word = ""
 
     def scan(self, text: str, at: int) -> int:
-        """Go on at `text[at]`; return where the value, or what can be part of it, ends."""
+        """Continue at `text[at]`; return the end of the value, or of its part in `text`."""
         while at < len(text) and not self.done and not self.broken:
             at = self._state(self, text, at)
         return at
@@ -137,18 +137,18 @@ class JsonReader:
         return at
 
 
-#: What is read now, from a place in a text to where it ends.
+#: A state: reads from an index of a text, and returns the index where it stops.
 _State = Callable[[JsonReader, str, int], int]
 
 
 def is_json(text: str) -> bool:
-    """Whether this is one JSON value and nothing else."""
+    """Return whether `text` is exactly one JSON value, by the rules of JsonReader."""
     reader = JsonReader()
     return reader.scan(text + " ", 0) >= len(text) and reader.done
 
 
 def is_strict_json(text: str) -> bool:
-    """Whether a strict reader takes this as JSON."""
+    """Return whether a strict parser accepts `text` as JSON."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -161,16 +161,16 @@ def _refuse(constant: str) -> None:
 
 
 def written_as_json(value: Any) -> str:
-    """A value as JSON text that can be encoded: half a surrogate pair stays escaped.
+    """Return a value as JSON text that UTF-8 can encode: lone surrogates stay escaped.
 
-    Raises ValueError or TypeError for what JSON does not have.
+    Raises ValueError or TypeError for values that JSON lacks.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_encodable(text) else json.dumps(value, allow_nan=False)
 
 
 def is_encodable(text: str) -> bool:
-    """Whether this is text that UTF-8 can hold: no half surrogate pairs."""
+    """Return whether UTF-8 can encode the text: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -183,6 +183,6 @@ def _skip(text: str, at: int) -> int:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where the match of a pattern that matches everywhere ends."""
+    """Return the end of a pattern's match at `at`; the pattern may match nothing."""
     found = pattern.match(text, at)
     return at if found is None else found.end()

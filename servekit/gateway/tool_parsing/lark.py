@@ -1,7 +1,8 @@
-"""Writing grammars in llguidance's Lark dialect.
+"""Writes grammars in llguidance's Lark dialect.
 
 A marker that is a token of its own is written as that token (`<[id]>`): a literal would never match
-it, and text in between can't hold it. Any other marker is a literal, and text up to it a lazy rule.
+it, and the text before it cannot contain it. Any other marker is a literal, and the text up to it
+is a lazy rule.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from servekit.gateway.tool_parsing.schema_formats import without_unknown_formats
 from servekit.protocol.messages import Dialect, Grammar
 from servekit.protocol.types import GrammarParam
 
-#: White space between the parts of JSON: enough to indent it, too little to go on with for ever.
+#: White space between parts of JSON: enough to indent, too little to continue for ever.
 JSON_SPACE = r"[ \n\r\t]{0,40}"
-#: The same in arguments, which models write in one line, or indented a little.
+#: The same for arguments, which models write on one line or with a little indentation.
 _ARGUMENTS_SPACE = r"[ \n]{0,8}"
 _SPACE = r"/[ \n\r\t]{1,8}/"
-#: A rule that is named `start`, and its options.
+#: A rule named `start`, and its options.
 _START = re.compile(r"^start(?=\s*(?:\[[^\]\n]*\])?\s*:)", re.MULTILINE)
 
 
 class Lark:
-    """A grammar being written: rules are added, and named in those that follow."""
+    """A grammar under construction: each rule gets a name for use in later rules."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._tokens = dict(dialect.tokens)
         self._rules: dict[str, str] = {}
 
     def rule(self, definition: str, options: str = "") -> str:
-        """Add a rule; the same one only once. Return its name."""
+        """Add a rule, unless it exists, and return its name."""
         known = self._rules.get(head := f"{options}: {definition}")
         if known is None:
             known = self._rules[head] = f"sk_{len(self._rules)}"
@@ -47,7 +48,7 @@ class Lark:
     # ---- parts
 
     def text(self, *parts: str) -> str:
-        """Literal text with markers in it, each part one or the other."""
+        """Return the expression for literal text and markers; each part is one or the other."""
         return " ".join(self._part(part) for part in parts if part)
 
     def _part(self, part: str) -> str:
@@ -55,13 +56,13 @@ class Lark:
         return json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def until(self, marker: str) -> str:
-        """Any text, and the first `marker` after it."""
+        """Return the expression for any text up to and including the first `marker`."""
         if marker in self._tokens:
             return f"{self.rule('/(?s:.*)/')} {self._part(marker)}"
         return self.rule(f"/(?s:.*){_literal(marker)}/", "[lazy]")
 
     def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
-        """A value that fits a JSON schema, with so much white space between its parts."""
+        """Return the rule for a value that fits a JSON schema; `space` may separate its parts."""
         schema = {} if schema is True else without_unknown_formats(schema)
         if isinstance(schema, dict):
             schema = schema | {"x-guidance": {"whitespace_pattern": space}}
@@ -72,7 +73,7 @@ class Lark:
 
 
 def joined(part: str, between: str, many: bool) -> str:
-    """One `part`, or with `many` as many as come, `between` them."""
+    """Return the expression for `part`, or with `many` for several with `between` as separator."""
     return f"{part} ({between} {part})*" if many else part
 
 
@@ -81,12 +82,12 @@ def one_of(parts: Sequence[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text as a regular expression between slashes."""
+    """Return a text as a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
 def thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
-    """The thoughts before an answer: required where the prompt has begun them, else optional."""
+    """Return the expression for reasoning, optional unless the prompt has begun it."""
     if not dialect.think_end:
         return ""
     inner = f"{lark.until(dialect.think_end)} {lark.space()}"
@@ -96,9 +97,9 @@ def thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
 
 
 def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
-    """A grammar for the answer of a model that may think first: thoughts are free.
+    """Return a grammar that allows free reasoning before the answer, which has to fit `grammar`.
 
-    `begun` says whether the prompt has begun the thoughts, as `begins_thinking` does.
+    `begun` says whether the prompt has begun the reasoning; see `begins_thinking`.
     """
     lark = Lark(dialect)
     if dialect.tools == "harmony":
@@ -120,6 +121,6 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
 
 
 def harmony_thoughts(lark: Lark) -> str:
-    """gpt-oss' channel for thoughts, and the header of the message that follows it."""
+    """Return the expression for gpt-oss' reasoning channel, and the next message's start."""
     head = lark.text("<|channel|>", "analysis", "<|message|>")
     return f"({head} {lark.until('<|end|>')} {lark.text('<|start|>', 'assistant')})?"

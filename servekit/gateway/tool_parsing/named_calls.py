@@ -1,6 +1,6 @@
-"""Calls written as a name, and after it the arguments as JSON.
+"""Calls written as a name followed by the arguments as JSON.
 
-DeepSeek, Kimi and the newer Mistral write them so; so do models that were taught
+DeepSeek, Kimi and the newer Mistral use this form, and models trained on
 `<function=name>{…}</function>`.
 """
 
@@ -14,12 +14,12 @@ from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner
 from servekit.gateway.tool_parsing.json_calls import close, json_calls
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
-#: How Kimi writes a name: functions.get_weather:0
+#: A name in Kimi's form: functions.get_weather:0
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 class Named(NamedTuple):
-    """What stands around names and arguments."""
+    """The markers around names and arguments."""
 
     begin: str
     between: str
@@ -63,7 +63,7 @@ def mistral() -> Family:
 
 
 def _family(named: Named) -> Family:
-    # models forget the outer marker; the inner one is sign enough
+    # models forget the outer marker; the inner one suffices
     openings = tuple(marker for marker in (named.outer_begin, named.begin) if marker)
     return Family(openings, partial(_read, named=named))
 
@@ -81,7 +81,7 @@ def _read(tape: IncrementalScanner, calls: Calls, *, named: Named) -> Script[Non
 
 
 def _comes(tape: IncrementalScanner, marker: str) -> Script[bool]:
-    """Whether a marker comes after white space; marks the place, and stays there."""
+    """Return whether a marker follows after white space; set a mark, and consume nothing."""
     tape.mark()
     yield from tape.skip_space()
     found = yield from tape.take(marker)
@@ -94,7 +94,7 @@ def _call(tape: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
     name = yield from tape.name()
     yield from tape.expect(named.between)
     fenced = named is _DEEPSEEK and name == "function"
-    if fenced:  # V3 and R1: function<sep>name, and the arguments as a block of code
+    if fenced:  # V3 and R1: function<sep>name, then the arguments in a code block
         name = yield from tape.name()
         yield from tape.take("```json")
     elif named is _KIMI and (found := _KIMI_NAME.fullmatch(name)):
@@ -117,7 +117,7 @@ def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None
 
 
 def _mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
-    """[TOOL_CALLS][{…}, …], or [TOOL_CALLS]name[ARGS]{…} for each, perhaps with a [CALL_ID]."""
+    """Read [TOOL_CALLS][{…}, …], or [TOOL_CALLS]name[ARGS]{…} for each, optionally a [CALL_ID]."""
     if (yield from _behind(tape, _MISTRAL)) in ("[", "{"):
         yield from json_calls(_MISTRAL)(tape, calls)
         return
@@ -134,7 +134,7 @@ def _mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
 
 
 def _behind(tape: IncrementalScanner, marker: str) -> Script[str]:
-    """The first character behind a marker; the tape stays before the marker."""
+    """Return the first character after a marker, and stay before the marker."""
     space = len(tape.marked())
     yield from tape.expect(marker)
     following = yield from tape.skip_space()

@@ -1,4 +1,4 @@
-"""Calls written as Python: [f(a=1), g(b="x")]. Llama 3.2, 4 and LFM write them so."""
+"""Calls written as Python: [f(a=1), g(b="x")], as Llama 3.2, 4 and LFM do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from servekit.gateway.tool_parsing.json_calls import close
 from servekit.gateway.tool_parsing.json_text import is_strict_json, written_as_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
-#: What opens a list of calls in text, and what closes it.
+#: Markers around a list of calls: the closing one by the opening one.
 PYTHON_MARKERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-#: What `ast.literal_eval` raises for what is no literal, or too deep or long a one.
+#: Raised by `ast.literal_eval` for anything but literals, and for deep or long ones.
 _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
 def pythonic(begin: str, end: str) -> Family:
-    """A bare list at the very beginning, or one in markers: the known ones and the template's."""
+    """Return the family of bare lists at the start of the text, and of lists between markers.
+
+    The markers are the known ones and the template's own.
+    """
     markers = PYTHON_MARKERS | ({begin: end} if begin else {})
     return Family(tuple(markers), partial(_read, markers=markers), bare="[")
 
@@ -69,7 +72,7 @@ def _call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
 
 
 def _literal(tape: IncrementalScanner) -> Script[str]:
-    """The source of a value, up to the comma or parenthesis after it."""
+    """Return the source of a value, up to the comma or parenthesis after it."""
     source: list[str] = []
     closing, quote, escaped = [")"], "", False
     while True:
@@ -92,11 +95,11 @@ def _literal(tape: IncrementalScanner) -> Script[str]:
 
 
 def _as_json(source: str) -> str:
-    """The same value as JSON; what is JSON already stays to the letter."""
+    """Return the value as JSON; source that is already JSON stays unchanged."""
     if is_strict_json(source):
         return source
     try:
-        with warnings.catch_warnings(action="ignore"):  # an unknown escape is as it is
+        with warnings.catch_warnings(action="ignore"):  # unknown escapes are kept
             return written_as_json(ast.literal_eval(source))
     except _NO_LITERAL:
         raise ParseError from None

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told from the answer."""
+"""Separates the model's reasoning from the answer that follows it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from servekit.gateway.tool_parsing.incremental_scanner import MAX_SPACE, Increme
 
 
 def thoughts(tape: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
-    """Consume the thoughts, if the text begins with any: a later marker is only text.
+    """Consume the reasoning at the start of the text, if any; a later marker is only text.
 
-    White space inside the markers, and after them, belongs to them. Thoughts that are not ended
-    go on to the end of the text. A model that writes `begin` although its template has done so
-    already is understood.
+    White space inside and after the markers belongs to the markers. Reasoning without an end marker
+    goes on to the end of the text. A model may write `begin` although its template has already done
+    so.
     """
     tape.mark()
     yield from tape.skip_space(MAX_SPACE)

@@ -55,7 +55,7 @@ def _tagged(tags: Tags) -> Make:
     return lambda dialect, texts: tagged(tags, dialect.tool_begin, dialect.tool_end, texts)
 
 
-#: By `Dialect.tools`, all of `wire.dialects.MARKERS` but "harmony", whose messages are all marked.
+#: The families by `Dialect.tools`, without "harmony" (all of whose messages are marked) and FRAMED.
 FAMILIES: dict[str, Make] = {
     "hermes": _json("<tool_call>", "</tool_call>"),
     "qwen3_coder": _tagged(QWEN),
@@ -79,12 +79,12 @@ def parser(
     reasoning: bool,
     thinking: bool | None = None,
 ) -> Parser:
-    """A parser for one answer of a model with this dialect.
+    """Return a parser for one answer of a model with this dialect.
 
-    `tools` says whether calls are looked for; given the definitions, families that write values
-    without quotes know which are text. `reasoning` says whether thoughts are looked for. What is
-    not looked for comes out as text. `thinking` says whether the prompt has begun the thoughts
-    already; None leaves it to the dialect (see `begins_thinking`).
+    `tools` says whether to look for calls; from tool definitions, families with unquoted values
+    learn which arguments are text. `reasoning` says whether to look for reasoning. Calls and
+    reasoning that are not looked for remain text. `thinking` says whether the prompt has begun the
+    reasoning; None leaves that to the dialect (see `begins_thinking`).
     """
     if dialect.tools == "harmony":
         return GeneratorParser(lambda tape: harmony(tape, tools=bool(tools)))
@@ -99,10 +99,10 @@ def parser(
 
 
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
-    """Whether the prompt has begun the thoughts, given the request's arguments of the template.
+    """Return whether the prompt has begun the reasoning, given the template's arguments.
 
-    Templates call the switch `enable_thinking` or `thinking`. One that is on is as good as
-    thoughts begun: such a model thinks, and its own opening marker is understood.
+    Templates name the switch `enable_thinking` or `thinking`. A switch that is on counts as begun:
+    such a model reasons, and the parser accepts the model's own opening marker.
     """
     if continues or not dialect.think_end:
         return False

@@ -1,8 +1,8 @@
-"""The `format`s of strings that a JSON schema's compiler knows; any other says nothing to it.
+"""Removes string `format`s that the JSON-schema compiler does not know.
 
-JSON Schema has unknown formats be annotations, and generators of schemas write many: pydantic
-`password`, `path` or `binary`, OpenAPI `int32`. llguidance would refuse the whole schema.
-Source: JSON Schema draft 2020-12, Validation, 7.2.3.
+JSON Schema treats unknown formats as annotations, and schema generators write many: pydantic
+`password`, `path` or `binary`, OpenAPI `int32`. llguidance would refuse the whole schema. Source:
+JSON Schema draft 2020-12, Validation, 7.2.3.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import msgspec
 
 from servekit.gateway.http.request_limits import subschemas
 
-#: What llguidance keeps to.
+#: The formats that llguidance enforces.
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """The schema without the formats that nothing keeps to; itself, if it has none."""
+    """Return the schema without unknown formats; the same object if there are none."""
     if not any(map(_is_unknown, _all(schema))):
         return schema
-    copy = msgspec.json.decode(msgspec.json.encode(schema))  # the request's own may be told again
+    copy = msgspec.json.decode(msgspec.json.encode(schema))  # answers repeat the original
     for one in _all(copy):
         if _is_unknown(one):
             del one["format"]
@@ -32,7 +32,7 @@ def without_unknown_formats(schema: Any) -> Any:
 
 
 def _all(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and those within it, however deep."""
+    """Yield a schema and all of its subschemas."""
     found = [schema] if isinstance(schema, dict) else []
     while found:
         one = found.pop()

@@ -1,8 +1,8 @@
-"""Calls written in tags, each argument between tags of its own, its value without quotes.
+"""Calls written in tags, each argument between tags of its own, with an unquoted value.
 
-What a value is, text or a number, only the tool's schema can tell. Where that leaves it open, a
-value that reads as JSON is taken as JSON, and all else as text. Text is streamed; other values
-come whole.
+Only the tool's schema says whether a value is text or a number. Where the schema allows both, a
+value that parses as JSON is JSON, and any other is text. Text is streamed; other values arrive
+whole.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from servekit.gateway.tool_parsing.json_calls import close
 from servekit.gateway.tool_parsing.json_text import is_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
-#: Of each tool, the arguments that are text and nothing else.
+#: By tool, the arguments that are always text.
 TextArguments = Mapping[str, frozenset[str]]
-#: References in a schema are followed so far.
+#: The greatest depth to which references in a schema are followed.
 _MAX_DEPTH = 8
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class Tags(NamedTuple):
-    """What a family writes around calls, names, keys and values."""
+    """The tags of a family around calls, names, keys and values."""
 
     outer_begin: str
     outer_end: str
     name: tuple[str, str]
     key: tuple[str, str]
     value: tuple[str, str]
-    end: str  # of a call; "" where the outer tags end it
+    end: str  # the end of a call; "" if the outer tag ends it
 
 
 QWEN = Tags(
@@ -62,7 +62,7 @@ GLM = Tags(
 
 
 def tagged(tags: Tags, begin: str, end: str, texts: TextArguments) -> Family:
-    """The family of `tags`, with other outer markers where the template has told them."""
+    """Return the family of `tags`, with the template's outer markers if it has any."""
     if begin:
         tags = tags._replace(outer_begin=begin, outer_end=end)
     openings = (tags.outer_begin, tags.name[0]) if tags.name[0] else (tags.outer_begin,)
@@ -70,7 +70,7 @@ def tagged(tags: Tags, begin: str, end: str, texts: TextArguments) -> Family:
 
 
 def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
-    """Which arguments of which tools are text and nothing else, by the tools' schemas."""
+    """Return the arguments of each tool that are always text by the tool's schema."""
     found: dict[str, frozenset[str]] = {}
     for tool in tools:
         function = tool.get("function") or {}
@@ -83,15 +83,15 @@ def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties that a schema names; what is wrong with it is for its compiler to say."""
+    """Return the properties of a schema; the schema's compiler reports malformed ones."""
     found = schema.get("properties")
     return found if isinstance(found, dict) else {}
 
 
 def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """What a value of this schema may be: "text", "other" or both.
+    """Return the kinds of values that a schema allows: "text", "other" or both.
 
-    `root` is the schema that `schema` is a part of, and may refer to.
+    `root` is the schema that contains `schema`, for references.
     """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return {"text", "other"}
@@ -111,7 +111,7 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
 
 
 def _referred(reference: Any, root: Any) -> Any:
-    """What a reference within the schema points to; None for any other."""
+    """Return the target of a reference within the schema; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for key in reference[2:].split("/"):
@@ -124,7 +124,7 @@ def _referred(reference: Any, root: Any) -> Any:
 def _read(
     tape: IncrementalScanner, calls: Calls, *, tags: Tags, texts: TextArguments
 ) -> Script[None]:
-    outer = yield from tape.take(tags.outer_begin)  # Qwen's forget it; the name's tag will do
+    outer = yield from tape.take(tags.outer_begin)  # Qwen models forget it; the name's tag suffices
     while True:
         yield from tape.skip_space()
         yield from _call(tape, calls, tags, texts)
@@ -160,14 +160,14 @@ def _call(tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArgumen
         tag = yield from tape.expect(tags.key[0], calls_end)
     calls.argue("}" if before == ", " else "{}")
     if not tags.end:
-        tape.at -= len(calls_end)  # it is for the outer script to consume
+        tape.at -= len(calls_end)  # the outer script consumes it
 
 
 def _value(tape: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
     if tags.value[0]:
         yield from tape.skip_space()
         yield from tape.expect(tags.value[0])
-    yield from tape.take("\n")  # a line break inside the tags, at either end, belongs to them
+    yield from tape.take("\n")  # a line break at either end inside the tags belongs to them
     ends = ("\n" + tags.value[1], tags.value[1])
     if not is_text:
         written, _ = yield from tape.until(*ends)

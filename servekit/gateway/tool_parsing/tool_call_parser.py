@@ -1,11 +1,11 @@
-"""Calls in the midst of text: where they begin, and what becomes of those that are none.
+"""Finds calls in text, and turns failed ones back into text.
 
-Each family has a body: a script that reads calls, their opening marker included. It raises
-Malformed where it finds something else. Then all that has not been said of a call comes out as
-text: up to the name and the beginning of the arguments the whole of it, marker included; from
-there on a call can't be taken back, its arguments end where they err, and what follows is text.
-Where the text is cut off within a call, by a limit or a stop string, nothing of it is text: a call
-whose name is known is told with the arguments that have come, any other is dropped.
+Each family has a body: a script that reads calls from their opening marker on, and raises
+ParseError if they are malformed. Before the name and the start of the arguments are complete, a
+malformed call becomes text, marker included. After that the call cannot be taken back: its
+arguments end at the error, and the rest is text. If a limit or a stop string cuts the text off
+within a call, nothing of the call becomes text: a call with a complete name is emitted with the
+arguments so far, any other is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class Calls:
-    """The calls of one answer: numbers them and names them."""
+    """The calls of one answer, with their indices and ids."""
 
     __slots__ = ("_short_ids", "_tape", "count", "doubtful", "named")
 
@@ -35,16 +35,16 @@ class Calls:
         self._tape = tape
         self._short_ids = short_ids
         self.count = 0
-        self.named = ""  # the call that is being read, before it has begun
-        self.doubtful = False  # what is being read may be the answer itself
+        self.named = ""  # the name of the call being read, before the call is emitted
+        self.doubtful = False  # the text being read may be the answer itself
 
     def name(self, name: str) -> None:
-        """Note the name of the call that is being read; at the text's end it may be half of one."""
+        """Record the name of the call being read, unless the text's end may have cut it."""
         if not (self._tape.ended and self._tape.at >= len(self._tape.text)):
             self.named = name
 
     def begin(self, name: str, id: str = "") -> None:
-        """A call is certain: what has been read of it is not text any more."""
+        """Emit the start of a call: the text read so far can no longer become answer text."""
         if not name:
             raise ParseError
         self._tape.release()
@@ -53,7 +53,7 @@ class Calls:
         self.named = ""
 
     def argue(self, text: str) -> None:
-        """A piece of the arguments of the call that was begun last."""
+        """Emit a piece of the arguments of the last call."""
         index = self.count - 1
         events = self._tape.events
         if events and isinstance(last := events[-1], CallArguments) and last.index == index:
@@ -62,7 +62,7 @@ class Calls:
             events.append(CallArguments(index, text))
 
     def _new_id(self) -> str:
-        """As OpenAI's; nine letters and digits where the model's template takes nothing else."""
+        """Return an id like OpenAI's, or nine letters and digits if the template requires that."""
         if self._short_ids:
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
@@ -72,18 +72,18 @@ Body = Callable[[IncrementalScanner, Calls], Script[None]]
 
 
 class Family(NamedTuple):
-    """How calls are written: what opens them, what reads them, and how a bare one begins."""
+    """A call format: opening markers, the body that reads calls, and the start of bare calls."""
 
     openings: tuple[str, ...]
     body: Body
-    bare: str = ""  # a character that opens calls without a marker, at the very beginning
+    bare: str = ""  # opens calls without a marker, only at the start of the text
     short_ids: bool = False
 
 
 def calls_in_text(tape: IncrementalScanner, family: Family) -> Script[None]:
-    """Text with calls in it, up to the end.
+    """Read text with calls in it, up to the end.
 
-    White space before, between and after calls, MAX_SPACE characters at most, belongs to them.
+    White space before, between and after calls belongs to them, up to MAX_SPACE characters.
     """
     calls = Calls(tape, short_ids=family.short_ids)
     if family.bare:
@@ -99,7 +99,7 @@ def calls_in_text(tape: IncrementalScanner, family: Family) -> Script[None]:
 
 
 def rest(tape: IncrementalScanner) -> Script[None]:
-    """Plain text up to the end."""
+    """Read plain text up to the end."""
     while True:
         tape.say(tape.text[tape.at :])
         tape.at = len(tape.text)
@@ -117,7 +117,7 @@ def _bare(tape: IncrementalScanner, calls: Calls, family: Family) -> Script[None
 
 
 def _attempt(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
-    """Read calls from their opening on; what is none comes out as text."""
+    """Read calls from their opening on; malformed ones become text."""
     known = calls.count
     calls.named, calls.doubtful = "", False
     try:
@@ -130,7 +130,7 @@ def _attempt(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -
             tape.at = len(tape.text)
             return
         tape.rewind()
-        if calls.count == known:  # what stands behind the opening may yet hold a call
+        if calls.count == known:  # the text after the opening may contain a call
             tape.say(opening)
             tape.at += len(opening)
     tape.release()
@@ -139,7 +139,7 @@ def _attempt(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -
 
 
 def _after(tape: IncrementalScanner) -> Script[None]:
-    """White space that ends the text after a call is not said."""
+    """Skip white space that ends the text after a call."""
     tape.mark()
     if not (yield from tape.skip_space(MAX_SPACE)):
         tape.release()

@@ -1,6 +1,6 @@
-"""The tools of a request, and which of them may or must be called.
+"""The tools of a request, and the choice among them.
 
-Definitions go to the chat template as they came; what is checked is what the gateway relies on.
+Definitions go to the chat template unchanged; only what the gateway relies on is checked.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Choice(NamedTuple):
-    """What a request's `tool_choice` comes to."""
+    """The meaning of a request's `tool_choice`."""
 
     mode: Literal["none", "auto", "required"]
-    tools: tuple[Tool, ...]  # those that may be called
+    tools: tuple[Tool, ...]  # the tools that may be called
     once: bool = False  # a named function is called once
 
 
 def check_tools(tools: Any) -> list[Tool]:
-    """The definitions, checked; raises RequestError that names the place."""
+    """Check and return the definitions. Raises RequestError that names the place."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -69,10 +69,10 @@ def _check_kind(function: Tool, key: str, kind: type, wanted: str, where: str) -
 
 
 def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
-    """What `tool_choice` allows of `tools`, which are checked; raises RequestError.
+    """Return the choice that `tool_choice` makes among checked tools. Raises RequestError.
 
-    Takes OpenAI's forms: "none", "auto", "required", a function by name (of chat completions, or
-    flat, of responses) and `allowed_tools`.
+    Accepts OpenAI's forms: "none", "auto", "required", a function by name (nested as in chat
+    completions, or flat as in responses) and `allowed_tools`.
     """
     everything = tuple(tools)
     if tool_choice is None:
@@ -92,7 +92,7 @@ def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
 
 
 def choice_by_word(tools: Sequence[Tool], word: str) -> Choice:
-    """As `choose`, of one word: "none", "auto", "required", or the name of the one to be called."""
+    """Return the choice for one word: "none", "auto", "required", or the name of a tool."""
     if word in ("none", "auto", "required"):
         return _by_mode(word, tuple(tools), "tool_choice")
     return Choice("required", (_find(tools, {"name": word}, "tool_choice"),), True)

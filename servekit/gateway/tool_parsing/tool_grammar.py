@@ -1,7 +1,7 @@
 """The grammar that makes a model call tools, in the syntax of its family.
 
-Needed where the request leaves no choice ("required", a named function), and where a tool is
-`strict`: then text stays free, and a call, once begun, keeps to the schema.
+A grammar is needed if the request demands a call ("required", a named function), or if a tool is
+`strict`: then text stays free, and a call, once begun, has to fit the schema.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from servekit.gateway.tool_parsing.tool_definitions import Choice, Tool
 from servekit.protocol.messages import Dialect, Grammar
 
 _TEXT = "/(?s:.*)/"
-#: What opens calls that have no marker: text must not begin so.
+#: The first character of calls without a marker; text must not begin with it.
 _BARE = {"llama3_json": "{", "json": "{", "pythonic": "["}
 
 
@@ -35,10 +35,10 @@ def tool_grammar(
     begun: bool = False,
     answer: Grammar | None = None,
 ) -> Grammar | None:
-    """The grammar for one answer; None where the model may write what it likes.
+    """Return the grammar for one answer; None if the answer is unconstrained.
 
-    With `parallel` an answer may hold several calls. `begun` says whether the prompt has begun the
-    thoughts, as `begins_thinking` does. Raises Unsupported for a dialect without known calls.
+    With `parallel`, an answer may hold several calls. `begun` says whether the prompt has begun the
+    reasoning; see `begins_thinking`. Raises Unsupported for a dialect without a known call format.
     """
     required = choice.mode == "required"
     strict = any(tool["function"].get("strict") for tool in choice.tools)
@@ -66,7 +66,7 @@ def tool_grammar(
         return lark.grammar(f"{harmony_thoughts(lark)} {whole}", param="tools")
     if required:
         whole = written
-    elif answer is not None:  # either a call or an answer that fits, and nothing around it
+    elif answer is not None:  # either a call or an answer that fits the schema, and no other text
         whole = one_of([written, _told(lark, answer)])
     else:
         whole = _in_text(lark, dialect, opening, calls)
@@ -74,7 +74,7 @@ def tool_grammar(
 
 
 def _call_or_answer(tools: Sequence[Tool], answer: Any, arguments: str) -> dict[str, Any]:
-    """One schema for both where calls are bare JSON: what begins alike is one thing to a lexer."""
+    """Return one schema for bare JSON calls and answers, which a lexer cannot tell apart early."""
     parts = {"answer": answer}
     branches: list[dict[str, Any]] = [{"$ref": "#/$defs/answer"}]
     for at, tool in enumerate(tools):
@@ -97,7 +97,7 @@ def _call_or_answer(tools: Sequence[Tool], answer: Any, arguments: str) -> dict[
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """A schema whose references to itself hold where it stands now."""
+    """Return a schema whose references to itself are adjusted to its new place `to`."""
     if isinstance(schema, list):
         return [_moved(inner, to) for inner in schema]
     if not isinstance(schema, dict):
@@ -114,7 +114,7 @@ def _told(lark: Lark, answer: Grammar) -> str:
 
 
 def _in_text(lark: Lark, dialect: Dialect, opening: str, calls: str) -> str:
-    """Free text, and perhaps calls after it: text that opens a call has to go on as one."""
+    """Return the expression for text, with calls at its end: an opened call has to be completed."""
     if not opening:
         text = lark.rule(rf"/\s{{0,8}}[^\s\{_BARE[dialect.tools]}](?s:.*)/")
         return f"{one_of([calls, text])}?"

@@ -1,7 +1,7 @@
 """The Gradio UI, as an ASGI application that answers everything under /ui.
 
-Gradio takes seconds to import, so this module does it inside `build`, which is called in a thread.
-The callbacks themselves are async and run on the gateway's event loop, beside the router.
+Importing Gradio takes seconds, so `build` does it, and is called in a thread. The callbacks are
+async and run on the gateway's event loop, beside the router.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 Hook = Callable[[], Awaitable[None]]
-#: Longest body the UI accepts: a conversation as the browser keeps it.
+#: The longest body that the UI accepts: a conversation as the browser stores it.
 MAX_BODY_BYTES = 8 * 2**20
-#: Browser sessions Gradio remembers, at about 80 kB each. One that it forgets loses nothing.
+#: The most browser sessions that Gradio keeps, at about 80 kB each. Forgetting one loses nothing.
 SESSIONS = 1000
-#: How often Gradio's queue looks for work, s. Its own default is every millisecond.
+#: The time between two polls of Gradio's queue, s. Gradio's default is a millisecond.
 POLL_S = 0.02
-#: What a model writes is shown as a page's content: whatever slips through the sanitizer, the
-#: browser speaks to no other host, and nobody frames the page.
+#: Pages show the output of models. Whatever passes the sanitizer, the browser may contact no other
+#: host, and no other site may frame the page.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; font-src 'self' data:; img-src data: blob:; "
     "media-src 'none'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
     "form-action 'none'; frame-src 'none'; frame-ancestors 'self'"
 )
-#: `detail` is what Gradio's page shows.
+#: Gradio's page shows `detail`.
 TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
@@ -54,7 +54,7 @@ HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class UI:
-    """The application, and what brings it up and down on the event loop."""
+    """The UI's application, with its startup and shutdown on the event loop."""
 
     app: ASGIApp
     startup: Hook
@@ -62,7 +62,7 @@ class UI:
 
 
 def build(router: Router, supervisor: Supervisor) -> UI:
-    """Import Gradio and build the pages. Blocking, for seconds: call it in a thread."""
+    """Import Gradio and build the pages. Blocks for seconds: call it in a thread."""
     from fastapi import FastAPI
 
     from servekit.gateway.ui.chat_page import page
@@ -86,14 +86,14 @@ def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
 
     here = Path(__file__)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "SSR mode")  # which nobody has asked for
+        warnings.filterwarnings("ignore", "SSR mode")  # SSR is not used
         mount_gradio_app(
             outer,
             blocks,
             path=path,
             footer_links=[],
             run_history=False,
-            max_file_size="1b",  # nothing is ever uploaded
+            max_file_size="1b",  # no page uploads files
             ssr_mode=False,
             enable_monitoring=False,
             pwa=False,
@@ -102,8 +102,8 @@ def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
             head=f"{ICON}<script>{here.with_name('ui.js').read_text()}</script>",
             css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
         )
-    # an open page would hold a connection for as long as it lives, of six that a browser opens;
-    # all that it would bring is the end of a visit, which the stream of an answer tells, too
+    # Otherwise an open page would hold one of the six connections that a browser opens. The
+    # heartbeat only reports the end of a visit, which the stream of an answer reports, too.
     blocks.config["connect_heartbeat"] = False
 
 
@@ -116,11 +116,11 @@ def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller) ->
         looking.append(asyncio.get_running_loop().create_task(watch.live()))
 
     async def shutdown() -> None:
-        """End the streams that open pages hold, so that the server need not wait for them."""
+        """End the streams of open pages, so that the server need not wait for them."""
         for task in looking:
             task.cancel()
         for mounted in outer.routes[-len(made) :]:
-            app: Any = mounted  # `blocks.app` is another one
+            app: Any = mounted  # `blocks.app` is a different application
             app.app.stop_event.set()
         for blocks in made:
             blocks._queue.stopped = True
@@ -130,23 +130,24 @@ def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller) ->
 
 
 def _calm(blocks: gradio.Blocks) -> None:
-    """Let Gradio's own queue neither hold requests back nor burn the gateway's time.
+    """Stop Gradio's own queue from delaying requests and from wasting the gateway's time.
 
-    Requests wait in the router's queue, where they are fair and have a position. Per event, Gradio
-    would make a pandas data frame of the last ten thousand events; per idle second, 1100 wake-ups.
+    Requests wait in the router's queue, which is fair and knows positions. By default, Gradio
+    builds a pandas data frame of the last ten thousand events for each event, and wakes up 1100
+    times per idle second.
     """
     blocks.queue(api_open=False, default_concurrency_limit=None)
     blocks.state_session_capacity = SESSIONS
     queue = blocks._queue
-    queue.max_thread_count = 4096  # jobs at once, in spite of its name
+    queue.max_thread_count = 4096  # the most concurrent jobs, despite its name
     queue.sleep_when_free = POLL_S
     queue.progress_update_sleep_when_free = 3600.0  # gr.Progress is not used
     queue.ANALYTICS_MAX_EVENTS = 1
-    queue.ANAYLTICS_CACHE_FREQUENCY = 2**62  # its spelling
+    queue.ANAYLTICS_CACHE_FREQUENCY = 2**62  # Gradio's spelling
 
 
 class Shield:
-    """Adds the page's security headers, and refuses what the page never asks for."""
+    """Adds the pages' security headers, and refuses requests that no page makes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -170,7 +171,7 @@ class Shield:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    """The body's length; a body without one is none that the page sends."""
+    """Return the body's length; over the limit for chunked bodies, which no page sends."""
     headers = dict(scope["headers"])
     if b"transfer-encoding" in headers:
         return MAX_BODY_BYTES + 1
@@ -179,9 +180,9 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 def _elsewhere(scope: Scope) -> str | None:
-    """Where a visitor is led who prefers another language than the address's; see `language`.
+    """Return the redirect for a visitor who prefers another language; see `language`.
 
-    And who has come to a page by a slash too many, which Gradio would lead out of the UI.
+    Also for an address with a superfluous slash, which Gradio would redirect out of the UI.
     """
     path: str = scope["path"]
     found = ADDRESSES.get(path.rstrip("/"))

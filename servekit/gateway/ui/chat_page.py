@@ -1,6 +1,6 @@
-"""The chat, the first of the pages: layout, and which event does what.
+"""The chat, the first of the pages: its layout, and the callbacks of its events.
 
-Imports Gradio: only `ui.build` imports this.
+Imports Gradio: only `ui.app.build` imports this module.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from servekit.gateway.ui.status_html import choices, error_note, progress_note, 
 from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions
 
 STATUS_EVERY_S = 1.0
-#: Longest message that can be typed or pasted; a browser keeps about three times as much.
+#: The longest message that can be typed or pasted; a browser stores about three times as much.
 MAX_CHARS = 1_000_000
-#: BrowserState obfuscates what it stores; a fixed key lets a restarted gateway read it.
+#: BrowserState obfuscates stored values; with a fixed key a restarted gateway can read them.
 STORE_SECRET = "servekit"
 SETTINGS = ("system", "temperature", "top_p", "top_k", "max_tokens", "seed")
 LATEX: list[dict[str, str | bool]] = [
@@ -47,7 +47,7 @@ LATEX: list[dict[str, str | bool]] = [
     {"left": "\\(", "right": "\\)", "display": False},
 ]
 EXAMPLES = ("chat.example1", "chat.example2", "chat.example3")
-#: The other pages, by their addresses.
+#: The builders of the other pages, by address.
 OTHERS = {
     "compare": compare.build,
     "playground": playground.build,
@@ -61,7 +61,7 @@ Choices = list[tuple[str, str]]
 
 
 def theme() -> gr.themes.Base:
-    """Calm, and with the reader's own fonts: nothing is fetched from anywhere."""
+    """Return a calm theme with the reader's own fonts, so that nothing is loaded from elsewhere."""
     return gr.themes.Base(
         primary_hue="teal",
         neutral_hue="zinc",
@@ -73,7 +73,7 @@ def theme() -> gr.themes.Base:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The components that events read and write."""
+    """The components that callbacks read and write."""
 
     model: gr.Dropdown
     chat: gr.Chatbot
@@ -93,7 +93,7 @@ def page(frame: Frame) -> gr.Blocks:
         frame.head("")
         Events(frame, _layout(frame)).bind(blocks)
     for name, build in OTHERS.items():
-        with blocks.route(name, name, show_in_navbar=False):  # the bar is ours
+        with blocks.route(name, name, show_in_navbar=False):  # `Frame.head` has the bar
             build(frame, blocks)
     return cast(gr.Blocks, blocks)
 
@@ -111,7 +111,7 @@ def _layout(frame: Frame) -> Parts:
             note = gr.HTML("", elem_id="sk-note")
             box = _question(say)
         with gr.Column(elem_id="sk-side"):
-            status = gr.HTML("", elem_id="sk-workers")  # by whose page it is: see `restore`
+            status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
             with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
                 settings = _settings(say)
             frame.code(_wish, [turns, model, *settings])
@@ -119,7 +119,7 @@ def _layout(frame: Frame) -> Parts:
 
 
 def _wish(stored: Any, model: str, *settings: Any) -> RequestOptions:
-    """The conversation so far as a request; without one, what a first question would be."""
+    """Return the conversation so far as a request; an empty one gets a placeholder question."""
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
     more = {name: value for name, value in given.items() if value is not None}
@@ -148,7 +148,7 @@ def _question(say: Say) -> gr.Textbox:
 
 
 def _settings(say: Say) -> list[gr.Number | gr.Textbox]:
-    """In the order of SETTINGS. Empty is the model's default."""
+    """Return the fields in the order of SETTINGS; an empty field means the model's default."""
 
     def number(name: str, step: float = 1, empty: str = "default") -> gr.Number:
         return gr.Number(
@@ -176,7 +176,7 @@ def _chat(say: Say) -> gr.Chatbot:
         editable="user",
         sanitize_html=True,
         reasoning_tags=[THOUGHTS],
-        allow_tags=True,  # shown as text; else <think> takes all up to </think> with it
+        allow_tags=True,  # shown as text; otherwise <think> would swallow all text up to </think>
         latex_delimiters=LATEX,
         allow_file_downloads=False,
         feedback_options=None,
@@ -188,7 +188,7 @@ def _chat(say: Say) -> gr.Chatbot:
 
 
 class Events:
-    """The callbacks. All are async, so that Gradio runs them on the event loop."""
+    """The page's callbacks. All are async, so that Gradio runs them on the event loop."""
 
     def __init__(self, frame: Frame, parts: Parts) -> None:
         self._frame = frame
@@ -309,7 +309,7 @@ class Events:
     # ---- status
 
     async def tick(self, request: gr.Request, model: str | None, seen: str) -> Update:
-        """Update what has changed since this browser's last tick, if anything has."""
+        """Update what has changed since this browser's last tick."""
         parts = self._parts
         caller = await self._frame.caller(request)
         html, models = self._workers(caller), self._choices(caller)
@@ -326,7 +326,7 @@ class Events:
         return choices(self._router, self._frame.say, caller)
 
     def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:
-        """The choices, and the wanted one if it is not chosen already: the user may be quicker."""
+        """Return the choices, and select the wanted model unless the user has already chosen."""
         names = [name for _, name in models]
         choice = wanted if wanted in names else next(iter(names), None)
         kwargs: dict[str, Any] = {} if choice == current else {"value": choice}
@@ -335,7 +335,7 @@ class Events:
     async def restore(
         self, request: gr.Request, stored: Any, chosen: Any, current: str | None
     ) -> Update:
-        """Bring back what this browser had; not the question, which may be under way already."""
+        """Restore what this browser had stored, but not the question: an answer may already run."""
         parts = self._parts
         caller = await self._frame.caller(request)
         update: Update = {parts.workers: self._workers(caller)}
@@ -344,7 +344,7 @@ class Events:
         kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
         model, *settings = kept or [current, *[None] * len(SETTINGS)]
         update[parts.model] = self._model(self._choices(caller), current, model)
-        # None has to be said, too: the page takes a number without a value for 0
+        # None has to be sent, too: the page shows 0 for a number without a value
         return update | dict(zip(parts.settings, settings, strict=True))
 
 

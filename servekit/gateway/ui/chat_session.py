@@ -1,7 +1,7 @@
 """A conversation in the browser, answered through the router like any HTTP request.
 
-Nothing here knows Gradio: `Chats.answer` yields what the page is to show. The conversation itself
-lives in the browser; the gateway keeps only the calls that are under way, by browser session.
+This module is independent of Gradio: `Chats.answer` yields what the page has to show. The browser
+stores the conversation; the gateway keeps only the running requests, by browser session.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import Parser, Reasoning, Text, parser
 from servekit.protocol.types import FinishReason
 
-#: Between two updates of one page, s; each answer under way adds its share, so that what all pages
-#: cost together is bounded: about a hundred updates a second.
+#: Time between two updates of one page, s. Each answer under way adds its share, which bounds the
+#: updates of all pages together to about a hundred per second.
 UPDATE_S = 0.08
 UPDATE_PER_ANSWER_S = 0.01
-#: How often an answer under way is saved in the browser, s.
+#: Time between two saves of an answer under way in the browser, s.
 SAVE_S = 1.0
 
 
-#: What stands around a model's thoughts in the page's own messages; no model writes it.
+#: The tags around a model's reasoning in the page's own messages; no model writes them.
 THOUGHTS = ("<servekit-thoughts>", "</servekit-thoughts>")
 
 
 class Turn(TypedDict):
-    """One message of a conversation, as the browser keeps it."""
+    """One message of a conversation, as stored in the browser."""
 
     role: Literal["user", "assistant"]
     content: str
@@ -44,7 +44,7 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Who asks: a browser's session, its address, and the header with its key if it has one."""
+    """The visitor of a page: browser session, address, and the authorization header if any."""
 
     session: str
     client: str
@@ -52,7 +52,7 @@ class Visit:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The sampling settings of one browser; None is the model's own default."""
+    """The sampling settings of one browser; None is the model's default."""
 
     system: str | None = None
     temperature: float | None = None
@@ -64,18 +64,18 @@ class Settings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where an answer is, in numbers. Times in seconds."""
+    """The progress of an answer. Times are in seconds."""
 
-    waiting: int | None = None  # requests before this one; None once it runs
+    waiting: int | None = None  # requests ahead in the queue; None once it runs
     tokens: int = 0
-    first_s: float | None = None  # from asking to the first token
-    rate: float | None = None  # tokens per second after the first ones
+    first_s: float | None = None  # from the question to the first token
+    rate: float | None = None  # tokens per second after the first
     finish: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the page is to show. `save` says to keep the conversation in the browser now."""
+    """The state of the page; with `save`, the browser stores the conversation now."""
 
     turns: list[Turn]
     progress: Progress
@@ -94,10 +94,10 @@ class Chats:
     async def answer(
         self, visit: Visit, model: str, turns: Sequence[Turn], settings: Settings
     ) -> AsyncGenerator[View, None]:
-        """Answer the last turn; ends early, with what is there, when stopped.
+        """Answer the last turn; when stopped, end with the text so far.
 
-        Cancels in the engine when it is stopped, dropped, replaced by a newer question of the same
-        session, or closed because the browser is gone.
+        Cancels the request if it is stopped, dropped, replaced by a newer question of the same
+        session, or closed because the browser has disconnected.
         """
         session = visit.session
         self.drop(session)
@@ -119,7 +119,7 @@ class Chats:
                 del self._answers[session]
 
     def stop(self, session: str) -> None:
-        """End the session's answer; what it says so far stays."""
+        """End the session's answer, and keep its text so far."""
         if answer := self._answers.get(session):
             answer.stopped = True
             answer.cancel()
@@ -148,7 +148,7 @@ class Chats:
         return self._router.open(call)
 
     def _parser(self, model: str) -> Parser | None:
-        """What tells thoughts from text; None for a model that does not think aloud."""
+        """Return a parser that separates reasoning; None if the model has no reasoning format."""
         info = self._router.find(model).status.info if self._router.serves(model) else None
         if info is None or not (info.dialect.think_end or info.dialect.tools == "harmony"):
             return None
@@ -184,11 +184,11 @@ class Answer:
         self._text: list[str] = []
         self._asked_s = time.monotonic()
         self._first_s: float | None = None
-        self._first_tokens = 0  # what came at once with the first token
+        self._first_tokens = 0  # the tokens that arrived together with the first one
         self._reading: asyncio.Task[Any] | None = None
 
     async def collect(self, interval_s: float) -> None:
-        """Take in what comes within an interval, in one reading, however fast it comes.
+        """Collect the tokens of one interval with one read, at whatever rate they arrive.
 
         Returns early at the first token and at the end.
         """
@@ -204,7 +204,7 @@ class Answer:
         silent = self._first_s is None
         self._take(reading)
         if self.progress.finish is None and not silent:
-            await asyncio.sleep(deadline_s - time.monotonic())  # let more come in
+            await asyncio.sleep(deadline_s - time.monotonic())  # let more tokens arrive
 
     def _take(self, reading: asyncio.Task[Any]) -> None:
         try:
@@ -257,21 +257,21 @@ class Answer:
         return [*self.turns, Turn(role="assistant", content=text)] if text else self.turns
 
     def cancel(self) -> None:
-        """Leave the queue, or the engine, at once."""
+        """Cancel the request, whether it waits or runs."""
         if self.call is not None:
             self.call.cancel()
 
 
 def _looked_at(reading: asyncio.Task[Any]) -> None:
-    """Nobody may be left to see how a reading ends; that is no news for the log."""
+    """Retrieve the exception, so that asyncio does not log it when the page has gone."""
     if not reading.cancelled():
         reading.exception()
 
 
 def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatRequest:
-    """The conversation as /v1/chat/completions would get it, checked by the same rules.
+    """Return the conversation as a body of /v1/chat/completions, checked by the same rules.
 
-    Raises RequestError, with the sentence that HTTP clients get.
+    Raises RequestError with the message that HTTP clients get.
     """
     if not model:
         raise ModelUnavailable("no model is served yet")
@@ -287,13 +287,13 @@ def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatReq
 
 
 def _said(turn: Turn) -> str:
-    """A turn without the thoughts that led to it: models are not to see their old ones."""
+    """Return a turn's text without its reasoning: models should not see their earlier reasoning."""
     content = turn["content"]
     return content.partition(THOUGHTS[1])[2] if content.startswith(THOUGHTS[0]) else content
 
 
 def turn_at(turns: Sequence[Turn], shown: int) -> int:
-    """The turn that the page shows at this place: thoughts have a place of their own there."""
+    """Return the index of the turn at a place of the page, where reasoning has its own place."""
     places = 0
     for at, turn in enumerate(turns):
         thinks = turn["role"] == "assistant" and turn["content"].startswith(THOUGHTS[0])
@@ -304,12 +304,12 @@ def turn_at(turns: Sequence[Turn], shown: int) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A browser's number: 40.0 is 40."""
+    """Return a browser's number, with 40.0 as 40."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def turns_of(stored: Any) -> list[Turn]:
-    """A conversation as the browser sent it; what is not one is left out."""
+    """Return a conversation that a browser sent, without malformed turns."""
     if not isinstance(stored, list):
         return []
     return [

@@ -1,8 +1,9 @@
-"""Signing in on the page with an API key: /ui/login, /ui/logout, and who leads there.
+"""Sign-in on the pages with an API key: /ui/login, /ui/logout, and the redirects to them.
 
-Any gateway answers these itself, before Gradio is there. What a key gives is a session's cookie
-(`sessions`): to the page alone, which no other site can make a browser send. Wrong keys of one
-address are slowed down; the API has keys of 190 random bits, but a file may name a weaker one.
+Any gateway answers these itself, before Gradio is loaded. A key is exchanged for a session cookie
+(`auth.sessions`), which is valid for the pages only, and which browsers do not send for other
+sites. Wrong keys slow their address down: API keys have 190 random bits, but a file may contain a
+weaker one.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 LOGIN = {f"{root(language)}/login": language for language in NAMES}
 LOGOUT, SESSION = "/ui/logout", "/ui/session"
-#: What is answered here, with keys and without.
+#: The paths that Login answers, with keys in the file and without.
 PATHS = {*LOGIN, LOGOUT, SESSION}
-#: The pages: by address, in which language and which one.
+#: Language and name of each page, by address.
 ADDRESSES = {
     f"{root(language)}/{name}".rstrip("/"): (language, name) for language in NAMES for name in PAGES
 }
 MAX_BODY_BYTES = 4096
-#: Nobody else's business, and not to be seen by going back.
+#: The answers are private, and the browser's Back must not show them.
 _PRIVATE = [
     (b"cache-control", b"no-store"),
     (b"vary", b"Cookie, Accept-Language"),
@@ -52,15 +53,15 @@ _PRIVATE = [
 
 
 class Patience:
-    """How long an address has to wait after wrong keys: 1 s, 2 s, … 16 s; not known for long."""
+    """The delay of an address after wrong keys: 1 s, 2 s, … 16 s; forgotten after FORGET_S."""
 
     LONGEST_S, FORGET_S, ADDRESSES = 16.0, 600.0, 4096
 
     def __init__(self) -> None:
-        self._wrong: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how many, free when
+        self._wrong: OrderedDict[str, tuple[int, float]] = OrderedDict()  # count, free since
 
     def wait_s(self, address: str, now_s: float) -> float:
-        """How long from now it may not try; 0 if it may, and then this try counts as wrong."""
+        """Return the seconds until the address may try; at 0, this try counts as wrong for now."""
         count, free_s = self._wrong.get(address, (0, 0.0))
         if now_s < free_s:
             return free_s - now_s
@@ -73,12 +74,12 @@ class Patience:
         return 0.0
 
     def forgive(self, address: str) -> None:
-        """It had a right key."""
+        """Forget the wrong keys of an address that has sent a right one."""
         self._wrong.pop(address, None)
 
 
 class Login:
-    """Answers `PATHS`."""
+    """The ASGI application behind `PATHS`: form, sign-in, sign-out and the session's owner."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -103,7 +104,7 @@ class Login:
             await send_error(send, error)
 
     async def _show(self, scope: Scope, send: Send) -> None:
-        """The form, or where somebody is led who has no need of it."""
+        """Show the form, or redirect a visitor who needs none."""
         query = parse_qs(scope["query_string"].decode("latin-1"))
         page = _page(query)
         language = LOGIN.get(scope["path"], preferred(scope["headers"]))
@@ -134,7 +135,7 @@ class Login:
         return await _go(send, f"{root(language)}/{page}", _cookie(scope, token))
 
     async def _session_of(self, scope: Scope, key: str) -> str:
-        """A session for the holder of a key. Raises Slow, InvalidKey and Busy."""
+        """Return a session for the holder of a key. Raises Slow, InvalidKey and Busy."""
         address = str((scope.get("client") or ("",))[0])
         if wait_s := self._patience.wait_s(address, time.monotonic()):
             raise Slow("too many wrong keys", retry_after_s=wait_s)
@@ -150,7 +151,7 @@ class Login:
         return sessions.issue(caller.rule, access.rules, time.time())
 
     async def _tell(self, scope: Scope, send: Send) -> None:
-        """For the page's own script: who has signed in, null where nobody has."""
+        """Send the name of the signed-in key to the page's script; null for none."""
         body = msgspec.json.encode({"key": self._name(scope)})
         await send_json(send, body, headers=_PRIVATE)
 
@@ -160,7 +161,7 @@ class Login:
 
 
 class Slow(RequestError):
-    """This address has had wrong keys, and is to wait."""
+    """The address has sent wrong keys, and has to wait."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -170,7 +171,7 @@ class Slow(RequestError):
 
 
 def find_session(scope: Scope) -> None:
-    """Put the session of a page's request where the page looks for a key, unless it has one."""
+    """Copy the session cookie of a request to its authorization header, unless that has a key."""
     headers = scope["headers"]
     if any(name == b"authorization" for name, _ in headers):
         return
@@ -180,13 +181,13 @@ def find_session(scope: Scope) -> None:
 
 
 async def lead(scope: Scope, send: Send) -> bool:
-    """Lead somebody who wants to see a page to the form; False if it is no person who asks."""
+    """Redirect a browser to the form; return False for requests that do not ask for a page."""
     headers = dict(scope["headers"])
     if scope["method"] != "GET" or b"text/html" not in headers.get(b"accept", b""):
         return False
     language, page = ADDRESSES.get(scope["path"].rstrip("/"), (preferred(scope["headers"]), ""))
     if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-        # by another site's link no cookie comes along: come again, from here
+        # a link on another site sends no cookie; repeat the request from this page
         again = escape(f"{root(language)}/{page}")
         page_again = f"<!doctype html><meta http-equiv=refresh content='0;url={again}'>"
         await _send_page(send, 200, page_again.encode(), "default-src 'none'")
@@ -197,9 +198,9 @@ async def lead(scope: Scope, send: Send) -> bool:
 
 
 def refuse_strangers(scope: Scope) -> None:
-    """A browser sends what signs it in with what other sites make it send, too. Raises Forbidden.
+    """Raise Forbidden for a request from another site, which carries the browser's session, too.
 
-    Of plain HTTP it does not say which site asks, but for the origin.
+    Over plain HTTP, browsers name the requesting site in the origin only.
     """
     if scope["method"] in ("GET", "HEAD"):
         return
@@ -216,7 +217,7 @@ def refuse_strangers(scope: Scope) -> None:
 
 
 def _page(fields: dict[str, list[str]]) -> str:
-    """Which page was wanted; the chat for what is none of ours."""
+    """Return the page to go on to; the chat for an unknown one."""
     wanted = fields.get("to", [""])[0]
     return wanted if wanted in PAGES else ""
 

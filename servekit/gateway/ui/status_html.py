@@ -1,4 +1,4 @@
-"""What the page shows beside the conversation: workers, and where an answer is. HTML, escaped."""
+"""The HTML beside the conversation: workers, and the progress of an answer. All text is escaped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
 def workers(router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None) -> str:
-    """Every model that a visitor may use with its workers, as HTML; `caller` as for `choices`."""
+    """Return every model that a visitor may use with its workers, as HTML.
+
+    `caller` as in `choices`.
+    """
     if router.draining:
         return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
     if not router.routes:
@@ -25,16 +28,16 @@ def workers(router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None
 
 
 def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
-    """Whether a visitor may be told of a model, by its own name. Without keys all may."""
+    """Return whether a visitor may see a model, by its own name. Without keys, all may."""
     return not router.access.closed or (caller is not None and caller.may_use(model))
 
 
 def choices(
     router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None, task: str = ""
 ) -> list[tuple[str, str]]:
-    """The models and adapters that a visitor may use, and that serve `task`: (label, name).
+    """Return the models and adapters that a visitor may use and that serve `task`: (label, name).
 
-    With keys, `caller` is who visits; who is not known yet sees none.
+    With keys, `caller` is the visitor's key; an unknown visitor sees none.
     """
     named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
     return [
@@ -49,23 +52,23 @@ def _may(caller: ApiKey | None, route: ModelQueue) -> bool:
 
 
 def _serves(route: ModelQueue, task: str) -> bool:
-    """One that has not been loaded yet may turn out to."""
+    """Return whether a model serves `task`; a model not loaded yet counts as serving."""
     info = route.status.info
     return not task or info is None or task in info.serves
 
 
 def progress_note(progress: Progress, *, busy: bool, say: Say = SAY_ENGLISH) -> str:
-    """One line beneath the conversation, as HTML."""
+    """Return the line beneath the conversation, as HTML."""
     return note(_sentence(progress, busy, say))
 
 
 def note(sentence: str) -> str:
-    """One line, as HTML."""
+    """Return a sentence as a line of HTML."""
     return f'<p class="sk-note" role="status">{escape(sentence)}</p>'
 
 
 def error_note(message: str) -> str:
-    """A sentence about what went wrong, as HTML."""
+    """Return an error's sentence, as HTML."""
     sentence = message[:1].upper() + message[1:]
     return f'<p class="sk-note sk-error" role="alert">{escape(sentence)}</p>'
 
@@ -109,7 +112,7 @@ def _model(route: ModelQueue, say: Say) -> str:
 
 
 def _adapters(route: ModelQueue, say: Say) -> str:
-    """Its adapters, with what keeps those from serving that do not."""
+    """Return the model's adapters, with the reason for each that does not serve."""
     if not route.status.adapters:
         return ""
     told = [
@@ -140,7 +143,7 @@ def _replica(replica: ReplicaStatus, say: Say) -> str:
 
 
 def state_words(replica: ReplicaStatus, say: Say) -> str:
-    """What a worker is doing, in a few words."""
+    """Return a worker's state or load progress in a few words."""
     if replica.state in ("loading", "starting") and replica.progress is not None:
         return describe(replica)
     return say(f"state.{replica.state}")
@@ -162,7 +165,7 @@ def _reason(replica: ReplicaStatus) -> str:
     return f'<span class="sk-reason">{escape(replica.reason)}</span>'
 
 
-# ---------------------------------------------------------------- where an answer is
+# ---------------------------------------------------------------- progress of an answer
 
 
 def _sentence(progress: Progress, busy: bool, say: Say) -> str:
@@ -183,7 +186,7 @@ def _sentence(progress: Progress, busy: bool, say: Say) -> str:
 
 
 def gigabytes(size_bytes: int) -> str:
-    """A size to read, in the units of the configuration file and of `servekit ps`."""
+    """Return a readable size, in the units of the configuration file and of `servekit ps`."""
     if size_bytes < 2**30:
         return f"{size_bytes / 2**20:.0f} MiB"
     return f"{size_bytes / 2**30:.1f} GiB"

@@ -1,6 +1,6 @@
-// What the pages do in the browser beside Gradio: language, theme, copying, saving, tokens.
-// All of it listens at the document, since Gradio puts the elements there and away again. Text
-// from a model is only ever set as text, never as HTML.
+// The pages' own script, beside Gradio's: language, theme, copying, saving, tokens. Its listeners are
+// on the document, since Gradio adds and removes elements. Text from a model is only ever set as
+// text, never as HTML.
 (() => {
   const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
   const dark = (on) => document.body.classList.toggle("dark", on);
@@ -8,7 +8,7 @@
   onBody(() => {
     let begun = false;
     new MutationObserver(() => {
-      // Gradio calls its examples a list, of which they are no items
+      // Gradio gives its examples the role of a list, without list items
       document.querySelector("#sk-chat .examples[role=list]")?.setAttribute("role", "group");
       const bar = document.querySelector(".sk-bar");
       if (!bar || begun) return;
@@ -16,16 +16,16 @@
       document.documentElement.lang = bar.dataset.langNow;
       const page = bar.querySelector("[aria-current]");
       if (page) document.title = `${page.textContent} · servekit`;
-      const nav = bar.querySelector("nav"); // on a phone it is wider than the screen
+      const nav = bar.querySelector("nav"); // wider than the screen of a phone
       if (page) nav.scrollLeft = page.offsetLeft - nav.offsetLeft - (nav.clientWidth - page.offsetWidth) / 2;
       if (chosen()) dark(chosen() === "dark");
       offerSignOut(bar);
     }).observe(document.body, { childList: true, subtree: true });
   });
 
-  // ---- who has signed in; a session that is over leads to the form, and then back here
+  // ---- the signed-in key; an expired session redirects to the form, which leads back here
   const ask = window.fetch.bind(window);
-  let leaving = false; // once: each further answer would abort the way there, and begin it again
+  let leaving = false; // once: each further response would restart the navigation
   window.fetch = async (...asked) => {
     const answer = await ask(...asked);
     if (!leaving && answer.status === 401 && new URL(answer.url).origin === location.origin) {
@@ -54,7 +54,7 @@
       const code = button.closest(".sk-code").querySelector("pre");
       try {
         await navigator.clipboard.writeText(code.textContent);
-      } catch { // not over plain HTTP from elsewhere: leave it selected, for the keyboard
+      } catch { // no clipboard API over plain HTTP from another host
         getSelection().selectAllChildren(code);
         document.execCommand("copy");
       }
@@ -83,7 +83,7 @@
     }
   });
 
-  // ---- tokens: pointing at one, or going there, shows what else could have been said
+  // ---- tokens: hover or focus shows the alternatives
   const row = (cells, tag) => {
     const line = document.createElement("tr");
     for (const cell of cells) {

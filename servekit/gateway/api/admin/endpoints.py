@@ -1,7 +1,8 @@
-"""Administration over HTTP, for keys with `admin: true`: what `servekit ps`, `why`, `reload` do.
+"""Administration over HTTP for keys with `admin: true`: what `servekit ps`, `why` and `reload` do.
 
-The supervisor answers, over the operators' socket, which is this user's alone: whoever could open
-it needs no key. There is no shutdown here; who may end an instance is at its machine.
+The gateway forwards each question to the supervisor over the operators' socket. That socket belongs
+to this user alone, so whoever can open it needs no key. There is no shutdown over HTTP: an instance
+is ended on its machine.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from servekit.protocol.types import as_builtins
 log: Any = structlog.get_logger("servekit.gateway")
 
 ANSWER_S = 10.0
-#: It loads nothing, but reads the file and all that it names, and waits for a reload before it.
+#: A reload loads no model, but reads the file and everything it names, after earlier reloads.
 RELOAD_S = 20.0
 
-#: A model may have to be loaded, and others to finish what they run before.
+#: A model may have to load, and other models may first have to finish their requests.
 RESIDE_S = 3600.0
 
 A = TypeVar("A", bound=FromSupervisor)
 
 
 class FileRefused(ConfigError):
-    """The file that a reload would read is wrong; the message tells of all of it."""
+    """The configuration file that a reload would read is wrong; the message lists every error."""
 
     status = 400
 
@@ -63,21 +64,21 @@ class NothingSuch(ServekitError):
 
 
 class NotNow(ServekitError):
-    """The supervisor refuses, and the request is not to blame."""
+    """The supervisor refuses at this moment; the request itself is valid."""
 
     status = 409
     code = "conflict"
 
 
 class NoSupervisor(ServekitError):
-    """There is none, or it hung up: servekit is about to end."""
+    """There is no supervisor, or it hung up: servekit is about to end."""
 
     status = 503
     code = "supervisor_unavailable"
 
 
 class Supervisor:
-    """Answers what may be asked over HTTP; `way` leads to the supervisor, such as its socket."""
+    """Questions to the supervisor over HTTP; `way` leads to it, such as the path of its socket."""
 
     def __init__(self, way: Way | None, access: Access) -> None:
         self._way = way
@@ -85,28 +86,34 @@ class Supervisor:
 
     @property
     def run_dir(self) -> Path | None:
-        """The instance's directory, where the socket is; None on another machine than that."""
+        """Return the instance's directory, which holds the socket; None on another machine."""
         return self._way.parent if isinstance(self._way, Path) else None
 
     async def status(self) -> Response:
-        """As `servekit ps --json`. Raises Forbidden and what `answer_to` raises."""
+        """Return what `servekit ps --json` prints. Raises Forbidden and what `answer_to` raises."""
         self._access.require_admin()
         return _json(as_builtins(await self.answer_to(GetStatus(), Status, ANSWER_S)))
 
     async def why(self, name: str) -> Response:
-        """As `servekit why NAME --json`. Raises Forbidden, NothingSuch, what `answer_to` raises."""
+        """Return what `servekit why NAME --json` prints.
+
+        Raises Forbidden, NothingSuch and the errors of `answer_to`.
+        """
         self._access.require_admin()
         return _json(as_builtins(await self.answer_to(GetWhy(name), Why, ANSWER_S, NothingSuch)))
 
     async def reload(self) -> Response:
-        """As `servekit reload`. Raises Forbidden, FileRefused and what `answer_to` raises."""
+        """Reload the file. Raises Forbidden, FileRefused, and what `answer_to` raises."""
         caller = self._access.require_admin()
         log.info("reload asked for over HTTP", key=caller.rule.name)
         done = await self.answer_to(Reload(), Accepted, RELOAD_S, FileRefused)
         return _json({"message": done.message})
 
     async def reside(self, want: Want, name: str, wait: bool) -> Response:
-        """As `servekit load NAME` and its like. Raises Forbidden, and what `answer_to` raises."""
+        """Change a model's residency as `servekit load NAME` and its like.
+
+        Raises Forbidden and the errors of `answer_to`.
+        """
         caller = self._access.require_admin()
         log.info(f"{want} asked for over HTTP", model=name, key=caller.rule.name)
         wish = SetResidency(name, want, wait)
@@ -120,9 +127,9 @@ class Supervisor:
         deadline_s: float,
         invalid: type[ServekitError] = NotNow,
     ) -> A:
-        """The answer; `invalid` is raised where what was asked for is wrong, not the moment.
+        """Return the supervisor's answer, or raise `invalid` if the question itself is wrong.
 
-        Raises NotNow, ModelUnavailable where nobody can do it yet, and what `ask` raises.
+        Raises NotNow, ModelUnavailable if the change is not possible yet, and the errors of `ask`.
         """
         if self._way is None:
             raise NoSupervisor("there is no supervisor to ask")
@@ -137,9 +144,9 @@ class Supervisor:
 
 
 async def ask(way: Way, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
-    """What the supervisor answers that is reached that way.
+    """Return the answer of the supervisor that `way` leads to.
 
-    Raises NoSupervisor where none does, and DeadlineExceeded after `deadline_s`.
+    Raises NoSupervisor if there is none, and DeadlineExceeded after `deadline_s`.
     """
     try:
         if isinstance(way, Path):
@@ -162,7 +169,7 @@ def _json(body: Any) -> Response:
 
 
 def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
-    """GET /admin/status and /admin/why/NAME; POST /admin/reload and /admin/load/NAME, …."""
+    """Add GET /admin/status, /admin/why/NAME; POST /admin/reload, /admin/load/NAME and its like."""
     common: dict[str, Any] = {"tags": ["administration"], "response_model": dict[str, Any]}
 
     @app.get(

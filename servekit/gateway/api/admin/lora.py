@@ -1,8 +1,8 @@
-"""Adapters that come and go over HTTP, by vLLM's names: who may, and what the supervisor says.
+"""Loading and unloading of adapters over HTTP, under vLLM's names.
 
-With keys in the file it takes one with `admin: true`. Without any it is refused, unless the file
-says `server: {runtime_adapters: true}`: whoever may load from any path may read files, and have the
-engine read what he has put there.
+If the file has keys, the caller needs one with `admin: true`. Without keys the endpoints refuse,
+unless the file says `server: {runtime_adapters: true}`: a caller who may load from any path can
+read files, and can have the engine read files that he placed there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from servekit.protocol.messages import Accepted
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: All workers verify it, after the changes that came before; what hangs is ended by the supervisor.
+#: All workers verify the adapter, after earlier changes; the supervisor ends a change that hangs.
 CHANGE_S = 3600.0
 _NEEDS = (
     "adapters are loaded and unloaded with a key that has `admin: true`; where the file has no"
@@ -60,7 +60,7 @@ class AdapterRefused(RequestError):
 
 
 class Lora:
-    """The endpoints, as ASGI routes by path."""
+    """The adapter endpoints, as ASGI routes by path."""
 
     def __init__(self, supervisor: Supervisor, access: Access, max_body_bytes: int) -> None:
         self._supervisor = supervisor
@@ -96,7 +96,11 @@ class Lora:
         await _send_text(send, said)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of one who may. No web page can send it without asking: it has to be JSON."""
+        """Return the body of an authorised request.
+
+        The content type has to be JSON, which no web page can send across origins without a
+        preflight.
+        """
         require_right(self._access)
         kinds = [value for name, value in scope["headers"] if name == b"content-type"]
         if not kinds or kinds[0].partition(b";")[0].strip().lower() != b"application/json":
@@ -133,7 +137,7 @@ class Lora:
 
 
 def require_right(access: Access) -> None:
-    """Raise Forbidden unless the caller of this moment may change adapters."""
+    """Raise Forbidden unless the current caller may change adapters."""
     if not access.closed and access.rules.runtime_adapters:
         return
     caller = ACTING.get()

@@ -1,8 +1,8 @@
-"""GET /metrics: the figures of the whole instance, from whichever gateway is asked.
+"""GET /metrics: the metrics of the whole instance, from whichever gateway is asked.
 
-Each page asks the supervisor, which adds up the figures of all processes
-(`servekit.protocol.metrics_messages`). A gateway that showed its own figures, or older ones, would
-show less than another gateway just did, and a reader of counters takes a lower value for a restart.
+For each page the gateway asks the supervisor, which adds up the metrics of all processes
+(`servekit.protocol.metrics_messages`). Figures of one gateway alone, or cached ones, could be lower
+than what another gateway has just returned, and Prometheus takes a lower counter for a restart.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 PATH = "/metrics"
 ANSWER_S = 5.0
-#: The supervisor is not asked more often by one gateway, however many scrape it.
+#: The least time between two questions of one gateway to the supervisor, however many clients
+#: scrape.
 ASK_EVERY_S = 0.05
 
 T = TypeVar("T")
 
 
 class Page(Collector):
-    """The metrics of one moment, as text of either format."""
+    """The metrics at one moment, rendered as text in either format."""
 
     def __init__(self, series: Iterable[Series]) -> None:
         self._series: defaultdict[str, list[Series]] = defaultdict(list)
@@ -50,14 +51,14 @@ class Page(Collector):
         self._texts: dict[str, bytes] = {}
 
     def collect(self) -> Iterator[Family]:
-        """All metrics, those without a series too: their names and what they mean."""
+        """Return all metrics with names and help texts, including those without a series."""
         return (_family(metric, self._series.get(metric.name, ())) for metric in METRICS)
 
     async def text(self, accept: str) -> tuple[bytes, str]:
-        """The page in the format that `accept` prefers, and its content type."""
+        """Return the page in the format that `accept` prefers, and its content type."""
         encode, content_type = exposition.choose_encoder(accept)
         if content_type not in self._texts:
-            # a thousand series take tens of milliseconds, which no request is to wait for
+            # encoding a thousand series takes tens of milliseconds: not on the event loop
             self._texts[content_type] = await asyncio.to_thread(encode, self)
         return self._texts[content_type], content_type
 
@@ -79,10 +80,10 @@ def _family(metric: Metric, series: Iterable[Series]) -> Family:
 
 
 class InTurn(Generic[T]):
-    """Asks once at a time, for all who want to know: those who come meanwhile share the next.
+    """Runs one query at a time; callers that arrive during a query share the next one.
 
-    An answer that is under way may be older than what somebody has been told elsewhere; the next
-    one is not.
+    The answer to a query under way may be older than what another gateway has already returned; the
+    answer to the next query is not.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[T]], every_s: float) -> None:
@@ -93,7 +94,7 @@ class InTurn(Generic[T]):
         self._due_at = 0.0
 
     async def __call__(self) -> T:
-        """An answer to a question that is put after this call. Raises what asking does."""
+        """Return the answer to a query that starts after this call. Raises the query's errors."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._put(self._last))
             self._next.add_done_callback(_seen)
@@ -110,7 +111,7 @@ class InTurn(Generic[T]):
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """Its error has been told to whoever waited; if nobody does any more it is none of interest."""
+    """Retrieve the exception, so that asyncio does not log it when every waiter has left."""
     if not task.cancelled():
         task.exception()
 

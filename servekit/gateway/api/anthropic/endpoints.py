@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Anthropic:
-    """The endpoints, as ASGI routes by path, and how they refuse."""
+    """Anthropic's endpoints, as ASGI routes by path, and their error formats."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router

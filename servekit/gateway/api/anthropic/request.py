@@ -1,7 +1,7 @@
-"""From the bodies of Anthropic's Messages API to our own terms.
+"""Converts request bodies of Anthropic's Messages API to servekit's types.
 
-Parameters that Anthropic knows and that mean nothing here are ignored (caching, service tiers, who
-the user is); those that would change the answer and are not served are refused by name.
+Parameters of Anthropic's that have no meaning here are ignored (caching, service tiers, the user's
+id). Unserved parameters that would change the answer are refused by name.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # what older clients say instead
-    # declared to be refused by name where they ask for something:
+    output_format: OutputFormat | None = None  # older clients' name of output_config.format
+    # refused by name if they are set:
     mcp_servers: Any = None
     container: Any = None
     context_management: Any = None
@@ -110,7 +110,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the chat template gets, and whether thoughts are wanted."""
+    """A conversation for the chat template, and whether the client wants the reasoning."""
 
     messages: list[ChatMessage]
     template: dict[str, Any]
@@ -119,7 +119,7 @@ class Conversation:
 
 
 def sampling(request: MessagesRequest) -> SamplingParams:
-    """The request's sampling. Clients name a large max_tokens whatever the model's context."""
+    """Return the sampling parameters. max_tokens is clamped: clients send large values."""
     output = request.output_config
     format = (output and output.format) or request.output_format
     return SamplingParams(
@@ -134,7 +134,10 @@ def sampling(request: MessagesRequest) -> SamplingParams:
 
 
 def conversation(request: CountRequest) -> Conversation:
-    """Raises RequestError for what is not text, and Unsupported for what is not served."""
+    """Return the conversation of a request.
+
+    Raises RequestError for content that is not text, and Unsupported for unserved parameters.
+    """
     for name in ("mcp_servers", "container", "context_management"):
         if getattr(request, name):
             raise Unsupported(f"{name} is not supported; leave it out", param=name)
@@ -147,7 +150,7 @@ def conversation(request: CountRequest) -> Conversation:
             param="messages",
         )
     if last.role == "assistant" and not last.content and len(messages) > 1:
-        messages.pop()  # an empty beginning is none
+        messages.pop()  # an empty beginning of the answer means none
     return Conversation(
         messages, _template(request), messages[-1].role == "assistant", _thinks(request.thinking)
     )
@@ -158,9 +161,9 @@ def _thinks(thinking: Thinking | None) -> bool:
 
 
 def _template(request: CountRequest) -> dict[str, Any]:
-    """What the chat template gets beside the messages; with Anthropic, who thinks has to be asked.
+    """Return the chat template's arguments. In Anthropic's API, reasoning is off by default.
 
-    Templates look for either name; a few know of a budget, and for the others it is a wish.
+    Templates look for either of two names. A few know a budget; other templates ignore it.
     """
     thinks = _thinks(request.thinking)
     given: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
@@ -187,7 +190,7 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     if request.system:
         messages.append(ChatMessage("system", _text(request.system, "system")))
-    names: dict[str, str] = {}  # of the tools called so far, by the ids of the calls
+    names: dict[str, str] = {}  # names of the tools called so far, by the ids of the calls
     for at, message in enumerate(request.messages):
         where = f"messages[{at}].content"
         messages += _convert(message, where, names)
@@ -199,7 +202,7 @@ def _role(message: ChatMessage) -> str:
 
 
 def _joined(row: list[ChatMessage]) -> list[ChatMessage]:
-    """The user's or assistant's messages in a row are one, as Anthropic has it."""
+    """Join consecutive messages of the user or the assistant into one, as Anthropic does."""
     first = row[0]
     if len(row) == 1 or first.role not in ("user", "assistant"):
         return row
@@ -222,7 +225,7 @@ def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[Ch
 
 
 def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Results of tools are messages of their own, in their places between the texts."""
+    """Yield the user's texts, with each tool result as a message of its own at its place."""
     texts: list[str] = []
     for at, block in enumerate(blocks):
         if block.type != "tool_result":
@@ -244,7 +247,7 @@ def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
         raise RequestError(f"{where}: no tool_use block before it has the id {id!r}", param=where)
     text = "" if block.content is None else _text(block.content, f"{where}.content")
     if block.is_error:
-        text = f"Error: {text}"  # templates have no other place for it
+        text = f"Error: {text}"  # templates have no other place for an error
     return ChatMessage("tool", text, names[id], (), id)
 
 
@@ -256,7 +259,7 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str]) -> ChatMe
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
-                pass  # another service's secret
+                pass  # encrypted by another service
             case "tool_use":
                 calls.append(_call(block, place))
                 names[block.id] = block.name

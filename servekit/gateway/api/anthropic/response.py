@@ -1,7 +1,9 @@
-"""Answers as Anthropic's Messages API writes them: blocks of content, whole or event by event.
+"""Answers in the format of Anthropic's Messages API: content blocks, whole or event by event.
 
-message_start · ping · (content_block_start · content_block_delta … · content_block_stop) …
-message_delta · message_stop, or error
+The order of events:
+
+    message_start · ping · (content_block_start · content_block_delta … · content_block_stop) …
+    message_delta · message_stop, or error
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ _TYPES = {
 
 
 def error_object(error: ServekitError) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}}`."""
+    """Return `{"type": "error", "error": {"type", "message"}}`."""
     status = error.status
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    # the worker speaks of the parameter by OpenAI's name
+    # the worker uses OpenAI's name of the parameter
     message = error.message.replace("response_format", "output_config.format")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 async def refuse(send: Send, error: ServekitError) -> None:
-    """Answer with Anthropic's error envelope."""
+    """Answer with an error in Anthropic's format."""
     await send_json(send, _encode(error_object(error)), error.status, error_headers(error))
 
 
@@ -51,15 +53,15 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 class MessageForm(ResponseEncoder):
-    """The answer to POST /v1/messages. `thoughts`: they were asked for; else they are left out."""
+    """The answer to POST /v1/messages; reasoning is left out unless `thoughts`."""
 
     def __init__(self, *, thoughts: bool, max_tokens: int) -> None:
         self._id = new_id("msg_")
         self._thoughts = thoughts
         self._max_tokens = max_tokens
-        self._index = -1  # of the block that was begun last
-        self._open = ""  # its type, while it is open
-        self._space = ""  # white space that may yet be between calls only, where it says nothing
+        self._index = -1  # of the block that was opened last
+        self._open = ""  # the type of the open block, "" if none is open
+        self._space = ""  # white space held back: it is dropped if only calls surround it
         self._called = False
         self._last = GenerationChunk(0, [])
 
@@ -82,11 +84,11 @@ class MessageForm(ResponseEncoder):
         }
 
     def _end(self, turn: Generation, finish: str | None, stop: str, called: bool) -> dict[str, Any]:
-        """Why it ended. The context's end is one reason, the limit that was asked for another."""
+        """Return the stop reason; the context's end differs from the request's max_tokens."""
         if finish == "length":
             cut = turn.completion_tokens < self._max_tokens
             return _reason("model_context_window_exceeded" if cut else "max_tokens")
-        if called and not (stop and finish == "stop"):  # that is one which was cut off
+        if called and not (stop and finish == "stop"):  # the stop string cut the call off
             return _reason("tool_use")
         return _reason("stop_sequence", stop) if stop else _reason("end_turn")
 
@@ -109,7 +111,7 @@ class MessageForm(ResponseEncoder):
 
     def opening(self, turn: Generation) -> bytes:
         message = self._message(turn, [])
-        message["usage"]["output_tokens"] = 0  # some clients add the counts of the end to these
+        message["usage"]["output_tokens"] = 0  # some clients add the counts at the end to these
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
@@ -139,7 +141,7 @@ class MessageForm(ResponseEncoder):
         return self._begin("text") + self._delta({"type": "text_delta", "text": text})
 
     def _begin(self, kind: str, block: dict[str, Any] | None = None) -> bytes:
-        """Open a block, unless it is the one that is open; calls are blocks of their own each."""
+        """Open a block, unless one of that kind is open; each call gets a block of its own."""
         if self._open == kind != "tool_use":
             return b""
         ended = self._stop()
@@ -183,7 +185,7 @@ def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
 
 
 def _usage(turn: Generation) -> dict[str, int]:
-    return {  # there the prompt is the sum of what is new and what was cached
+    return {  # Anthropic's prompt size is the sum of new and cached tokens
         "input_tokens": turn.prompt_tokens - turn.cached_tokens,
         "output_tokens": turn.completion_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Anthropic's definitions of tools, and which of them may or must be called."""
+"""Anthropic's tool definitions and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ToolChoice(msgspec.Struct):
 
 
 def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
-    """OpenAI's definitions of the same tools; raises RequestError for what is wrong with them."""
+    """Convert tools to OpenAI's definitions. Raises RequestError for wrong ones."""
     seen: set[str] = set()
     defined = []
     for at, tool in enumerate(given or ()):
@@ -62,7 +62,7 @@ def _function(tool: Tool, where: str) -> dict[str, Any]:
 
 
 def tool_choice(choice: ToolChoice | None, given: list[Tool] | None) -> tuple[Any, bool]:
-    """Which tool may be called, as `Ask.tool_choice` has it; whether several at once."""
+    """Return `tool_choice` in OpenAI's form, and whether parallel calls are allowed."""
     if choice is None:
         return None, True
     parallel = not choice.disable_parallel_tool_use

@@ -1,4 +1,4 @@
-"""Ollama's embeddings: unit vectors, and texts cut to the model's context unless told otherwise."""
+"""Ollama's embeddings: unit vectors of texts, cut to the model's context unless told otherwise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
-#: Tokens that a tokenizer adds to a text, at most.
+#: The most tokens that a tokenizer adds to a text.
 _ADDED = 8
 
 
 class Embedding:
-    """The calls of one request. Raises what `Router.open` does."""
+    """The calls of one embedding request. Raises the errors of `Router.open`."""
 
     def __init__(
         self, router: Router, route: ModelQueue, key: str, inputs: Sequence[str], *, truncate: bool
@@ -36,11 +36,11 @@ class Embedding:
         self._asked = self._ask(inputs)
 
     def cancel(self) -> None:
-        """The client is gone."""
+        """Cancel the calls: the client has disconnected."""
         self._asked.cancel()
 
     async def answers(self) -> list[Delta]:
-        """The last delta of each call, in order. Raises RequestError."""
+        """Return the last delta of each call, in order. Raises RequestError."""
         try:
             return await self._asked.answers()
         except ContextLengthExceeded:
@@ -65,12 +65,15 @@ class Embedding:
         )
 
     async def _cut(self) -> list[Input]:
-        """The inputs, those that may be too long as token ids. Their last stays: it may end all."""
+        """Return the inputs, with long ones as token ids that fit into the context.
+
+        A cut keeps the last token: it may mark the end of the text.
+        """
         info = self._route.status.info
         limit = 0 if info is None else info.max_context
         found: list[Input] = []
         for text in self._inputs:
-            if len(text.encode()) + _ADDED <= limit:  # no token is less than a byte
+            if len(text.encode()) + _ADDED <= limit:  # each token has at least one byte
                 found.append(text)
                 continue
             calls: list[InflightRequest] = [self._call("tokenize", text)]
@@ -80,10 +83,12 @@ class Embedding:
             found.append(ids if len(ids) <= limit else ids[: limit - 1] + ids[-1:])
         return found
 
-    # ---- its answer
+    # ---- the answer
 
     def write(self, model: str, dimensions: int, answers: list[Delta]) -> bytes:
-        """The body of /api/embed. `dimensions`: only so many, 0 for all."""
+        """Return the body of /api/embed, with the first `dimensions` numbers of each vector; 0:
+        all.
+        """
         started_s = min((call.started_s for call in self._calls), default=self.began_s)
         vectors = [vector for answer in answers for vector in answer.vectors]
         size = dimensions or 2**20
@@ -102,6 +107,6 @@ class Embedding:
 
 
 def write_one(answers: list[Delta]) -> bytes:
-    """The body of /api/embeddings, as the engine has it; empty for an empty text."""
+    """Return the body of /api/embeddings, with the engine's vector; empty for an empty text."""
     vectors = [vector for answer in answers for vector in answer.vectors]
     return _encode({"embedding": numbers(vectors[0]) if vectors else []})

@@ -1,4 +1,4 @@
-"""Ollama's API: /api/chat, /api/generate, /api/embed and what clients ask about the models."""
+"""Ollama's API: /api/chat, /api/generate, /api/embed and the endpoints about models."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta
 
 _encode = msgspec.json.Encoder().encode
-#: What Ollama's clients may do to models there; here they are the file's.
+#: Ollama's endpoints that change models; here the configuration file defines the models.
 _NOT_HERE = ("/api/push", "/api/create", "/api/copy")
 
 
 class Ollama:
-    """The endpoints, as ASGI routes by path, and how they refuse."""
+    """Ollama's endpoints, as ASGI routes by path, and their error formats."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
@@ -98,13 +98,13 @@ class Ollama:
         return route, form
 
     def _keep(self, route: ModelQueue, keep_alive: float | str | None) -> None:
-        """Pass on how long the model is to stay. Raises RequestError, Forbidden."""
+        """Pass on how long the model is to stay loaded. Raises RequestError, Forbidden."""
         if keep_alive is not None:
             self._router.access.require_model(route.status.name, base_of(route))
             self._router.demand.keep(route, stay_s(keep_alive))
 
     def _without_a_question(self, request: Common, route: ModelQueue, form: OllamaForm) -> bytes:
-        """Ollama's way to have a model loaded, or with `keep_alive` 0 unloaded. It is begun."""
+        """Start to load a model, or with `keep_alive` 0 to unload it, without waiting."""
         self._router.access.require_model(route.status.name, base_of(route))
         stays_s = None if request.keep_alive is None else stay_s(request.keep_alive)
         if stays_s == 0:
@@ -151,7 +151,7 @@ class Ollama:
         return _encode(models.show(self._named(body)))
 
     def _pull(self, body: bytes) -> bytes:
-        """Of what is served there is nothing to fetch; an adapter that failed to load is not."""
+        """Answer success, as a served model needs no download; raise a failed adapter's error."""
         route = self._named(body)
         if isinstance(route, AdapterRoute):
             route.check_loaded()
@@ -169,7 +169,7 @@ def _refuse_changes(body: bytes) -> bytes:
 
 
 def add_reads(app: FastAPI, router: Router) -> None:
-    """What clients ask by GET."""
+    """Add the GET endpoints."""
 
     @app.get("/api/tags", tags=["Ollama"], summary="The models served")
     async def tags() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long a model is to stay, as Ollama's clients say it."""
+"""The parameter `keep_alive` of Ollama's API: how long a model stays loaded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _UNITS_S = {
 
 
 def stay_s(keep_alive: float | str) -> float:
-    """Seconds: a number of them, or a duration such as "5m" or "1h30m"; infinity if below 0.
+    """Return the seconds of a number or of a duration such as "5m" or "1h30m"; infinity below 0.
 
-    Raises RequestError. Source: Go's time.ParseDuration; a number without a unit is seconds here.
+    Raises RequestError. Source: Go's time.ParseDuration, except that a number without a unit means
+    seconds here.
     """
     if not isinstance(keep_alive, str):
         return float("inf") if keep_alive < 0 else float(keep_alive)

@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of the models: /api/tags, /api/ps, /api/show."""
+"""The models as Ollama's clients see them: /api/tags, /api/ps, /api/show."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import ModelInfo
 
-#: The version of Ollama's API that is spoken here: clients ask for a certain one at least.
+#: The version of Ollama's API that is served here; clients require a minimum.
 API_VERSION = "0.12.6"
 
 LATEST = ":latest"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-#: Engines without weights here: made up, or at a remote endpoint.
+#: Engines without local weights: made-up ones, and remote endpoints.
 _NO_FILES = ("echo", "openai")
 _KIND = re.compile(r"(For[A-Z]\w*|Model)$")
-#: Of those that stay loaded.
+#: `expires_at` of models that stay loaded.
 _NEVER = "9999-12-31T23:59:59Z"
 _FOR_EVER_S = 1e9
 
 
 def find(router: Router, name: str) -> ModelQueue:
-    """The route of a model as Ollama's clients name it, with a tag or without.
+    """Return the queue of a model under an Ollama name, with or without a tag.
 
     Raises ModelNotFound.
     """
@@ -42,12 +42,12 @@ def find(router: Router, name: str) -> ModelQueue:
 
 
 def tags(router: Router) -> dict[str, Any]:
-    """/api/tags: all models."""
+    """Return the body of /api/tags: all models."""
     return {"models": [_entry(route) for route in router.models()]}
 
 
 def running(router: Router) -> dict[str, Any]:
-    """/api/ps: those that can serve now."""
+    """Return the body of /api/ps: the models that can serve now."""
     return {"models": [_running(route) for route in router.models() if route.ready]}
 
 
@@ -60,7 +60,7 @@ def _entry(route: ModelQueue) -> dict[str, Any]:
         "model": name,
         "modified_at": timestamp(status.created),
         "size": _size_bytes(status.info),
-        "digest": hashlib.sha256(identity.encode()).hexdigest(),  # of the entry, not the weights
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),  # not of the weights
         "details": details(route),
     }
 
@@ -77,7 +77,7 @@ def _running(route: ModelQueue) -> dict[str, Any]:
 
 
 def _expires_at(route: ModelQueue) -> str:
-    """When it goes if nobody asks it, as far as is known at this gateway."""
+    """Return when an unused model will be unloaded, as far as this gateway knows."""
     residence = route.status.residence
     stays_s = None if residence is None else residence.stays_s
     if stays_s is None or stays_s > _FOR_EVER_S:
@@ -93,7 +93,7 @@ def _size_bytes(info: ModelInfo | None) -> int:
 
 
 def details(route: ModelQueue) -> dict[str, Any]:
-    """A model in a few words; empty ones while it loads for the first time."""
+    """Return a short description of a model; values are empty until its first load is done."""
     status = route.status
     info = status.info
     family = _family(info) if info else ""
@@ -108,19 +108,19 @@ def details(route: ModelQueue) -> dict[str, Any]:
 
 
 def _format(engine: str, path: str) -> str:
-    """Of its weights' files; "", as Ollama has it, where there are none here."""
+    """Return the format of the weights' files; "" if there are none here, as in Ollama."""
     if engine in _NO_FILES:
         return ""
     return "gguf" if path.endswith(".gguf") else "safetensors"
 
 
 def _family(info: ModelInfo) -> str:
-    """As Ollama would have it: "llama" of LlamaForCausalLM."""
+    """Return Ollama's name of a model family, such as "llama" for LlamaForCausalLM."""
     return _KIND.sub("", info.architecture).lower()
 
 
 def _count(parameters: int) -> str:
-    """As Ollama writes it: 7.6B, 134.52M, 8B. Source: its format.HumanNumber."""
+    """Return a count in Ollama's format: 7.6B, 134.52M, 8B. Source: its format.HumanNumber."""
     for size, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
         if parameters >= size:
             whole = parameters % size == 0
@@ -129,7 +129,7 @@ def _count(parameters: int) -> str:
 
 
 def show(route: ModelQueue) -> dict[str, Any]:
-    """/api/show: one model."""
+    """Return the body of /api/show: one model."""
     status = route.status
     return {
         "modelfile": f"# {status.engine}: {status.path}\n",

@@ -1,7 +1,8 @@
-"""From the bodies of Ollama's API to our own terms.
+"""Converts request bodies of Ollama's API to servekit's types.
 
-Options about how Ollama would load a model (num_ctx, num_gpu, …) mean nothing here: the file says
-that. Those about sampling are served or, where they would change the answer, refused by name.
+Options about how Ollama would load a model (num_ctx, num_gpu, …) have no effect: the configuration
+file decides that. Sampling options are served, or refused by name if ignoring one would change the
+answer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from servekit.protocol.messages import (
     ToolCall,
 )
 
-#: Ollama takes 10.0 where it wants a whole number, and so do its clients.
+#: Ollama accepts 10.0 for a whole number, and its clients send that.
 Whole = int | float
 Think = bool | Literal["low", "medium", "high"]
 
@@ -50,7 +51,7 @@ class Options(msgspec.Struct, kw_only=True):
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     mirostat: Whole | None = None
     tfs_z: float | None = None
     typical_p: float | None = None
@@ -66,7 +67,7 @@ class Common(msgspec.Struct, kw_only=True):
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    #: How long the model stays after this: seconds, or a duration; 0: not, below 0: it stays.
+    #: How long the model stays loaded: seconds, or a duration; 0: unload it, below 0: for ever.
     keep_alive: float | str | None = None
 
 
@@ -110,7 +111,7 @@ class GenerateRequest(Common, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     images: list[Any] | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     suffix: str | None = None
     template: str | None = None
     context: list[Any] | None = None
@@ -139,7 +140,7 @@ class NameRequest(msgspec.Struct):
 
     model: str = ""
     name: str = ""
-    # of no effect here: a model is served as it is, or it is not
+    # accepted without effect: models are served as configured
     stream: Any = None
     insecure: Any = None
     verbose: Any = None
@@ -152,14 +153,14 @@ class NameRequest(msgspec.Struct):
 
 
 def sampling(request: Common) -> SamplingParams:
-    """The request's sampling, None where it leaves the choice to the model."""
+    """Return the request's sampling parameters; None leaves a choice to the model."""
     options = request.options or Options()
     _refuse(options)
     stop = options.stop
     limit = _whole("num_predict", options.num_predict)
     top_k = _whole("top_k", options.top_k)
     return SamplingParams(
-        max_tokens=limit if limit and limit > 0 else None,  # -1 and -2: as far as it goes
+        max_tokens=limit if limit and limit > 0 else None,  # -1 and -2: no limit
         clamp=True,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -168,7 +169,7 @@ def sampling(request: Common) -> SamplingParams:
         seed=_whole("seed", options.seed, INT64),
         presence_penalty=options.presence_penalty or 0.0,
         frequency_penalty=options.frequency_penalty or 0.0,
-        # over all of the text: a window (repeat_last_n) is not to be had, but none at all is
+        # penalises over the whole text: a window (repeat_last_n) is not supported, except 0
         repetition_penalty=1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -206,7 +207,7 @@ def _grammar(format: str | dict[str, Any] | None) -> Grammar | None:
 
 
 def template(think: Think | None, model: str, info: ModelInfo | None) -> dict[str, Any]:
-    """What the chat template gets beside the messages; raises Unsupported for a lack of thought."""
+    """Return the chat template's arguments. Raises Unsupported if the model cannot think."""
     if think is None:
         return {}
     if think and info is not None and not (info.dialect.think_end or _always_thinks(info)):
@@ -223,7 +224,7 @@ def _always_thinks(info: ModelInfo) -> bool:
 
 
 def messages(given: list[InMessage]) -> list[ChatMessage]:
-    """Raises Unsupported for images."""
+    """Return the chat messages. Raises Unsupported for images."""
     pending = Pending()
     return [_message(message, at, pending) for at, message in enumerate(given)]
 
@@ -240,7 +241,7 @@ def _message(message: InMessage, at: int, pending: Pending) -> ChatMessage:
 
 
 class Pending:
-    """Calls that no message has answered yet. Ollama names the tool, templates want the call."""
+    """Unanswered calls: an answer in Ollama's API names the tool, but templates need the call."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, ToolCall] = {}
@@ -252,7 +253,7 @@ class Pending:
             self._by_name.setdefault(call.name, deque()).append(call.id)
 
     def answer(self, name: str | None, id: str | None) -> ToolCall | None:
-        """The call that is answered: by its id, else the first of that tool, or of any."""
+        """Return the answered call: by its id, else the first call of that tool, or of any tool."""
         if id is not None:
             return self._by_id.pop(id, None)
         if name is None:
@@ -281,13 +282,13 @@ def refuse_images(images: list[Any] | None, where: str) -> None:
 
 
 def generate_messages(request: GenerateRequest) -> list[ChatMessage]:
-    """What /api/generate makes of a prompt for a model that chats."""
+    """Return the conversation that /api/generate makes of a prompt for a chat model."""
     system = [ChatMessage("system", request.system)] if request.system else []
     return [*system, ChatMessage("user", request.prompt or "")]
 
 
 def check_generate(request: GenerateRequest) -> None:
-    """Raise Unsupported for what is not served."""
+    """Raise Unsupported for parameters that are not served."""
     refuse_images(request.images, "images")
     for name, instead in (
         ("suffix", "leave it out"),

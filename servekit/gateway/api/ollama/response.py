@@ -1,4 +1,4 @@
-"""Answers as Ollama writes them: an object, or one for each line with what is new."""
+"""Answers in Ollama's format: one object, or a stream of lines with an object each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LINES = [
 ]
 
 
-#: The worker speaks of parameters by OpenAI's names.
+#: Ollama's names of parameters, by OpenAI's names, which the worker uses in its errors.
 _NAMES = {"response_format": "format", "repetition_penalty": "repeat_penalty"}
 
 
 def error_object(error: ServekitError) -> dict[str, str]:
-    """`{"error": "..."}`."""
+    """Return `{"error": "..."}`, with Ollama's names of parameters."""
     message = error.message
     for theirs, ours in _NAMES.items():
         message = message.replace(theirs, ours)
@@ -41,22 +41,22 @@ def error_object(error: ServekitError) -> dict[str, str]:
 
 
 async def refuse(send: Send, error: ServekitError) -> None:
-    """Answer with Ollama's error."""
+    """Answer with an error in Ollama's format."""
     await send_json(send, _encode(error_object(error)), error.status, error_headers(error))
 
 
 def now() -> str:
-    """The time, as Ollama writes it."""
+    """Return the current time in Ollama's format."""
     return timestamp(time.time())
 
 
 def timestamp(at: float) -> str:
-    """Unix time in s, as Ollama writes it."""
+    """Return a Unix time, in seconds, in Ollama's format."""
     return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
 
 
 class TimedCall(InflightRequest):
-    """A call that knows when it was given to a worker, and when its first token came."""
+    """A request that records when a worker took it, and when its first token arrived."""
 
     __slots__ = ("first_s", "started_s")
 
@@ -73,7 +73,10 @@ class TimedCall(InflightRequest):
         super().take(delta)
 
     def durations(self) -> dict[str, int]:
-        """In ns, as seen from here, now that it is done. The wait for a worker is the loading."""
+        """Return the durations of a finished request in ns, as the gateway measured them.
+
+        The wait for a worker counts as Ollama's load duration.
+        """
         done_s = time.monotonic()
         started_s = self.started_s or done_s
         first_s = self.first_s or done_s
@@ -87,7 +90,7 @@ class TimedCall(InflightRequest):
 
 
 class OllamaForm(ResponseEncoder):
-    """The answer to POST /api/chat, or to /api/generate. `thoughts`: they are to be told."""
+    """The answer to POST /api/chat or /api/generate; reasoning is left out unless `thoughts`."""
 
     headers = LINES
 
@@ -96,7 +99,7 @@ class OllamaForm(ResponseEncoder):
         self._chat = chat
         self._thoughts = thoughts
         self._logprobs = logprobs
-        self._call: ToolCall | None = None  # the one that is being written
+        self._call: ToolCall | None = None  # the call that is being written
         self._finish: str | None = None
 
     async def refuse(self, send: Send, error: ServekitError) -> None:
@@ -127,7 +130,7 @@ class OllamaForm(ResponseEncoder):
         return b"".join([_encode(line | {"done": False}) + b"\n" for line in lines])
 
     def _tell(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What is to be said of an event; calls are told once they are whole."""
+        """Return the lines for one event; a tool call is written once it is complete."""
         match event:
             case CallArguments(_, text) if self._call is not None:
                 call = self._call
@@ -178,7 +181,7 @@ class OllamaForm(ResponseEncoder):
         return {"done": True, "done_reason": reason} | durations | counts
 
     def loaded(self, *, goes: bool = False) -> bytes:
-        """The answer to a request that asks for nothing but the model's being loaded, or going."""
+        """Return the answer to a request that only loads the model, or with `goes` unloads it."""
         reason = "unload" if goes else "load"
         return _encode(self._said("") | {"done": True, "done_reason": reason})
 

@@ -1,4 +1,4 @@
-"""OpenAI's embeddings, and the tokens of a text: what models answer without generating."""
+"""OpenAI's embeddings, and tokenization: answers that need no generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from servekit.gateway.tool_parsing import check_tools
 from servekit.protocol.messages import Delta, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
-#: Inputs that go to a worker as one request: enough to fill a batch, few enough to share.
+#: The inputs of one request to a worker: enough to fill a batch, few enough to share a worker.
 GROUP = 16
 MAX_INPUTS = 2048
 
@@ -38,7 +38,7 @@ class EmbeddingRequest(msgspec.Struct):
     )
     model: str = ""
     encoding_format: Literal["float", "base64"] | None = None
-    #: So many numbers instead of all: the first ones, made a unit vector again.
+    #: The size of the vectors: their first numbers, normalised to a unit vector.
     dimensions: Annotated[int, Meta(ge=1, le=1048576)] | None = None
     user: str | None = None
     timeout_s: Timeout | None = None
@@ -64,7 +64,7 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 class Asked:
-    """Calls of one HTTP request that are answered together, or fail together."""
+    """The calls of one HTTP request, which succeed or fail together."""
 
     def __init__(
         self, router: Router, calls: Sequence[InflightRequest], timeout_s: float | None
@@ -82,7 +82,9 @@ class Asked:
             call.cancel()
 
     async def answers(self) -> list[Delta]:
-        """The last delta of each, in order. Raises RequestError, with nothing left running."""
+        """Return the last delta of each call, in order. Raises RequestError and cancels the other
+        calls.
+        """
         try:
             return [(await call.deltas())[-1] for call in self._calls]
         finally:
@@ -90,7 +92,7 @@ class Asked:
 
 
 class Vectors:
-    """The endpoints, as ASGI routes by path."""
+    """The embedding and tokenization endpoints, as ASGI routes by path."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
@@ -101,7 +103,7 @@ class Vectors:
             "/detokenize": door.calls(self._detokenize),
         }
 
-    # ---- what each asks, and how it is answered
+    # ---- parsing each request
 
     def _embed(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingRequest, body)
@@ -152,7 +154,7 @@ class Vectors:
 
 
 def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[InflightRequest]:
-    """The calls that have the vectors of all inputs, in order."""
+    """Return the requests that compute the vectors of all inputs, in order."""
     return [_call(model, key, task="embed", inputs=group) for group in _groups(inputs)]
 
 
@@ -185,7 +187,7 @@ def _groups(inputs: list[Input]) -> Iterator[list[Input]]:
 
 
 def _vectors(request: EmbeddingRequest, model: str, answers: list[Delta]) -> bytes:
-    """OpenAI's answer; vectors are float32, as numbers or as base64 of their bytes."""
+    """Return OpenAI's answer; vectors are float32, as numbers or as base64 of their bytes."""
     raw = [vector for answer in answers for vector in answer.vectors]
     if request.dimensions is not None:
         raw = [shortened(vector, request.dimensions) for vector in raw]
@@ -204,12 +206,12 @@ def _vectors(request: EmbeddingRequest, model: str, answers: list[Delta]) -> byt
 
 
 def numbers(vector: bytes) -> list[float]:
-    """float32 little-endian, as numbers."""
+    """Return the numbers of a little-endian float32 vector."""
     return array.array("f", vector).tolist()
 
 
 def shortened(vector: bytes, size: int) -> bytes:
-    """Its first `size` numbers, made a unit vector again."""
+    """Return the first `size` numbers of a vector, normalised to a unit vector."""
     first = array.array("f", vector)[:size]
     length = math.sqrt(math.fsum(value * value for value in first)) or 1.0
     return array.array("f", (value / length for value in first)).tobytes()

@@ -1,9 +1,9 @@
-"""OpenAI's chat completions and completions: the hot routes, from socket to queue and back.
+"""OpenAI's chat completions and completions: the hot routes, from the socket to the queue and back.
 
-Nearly every request goes the short way (`protocol.Exchange`): no task of its own, the answer is
-written in the turn in which it comes. What HTTP makes unusual (pipelined, HTTP/1.0, to be closed,
-100-continue) comes over ASGI, to the same answer. All that waits for a stream leaves in one write
-and as one event: a client that keeps up gets one for each engine step.
+Nearly every request takes the fast path (`FastResponse`): no task of its own, and the answer is
+written in the event-loop tick in which it arrives. Unusual HTTP (pipelined, HTTP/1.0, connection:
+close, 100-continue) goes through ASGI, with the same answer. All waiting tokens of a stream leave
+in one write and as one event: a client that keeps up gets one event for each engine step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ STREAM_STARTS = {"type": "http.response.start", "status": 200, "headers": EVENT_
 
 
 class OpenAI:
-    """The two hot endpoints, the short way (`exchanges`) and as plain ASGI (`routes`)."""
+    """The two hot endpoints, on the fast path (`exchanges`) and as plain ASGI (`routes`)."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
@@ -107,7 +107,7 @@ class OpenAI:
         return CHAT, request, call
 
     def _is_plain(self, request: ChatRequest) -> bool:
-        """One choice, nothing but text."""
+        """Return whether a chat has one choice, and an answer of nothing but text."""
         if (
             (request.n or 1) > 1
             or request.tools
@@ -150,7 +150,7 @@ class OpenAI:
         return COMPLETION, request, call
 
     def _is_rich(self, request: CompletionRequest, prompts: int) -> bool:
-        """Several choices, or more than text."""
+        """Return whether there are several choices, or more than text in the answer."""
         told = request.logprobs is not None or request.prompt_logprobs is not None
         told = told or bool(request.echo or request.stop_token_ids)
         return prompts > 1 or (request.n or 1) > 1 or told
@@ -169,11 +169,11 @@ class OpenAI:
         return ask, form
 
     def _begin(self, parse: Parse, exchange: FastResponse) -> None:
-        """Take a request on the short way; raises ServekitError for what is wrong with it."""
+        """Start a request on the fast path. Raises ServekitError for a wrong request."""
         key = str(exchange.header(b"authorization"), "latin-1")
         body, exchange.body = bytes(exchange.body), b""
         parsed = parse(body, key)
-        del body  # or it is held for as long as the answer takes
+        del body  # otherwise the body stays in memory while the answer is generated
         if len(parsed) == 2:
             ask, form = parsed
             ask.session = _session(exchange) or ask.session
@@ -198,7 +198,7 @@ class OpenAI:
     async def _begin_later(
         self, ask: GenerationRequest, form: ResponseEncoder, exchange: FastResponse
     ) -> None:
-        """Take a request for a model of which nothing is known before it is loaded."""
+        """Start a request for a model whose properties are unknown until it is loaded."""
         opening = asyncio.ensure_future(open_turn(self._router, ask))
         exchange.on_gone = partial(_give_up, opening)
         try:
@@ -207,7 +207,7 @@ class OpenAI:
             exchange.fail(error)
             return
         except asyncio.CancelledError:
-            return  # nobody is left to read it
+            return  # the client has disconnected
         over = FastResponseAsgi(exchange)
         await respond(turn, form, over.receive, over.send)
 
@@ -228,11 +228,11 @@ class OpenAI:
         return OpenAIEncoder(shape, model, bool(options and options.include_usage), call.stream)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send, parse: Parse) -> None:
-        """Answer one request; what goes wrong before its first byte gets the envelope."""
+        """Answer one request; an error before the first byte is sent in OpenAI's format."""
         try:
             body = await read_body(scope, receive, self._max_body_bytes)
             parsed = parse(body, api_key(scope))
-            del body  # or it is held for as long as the answer takes
+            del body  # otherwise the body stays in memory while the answer is generated
             session = session_of(scope)
             if len(parsed) == 2:
                 ask, form = parsed
@@ -280,7 +280,7 @@ def _session(exchange: FastResponse) -> str:
 
 
 async def whole(answer: OpenAIEncoder, call: InflightRequest, send: Send) -> None:
-    """Answer in one body, once all is there."""
+    """Answer with one body, once the text is complete."""
     try:
         deltas = await call.deltas()
     except RequestError as error:
@@ -297,10 +297,10 @@ def _text(deltas: Deltas) -> str:
 async def stream(
     answer: OpenAIEncoder, call: InflightRequest, send: Send, *, started: bool = False
 ) -> None:
-    """Answer as server-sent events; an error after the first byte is an event of its own.
+    """Answer with server-sent events; an error after the first byte becomes an event.
 
-    `send` waits while the client does not read, and with it this request alone: what comes
-    meanwhile leaves in one write when the client reads again.
+    `send` blocks while the client does not read, and delays this request alone. Tokens that arrive
+    meanwhile leave in one write when the client reads again.
     """
     try:
         while True:
@@ -324,7 +324,7 @@ async def stream(
 
 
 async def stream_with_places(answer: OpenAIEncoder, call: InflightRequest, send: Send) -> None:
-    """As `stream`, after a comment for each new place in the queue; it starts at once."""
+    """Stream like `stream`, after a comment for each new place in the queue; starts at once."""
     await send(STREAM_STARTS)
     place = call.place
     while place is not None:

@@ -1,4 +1,4 @@
-"""Make a `GenerationRequest` of an OpenAI body, for the endpoints and for the chat page."""
+"""Converts an OpenAI body to a `GenerationRequest`, for the endpoints and the chat page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from servekit.gateway.generation.generation import GenerationRequest
 
 
 def chat_ask(request: ChatRequest, key: str) -> GenerationRequest:
-    """A chat. Raises RequestError for what is wrong with it."""
+    """Return the generation request of a chat. Raises RequestError for a wrong body."""
     options = request.stream_options
     return GenerationRequest(
         model=request.model,
@@ -40,7 +40,7 @@ def chat_ask(request: ChatRequest, key: str) -> GenerationRequest:
 def completion_ask(
     request: CompletionRequest, prompts: list[Prompt], key: str
 ) -> GenerationRequest:
-    """Completions of `prompts`. Raises RequestError for what is wrong with it."""
+    """Return the generation request of completions of `prompts`. Raises RequestError."""
     options = request.stream_options
     return GenerationRequest(
         model=request.model,

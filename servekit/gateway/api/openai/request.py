@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to our own terms: what is asked of a model."""
+"""Converts request bodies of OpenAI's API to servekit's types."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, Too
 from servekit.protocol.types import GrammarParam
 
 Prompt = str | list[int]
-#: Choices of one request in all, over its prompts.
+#: The most choices of one request over all its prompts.
 MAX_CHOICES = 128
 ANY_OBJECT = '{"type":"object"}'
-#: Longer GBNF takes more than a tenth of a second to read, on the event loop.
+#: Converting longer GBNF takes more than a tenth of a second, on the event loop.
 MAX_GBNF_CHARS = 16 * 1024
 _UNSERVED_FORMS = (
     *("structural_tag", "whitespace_pattern"),
     *("disable_any_whitespace", "disable_additional_properties"),
 )
-#: What stands for something else than itself in a regular expression, between slashes or not.
+#: The characters with a special meaning in a regular expression, with slashes around it or not.
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def sampling(request: Common) -> SamplingParams:
-    """The request's sampling, None where it leaves the choice to the model."""
+    """Return the request's sampling parameters; None leaves a choice to the model."""
     stop = request.stop
     limit = request.max_tokens
     if isinstance(request, ChatRequest):
@@ -71,7 +71,7 @@ def sampling(request: Common) -> SamplingParams:
 
 
 def _with_vllm_s(params: SamplingParams, request: Common) -> SamplingParams:
-    """With what few requests have: each field of a struct costs all that have none of it."""
+    """Add rare parameters separately: setting them would cost time in every request."""
     return msgspec.structs.replace(
         params,
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -82,7 +82,7 @@ def _with_vllm_s(params: SamplingParams, request: Common) -> SamplingParams:
 
 
 def completion_sampling(request: CompletionRequest) -> SamplingParams:
-    """As `sampling`; OpenAI's default of 16 tokens applies to plain completions."""
+    """Return `sampling` plus the parameters of completions, with OpenAI's default of 16 tokens."""
     params = sampling(request)
     if (form := constraint(request)) is not None:
         params = msgspec.structs.replace(params, grammar=form)
@@ -97,7 +97,10 @@ def completion_sampling(request: CompletionRequest) -> SamplingParams:
 
 
 def _with_prompt(params: SamplingParams, request: CompletionRequest) -> SamplingParams:
-    """With what is to be told of the prompt: an echo has the log probabilities that a text has."""
+    """Add the prompt's log probabilities, and an echo by the worker if the gateway cannot echo.
+
+    An echoed prompt gets as many log probabilities as the answer.
+    """
     told = max(
         (n for n in (request.logprobs if request.echo else None, request.prompt_logprobs)
          if n is not None),
@@ -109,12 +112,12 @@ def _with_prompt(params: SamplingParams, request: CompletionRequest) -> Sampling
 
 
 def _is_text(prompt: Any) -> bool:
-    """Whether an echo is what the client sent; token ids are made text by the worker."""
+    """Return whether the client sent text, which the gateway can echo without the worker."""
     return isinstance(prompt, str) or isinstance(prompt[0], str)
 
 
 def check_prompt_logprobs(request: ChatRequest | CompletionRequest) -> None:
-    """Raise for a stream: vLLM's form has no place for them in one."""
+    """Raise Unsupported for prompt_logprobs in a stream: vLLM's format has no place for them."""
     if request.prompt_logprobs is not None and request.stream:
         raise Unsupported(
             "prompt_logprobs: not in a stream; leave out `stream`, or take `echo` with `logprobs`",
@@ -131,7 +134,7 @@ def _check_min_tokens(least: int, most: int) -> None:
 
 
 def chat_sampling(request: ChatRequest) -> SamplingParams:
-    """As `sampling`, with what only chats can ask for."""
+    """Return `sampling` plus the parameters that only chats have."""
     params = sampling(request)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -145,7 +148,7 @@ def chat_sampling(request: ChatRequest) -> SamplingParams:
 
 
 def constraint(request: ChatRequest | CompletionRequest) -> Grammar | None:
-    """What the answer has to be, in whichever of the forms it is asked for; None: it is free."""
+    """Return the constraint on the answer, from whichever parameter holds it; None for none."""
     found: list[Grammar | None] = []
     if request.response_format is not None:
         found.append(grammar(request.response_format))
@@ -162,7 +165,7 @@ def constraint(request: ChatRequest | CompletionRequest) -> Grammar | None:
 
 
 def structured(asked: StructuredOutputs) -> list[Grammar]:
-    """vLLM's `structured_outputs`; raises RequestError where nothing is asked for."""
+    """Convert vLLM's `structured_outputs`. Raises RequestError if they hold no constraint."""
     param: GrammarParam = "structured_outputs"
     for name in _UNSERVED_FORMS:
         refuse_unserved(name, getattr(asked, name), f"{param}.")
@@ -204,14 +207,14 @@ def _by_choice(texts: list[str], param: GrammarParam) -> Grammar:
 
 
 def _by_grammar(text: str, param: GrammarParam) -> Grammar:
-    """A grammar in Lark as it is; in GBNF, which vLLM takes for its EBNF, as Lark."""
+    """Return the grammar in Lark; GBNF, vLLM's EBNF, is converted."""
     if not is_lark_syntax(text):
         if len(text) > MAX_GBNF_CHARS:
             said = f"{param}: GBNF of more than {MAX_GBNF_CHARS} characters is not taken; use Lark"
             raise RequestError(said, param=param)
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # of many kinds: the library raises bare ones
+        except Exception as error:  # the library raises bare exceptions of many kinds
             why = str(error).partition("\n")[0][:200]
             raise RequestError(
                 f"{param}: neither Lark (a rule `start:`) nor GBNF (`root ::=`): {why}", param=param
@@ -238,7 +241,7 @@ def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar | None:
-    """What the answer has to be; None where it is free."""
+    """Return the constraint of a `response_format`; None: no constraint."""
     if format.type == "text":
         return None
     if format.type == "json_object":
@@ -249,13 +252,13 @@ def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar |
 
 
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
-    """JSON by a schema."""
-    schema = {} if schema is True else schema  # the same, in the form that compilers take
+    """Return the constraint to JSON that fits `schema`."""
+    schema = {} if schema is True else schema  # equivalent, in the form that compilers accept
     return Grammar("json_schema", msgspec.json.encode(without_unknown_formats(schema)).decode())
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
-    """The prompts: one or several texts, or lists of token ids."""
+    """Return the prompts: one or several texts, or lists of token ids."""
     prompts = _prompts(request.prompt)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
@@ -288,7 +291,7 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> list[Prompt]:
 
 
 def continues(request: ChatRequest) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Return whether the answer continues the last message."""
     if not request.continue_final_message:
         if request.add_generation_prompt is False:
             raise Unsupported(
@@ -305,7 +308,7 @@ def continues(request: ChatRequest) -> bool:
 
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:
-    """What the chat template gets beside the messages. Thinking templates look for both names."""
+    """Return the chat template's arguments. Templates of reasoning models use either name."""
     given = request.chat_template_kwargs or {}
     effort = request.reasoning_effort
     if effort is None:
@@ -315,7 +318,7 @@ def template_arguments(request: ChatRequest) -> dict[str, Any]:
 
 
 def chat_messages(messages: Sequence[InMessage]) -> list[ChatMessage]:
-    """The messages as the chat template gets them; raises RequestError for what is not text."""
+    """Return the messages for the chat template. Raises RequestError for content beside text."""
     return [_message(message, at) for at, message in enumerate(messages)]
 
 

@@ -1,5 +1,6 @@
-"""OpenAI's chat completions and completions where they are not plain: several choices, tools,
-thoughts, log probabilities. What is plain goes the short way, by `answer`.
+"""OpenAI's answers off the fast path: several choices, tools, reasoning, log probabilities.
+
+Plain answers are written by `generation.openai_encoder`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ _encode = msgspec.json.Encoder().encode
 _random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
 
 DONE = b"data: [DONE]\n\n"
-#: Where JSON has no minus infinity; OpenAI's own lowest.
+#: Replaces minus infinity, which JSON lacks; OpenAI's own lowest value.
 LOWEST = -9999.0
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id, as OpenAI's look."""
+    """Return a fresh id in OpenAI's format."""
     return f"{prefix}{_random_bits(96):024x}"
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 def usage(turn: Generation) -> dict[str, Any]:
-    """Tokens; those from the prefix cache only where there are some, as on the short way."""
+    """Return the token counts; like the fast path, without cached tokens if there are none."""
     prompt, completion = turn.prompt_tokens, turn.completion_tokens
     counts = {
         "prompt_tokens": prompt,
@@ -47,14 +48,14 @@ def usage(turn: Generation) -> dict[str, Any]:
 
 
 def prompt_of(choice: Choice, best: int | None) -> dict[str, Any]:
-    """vLLM's `prompt_logprobs`, with so many best of each token; nothing for None."""
+    """Return vLLM's `prompt_logprobs` with the `best` most likely tokens; nothing for None."""
     if best is None or choice.prompt is None:
         return {}
     return {"prompt_logprobs": [_ranked(one, best) for one in choice.prompt.tokens]}
 
 
 def _ranked(one: PromptToken, best: int) -> dict[str, Any] | None:
-    """By token id; the token itself may be one of the best."""
+    """Return log probabilities by token id; the token itself may be among the best."""
     if one.logprob is None:
         return None
     told = {one.id: (one.token, one.logprob, one.rank)}
@@ -71,9 +72,9 @@ def _ranked(one: PromptToken, best: int) -> dict[str, Any] | None:
 
 
 def stop_reason(turn: Generation, ended: GenerationChunk | Choice) -> dict[str, Any]:
-    """vLLM's `stop_reason`, for requests with `stop_token_ids`: the string or token that ended it.
+    """Return vLLM's `stop_reason` for requests with `stop_token_ids`: the stop string or token.
 
-    None is the end of the sequence, or the limit.
+    None means the end of the sequence, or the token limit.
     """
     if not turn.ask.params.stop_token_ids:
         return {}
@@ -136,7 +137,7 @@ class ChatForm(ResponseEncoder):
         if piece.logprobs and not deltas:
             deltas = [{"content": ""}]
         chunks = [
-            # what the tokens of this piece said goes with the first of what they became
+            # the log probabilities of a chunk go with its first delta
             self._chunk(turn, piece.choice, delta, piece.logprobs if at == 0 else [])
             for at, delta in enumerate(deltas)
         ]
@@ -177,12 +178,12 @@ class ChatForm(ResponseEncoder):
 
 
 def called(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a tool in a whole message."""
+    """Return a tool call of a whole message."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def delta_of(event: Event) -> dict[str, Any]:
-    """What a chunk says of one event."""
+    """Return a chunk's delta for one event."""
     match event:
         case Text(text):
             return {"content": text}
@@ -195,7 +196,7 @@ def delta_of(event: Event) -> dict[str, Any]:
 
 
 def logprob_of(one: TokenLogprob) -> dict[str, Any]:
-    """A token's log probability, in the form that chats have."""
+    """Return a token's log probability in the chat format."""
     best = [_token(token, logprob) for token, logprob in one.best]
     return _token(one.token, one.logprob) | {"top_logprobs": best}
 
@@ -209,9 +210,9 @@ def _token(token: bytes, logprob: float) -> dict[str, Any]:
 
 
 class CompletionForm(ResponseEncoder):
-    """The answer to POST /v1/completions. `echo`: each answer begins with its prompt.
+    """The answer to POST /v1/completions. With `echo`, each answer begins with its prompt.
 
-    With `logprobs`, and of token ids, what is echoed is what the worker says of the prompt.
+    The worker supplies the echoed prompt if there are `logprobs`, or if it was sent as token ids.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class CompletionForm(ResponseEncoder):
         self._best = logprobs or 0
         self._echo = echo
         self._prompt_logprobs = prompt_logprobs
-        self._echoed: set[int] = set()  # choices whose stream has begun with their prompt
+        self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
         self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _head(self, turn: Generation) -> dict[str, Any]:
@@ -264,7 +265,7 @@ class CompletionForm(ResponseEncoder):
         )
 
     def _prompt(self, turn: Generation, index: int, told: Prompt | None = None) -> str:
-        """The text of a prompt: what the client sent, or of token ids what the worker says."""
+        """Return the text of a prompt: the client's text, or the worker's text of token ids."""
         if not self._echo:
             return ""
         prompt = turn.ask.prompts[index // turn.ask.n]
@@ -286,7 +287,9 @@ class CompletionForm(ResponseEncoder):
         return b"".join(chunks)
 
     def _new(self, piece: GenerationChunk) -> Prompt | None:
-        """What a stream's first piece says of its prompt: one that goes on elsewhere repeats it."""
+        """Return the prompt of a stream's first chunk; a stream resumed elsewhere repeats the
+        prompt.
+        """
         if piece.prompt is None or piece.choice in self._echoed or not self._echo:
             return None
         self._echoed.add(piece.choice)
@@ -321,7 +324,7 @@ class CompletionForm(ResponseEncoder):
     def _tell(
         self, index: int, logprobs: list[TokenLogprob], prompt: list[PromptToken]
     ) -> dict[str, Any]:
-        """Log probabilities in the form that plain completions have, an echoed prompt's first."""
+        """Return log probabilities in the completion format, an echoed prompt's first."""
         texts = [*(one.token for one in prompt), *(one.token for one in logprobs)]
         tokens = [text.decode(errors="replace") for text in texts]
         offsets, at = [], self._offsets.get(index, 0)
@@ -350,7 +353,7 @@ class CompletionForm(ResponseEncoder):
 
 
 def _best(one: PromptToken, count: int) -> dict[str, float] | None:
-    """The best in place of a prompt's token; None for the first, which comes after nothing."""
+    """Return the best alternatives to a prompt's token; None for the first, without context."""
     if one.logprob is None:
         return None
     best = one.best[:count]

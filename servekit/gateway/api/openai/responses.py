@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 class Responses:
-    """The endpoint, as an ASGI route by path."""
+    """The endpoint of responses, as an ASGI route by path."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         door = EndpointFactory(router, max_body_bytes, send_error)
@@ -43,14 +43,14 @@ def _asked(body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
 
 
 class ResponsesForm(ResponseEncoder):
-    """One response: items of output, each with the events of its life."""
+    """The answer to POST /v1/responses: output items, each with its events."""
 
     def __init__(self, request: ResponsesRequest) -> None:
         self._request = request
         self._id = new_id("resp_")
         self._created = int(time.time())
         self._output: list[Json] = []
-        self._open = False  # whether the last item is still being written
+        self._open = False  # the last item is still being written
         self._events = 0
 
     # ---- whole
@@ -127,7 +127,7 @@ class ResponsesForm(ResponseEncoder):
         logprobs = piece.logprobs
         for event in piece.events:
             yield from self._of_event(event, logprobs)
-            logprobs = []  # they go with the first of what their tokens became
+            logprobs = []  # log probabilities go with the first event of their tokens
         if piece.finish is not None:
             yield from self._last(turn, piece.finish)
 
@@ -161,7 +161,7 @@ class ResponsesForm(ResponseEncoder):
         yield self._event(f"response.{status}", response=self._response(turn, status))
 
     def _turn_to(self, kind: str) -> Iterator[bytes]:
-        """Have an item of this kind open, ending the one before."""
+        """Open an item of this kind, closing the item before."""
         if self._open and self._item["type"] == kind:
             return
         yield from self._close("completed")

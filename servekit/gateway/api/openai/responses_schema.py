@@ -1,6 +1,6 @@
-"""The body of OpenAI's POST /v1/responses, and what it asks in our own terms.
+"""The body of OpenAI's POST /v1/responses, and its conversion to servekit's types.
 
-servekit keeps no conversations: what refers to an earlier response is refused by name.
+servekit keeps no conversations: parameters that refer to an earlier response are refused by name.
 Source: OpenAI API reference, Responses.
 """
 
@@ -34,7 +34,7 @@ class Item(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[Part] | None = None
     id: str | None = None
-    # function_call, and its output
+    # of function_call and function_call_output
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -105,7 +105,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None
-    # refused where they ask for something:
+    # refused by name if they are set:
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -116,7 +116,7 @@ STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:
-    """What the body asks for; raises RequestError that names the field."""
+    """Convert a body to a generation request. Raises RequestError that names the field."""
     for name in STATEFUL:
         if getattr(request, name):
             raise Unsupported(
@@ -170,7 +170,7 @@ def _template(options: ReasoningOptions | None) -> dict[str, Any]:
 
 
 def _tool(tool: Function, at: int) -> dict[str, Any]:
-    """A tool in the form that chats have."""
+    """Return a tool in the format of chats."""
     if tool.type != "function":
         raise Unsupported(
             f"tools[{at}]: {tool.type!r} is a service of OpenAI's; servekit has functions only",
@@ -201,7 +201,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 
 
 def _add(messages: list[ChatMessage], item: Item, where: str) -> None:
-    """Add an item. What an assistant thought, said and called in a row is one message."""
+    """Add an item. Consecutive reasoning, text and calls of the assistant become one message."""
     if item.type == "message":
         if item.role is None:
             raise RequestError(f"{where}.role is required", param=f"{where}.role")
@@ -233,7 +233,7 @@ def _join(messages: list[ChatMessage], new: ChatMessage) -> None:
 
 
 def _goes_on(last: ChatMessage, new: ChatMessage) -> bool:
-    """Whether `new` is a part of the same turn of the assistant: thoughts, text, calls."""
+    """Return whether `new` continues the assistant's turn: reasoning, then text, then calls."""
     if last.role != "assistant" or new.role != "assistant" or new.reasoning:
         return False
     return not new.content or not (last.content or last.tool_calls)
@@ -254,7 +254,7 @@ def _call(item: Item, where: str) -> ToolCall:
 
 
 def _name(messages: list[ChatMessage], call_id: str) -> str | None:
-    """The function whose answer it is, as far as the conversation tells."""
+    """Return the name of the called function, if the conversation holds the call."""
     calls = (call for message in messages for call in message.tool_calls)
     return next((call.name for call in calls if call.id == call_id), None)
 

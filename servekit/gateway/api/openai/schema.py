@@ -1,8 +1,8 @@
 """The bodies of OpenAI's chat completions and completions.
 
-Decoded by msgspec on the hot path; the OpenAPI document is made from the same types. Parameters
-that OpenAI knows and servekit does not serve yet are declared, so that they are refused by name
-rather than ignored; what is not declared at all is told (`gateway.unknown`).
+msgspec decodes them on the hot path, and the OpenAPI document is made from the same types.
+Parameters of OpenAI's that servekit does not serve are declared, so that they are refused by name
+rather than ignored; undeclared ones are reported (`gateway.api.unknown_parameters`).
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class StructuredOutputs(msgspec.Struct):
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | None = None
-    #: In the Rust dialect.
+    #: A regular expression in the Rust dialect.
     regex: str | None = None
-    #: The answer is one of these.
+    #: The texts that the answer may be.
     choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
-    #: In llguidance's Lark dialect, or in GBNF with a rule `root`.
+    #: A grammar in llguidance's Lark dialect, or in GBNF with a rule `root`.
     grammar: str | None = None
     json_object: bool | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     structural_tag: Any = None
     whitespace_pattern: Any = None
     disable_any_whitespace: Any = None
@@ -121,7 +121,7 @@ class InMessage(msgspec.Struct):
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    #: What the assistant thought, as servekit gave it; some templates show it to the model.
+    #: The assistant's reasoning, as servekit returned it; some templates show it to the model.
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -144,7 +144,7 @@ class Common(msgspec.Struct, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    # taken from clients that always send them, without any effect:
+    # accepted from clients that always send them, without any effect:
     user: str | None = None
     metadata: Any = None
     store: Any = None
@@ -154,7 +154,7 @@ class Common(msgspec.Struct, kw_only=True):
     verbosity: Any = None
     guided_decoding_backend: Any = None
     request_id: Any = None
-    #: What `X-Session-Id` is, in the body.
+    #: The session, like the header `X-Session-Id`.
     prompt_cache_key: str | None = None
     n: Choices | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=4096)] | None = None
@@ -163,10 +163,10 @@ class Common(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_WORDS)] | None = None
     truncate_prompt_tokens: PromptEnd | None = None
-    #: Of each token of the prompt, and of so many best; not in streams.
+    #: The number of alternatives to each of the prompt's tokens; not in streams.
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    #: The older names of what stands in `structured_outputs`.
+    #: Older names of the fields of `structured_outputs`.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
@@ -174,7 +174,7 @@ class Common(msgspec.Struct, kw_only=True):
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     guided_whitespace_pattern: Any = None
     allowed_token_ids: Any = None
     use_beam_search: Any = None
@@ -195,12 +195,12 @@ class ChatRequest(Common, kw_only=True):
     #: More arguments of the chat template, such as `{"enable_thinking": false}`.
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    #: Leave thoughts in `content` as the model wrote them.
+    #: False leaves the reasoning in `content` as the model wrote it.
     separate_reasoning: bool | None = None
-    #: The last message is the assistant's own beginning, to be gone on with.
+    #: The last message is the beginning of the answer, which the model continues.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -221,11 +221,11 @@ class CompletionRequest(Common, kw_only=True):
     echo: bool | None = None
     best_of: Choices | None = None
     response_format: ResponseFormat | None = None
-    # declared to be refused by name where they ask for something:
+    # refused by name if they are set:
     suffix: Any = None
 
 
-#: Values of the declared-but-unserved parameters that ask for nothing.
+#: The harmless values of the parameters that are declared but not served.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -256,14 +256,14 @@ _Decoder = msgspec.json.Decoder[Any]
 
 
 class _Kind(NamedTuple):
-    """How bodies of a type are decoded, and what is looked at in them."""
+    """The decoders of one type of body, and its unserved parameters."""
 
     strict: _Decoder  # raises for an unknown field
     lenient: _Decoder
     fields: frozenset[str]
     unserved: tuple[str, ...]  # declared, but not served
-    asks: Callable[[Any], tuple[Any, ...]]  # their values
-    none: tuple[None, ...]  # those of nearly all bodies
+    asks: Callable[[Any], tuple[Any, ...]]  # returns the values of the unserved parameters
+    none: tuple[None, ...]  # their values in nearly all bodies
 
 
 @cache
@@ -272,7 +272,7 @@ def _decoders(kind: Hashable) -> _Kind:
     strict = msgspec.defstruct(lenient.__name__, [], bases=(lenient,), forbid_unknown_fields=True)
     fields = [field.encode_name for field in msgspec.structs.fields(lenient)]
     unserved = tuple(name for name in fields if name in NOTHING)
-    # of one name it would be no tuple
+    # attrgetter returns a tuple only for several names
     asks = attrgetter(*unserved) if len(unserved) > 1 else _getter(unserved)
     return _Kind(
         msgspec.json.Decoder(strict),
@@ -293,7 +293,7 @@ _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
 def decode(kind: type[Request], body: bytes) -> Request:
-    """Decode and check a body; raises RequestError that names the field."""
+    """Decode and check a body. Raises RequestError that names the field."""
     strict, lenient, fields, unserved, asks, none = _decoders(cast(Hashable, kind))
     try:
         try:
@@ -316,7 +316,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
 
 
 def refuse_unserved(name: str, value: Any, within: str = "") -> None:
-    """Raise Unsupported for what is declared and not served, where it asks for something."""
+    """Raise Unsupported if a declared but unserved parameter has more than a harmless value."""
     if value is not None and not _asks_nothing(value, NOTHING[name]):
         param = f"{within}{name}"
         raise Unsupported(
@@ -327,7 +327,7 @@ def refuse_unserved(name: str, value: Any, within: str = "") -> None:
 def _not_json(body: bytes, error: Exception) -> RequestError:
     try:
         body.decode()
-    except UnicodeDecodeError:  # its position would be within some string, not within the body
+    except UnicodeDecodeError:  # its position is within some string, not the body
         return RequestError("the body is not valid UTF-8")
     return RequestError(f"the body is not valid JSON: {error}")
 

@@ -1,5 +1,5 @@
 """The OpenAPI document: operations, response types, field texts, and the pages of the manual.
 
-No request comes by here; it is imported when the document is first asked for. Unit tests check
-that answers fit these types. Only the gateway and `docs` may import from here.
+The package serves no inference request; it is imported on the first request for the document. Unit
+tests check that answers fit these types. Only the gateway and `docs` may import from here.
 """

@@ -1,7 +1,7 @@
 """The documentation at a running instance: /docs, /docs/configuration, /docs/gpus, …
 
-A process of its own renders each page, once, when it is first asked for: a Markdown parser is
-nothing that a gateway needs in its memory, and the long pages would hold up its event loop.
+A separate process renders each page once, on its first request: the gateway needs no Markdown
+parser in its memory, and a long page would block its event loop.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from servekit.errors import ServekitError
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: Files of another part of the package, read and not imported.
+#: Files of another package, read but not imported.
 _FOLDER = Path(__file__).parents[3] / "docs"
 INDEX = "index"
 #: Names of all pages but the index.
 PAGES = sorted(path.stem for path in _FOLDER.glob("pages/*/*.md"))
 SEARCH = "search.js"
-#: Served as they are: by address below /docs, their file and type.
+#: Static files, by address below /docs, with their file and type.
 FILES = {"site.js": (_FOLDER / "site.js", "text/javascript")} | {
     f"images/{path.name}": (path, "image/png") for path in _FOLDER.glob("pages/images/*.png")
 }
@@ -34,7 +34,7 @@ FILES = {"site.js": (_FOLDER / "site.js", "text/javascript")} | {
 SWAGGER = "/docs/swagger"
 PATHS = {"/docs", SWAGGER, *(f"/docs/{name}" for name in (*PAGES, SEARCH, *FILES))}
 MADE_WITHIN_S = 60.0
-#: The pages fetch nothing from anywhere else.
+#: The pages load nothing from other hosts.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -42,14 +42,14 @@ _HEADERS = {
 
 
 class Manual:
-    """Renders pages, one at a time, and keeps them."""
+    """The rendered pages; one page is rendered at a time."""
 
     def __init__(self) -> None:
         self._made: dict[str, str] = {}
         self._one_at_a_time = asyncio.Lock()
 
     async def page(self, name: str) -> str:
-        """Return a page as HTML, or the search index. Raises ServekitError where that fails."""
+        """Return a page as HTML, or the search index. Raises ServekitError if rendering fails."""
         async with self._one_at_a_time:
             if name not in self._made:
                 self._made[name] = await _make(name)

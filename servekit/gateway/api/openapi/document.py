@@ -1,6 +1,6 @@
-"""The OpenAPI document: FastAPI's own, and with it the endpoints that do not run through it.
+"""The OpenAPI document: FastAPI's own, plus the endpoints that bypass FastAPI.
 
-It is made when it is first asked for, and only then is imported what it is made from.
+The document is made on its first request, and the modules it needs are imported then.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ERRORS = {
     "504": "Not done within the timeout",
 }
 Json = dict[str, Any]
-#: Schemas by the types that they are of: references, or what a type without a name is.
+#: JSON schemas by type: a reference, or the schema itself for a type without a name.
 Schemas = Mapping[type, Json]
 
 
 def describe_hot_routes(app: FastAPI, served: Collection[str]) -> None:
-    """Have `app.openapi()` describe the paths in `served` that do not run through FastAPI."""
+    """Add the paths in `served` that bypass FastAPI to the document of `app.openapi()`."""
     original = app.openapi
 
     def openapi() -> Json:
@@ -58,7 +58,7 @@ def _extend(document: Json, served: Collection[str]) -> None:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     known = _add_schemas(schemas, operations)
     document["components"]["securitySchemes"] = _KEYS
-    document["security"] = [{}, *({name: []} for name in _KEYS)]  # none, where there are no keys
+    document["security"] = [{}, *({name: []} for name in _KEYS)]  # {}: no key
     for operation in operations:
         described = _describe(operation, known)
         document["paths"].setdefault(operation.path, {})["post"] = described
@@ -90,7 +90,7 @@ def _add_schemas(schemas: Json, operations: list[Operation]) -> Schemas:
 
 
 def _describe_fields(component: Json, sentences: Mapping[str, str]) -> None:
-    """Say what each field means: by its own name, unless its type has it mean something else."""
+    """Set the description of each field, by `Type.field` if that is known, else by its name."""
     for name, field in component.get("properties", {}).items():
         sentence = sentences.get(f"{component['title']}.{name}") or sentences.get(name)
         if sentence:
@@ -98,7 +98,7 @@ def _describe_fields(component: Json, sentences: Mapping[str, str]) -> None:
 
 
 def _narrow_fields(component: Json) -> None:
-    """Let fields that are declared to be refused have those values alone that ask for nothing."""
+    """Restrict fields that are declared but refused to their harmless values."""
     from servekit.gateway.api.openai.schema import NOTHING
     from servekit.gateway.api.openapi.request_field_docs import TAKEN
 
@@ -111,7 +111,7 @@ def _narrow_fields(component: Json) -> None:
 
 
 def _describe_reads(document: Json, known: Schemas) -> None:
-    """Have what FastAPI tells of its own routes be what happens: our errors, in our envelopes."""
+    """Replace the errors that FastAPI documents for its own routes by servekit's."""
     from servekit.gateway.api.openapi import examples
     from servekit.gateway.api.openapi.operations import READS
 
@@ -159,9 +159,9 @@ def _answer(operation: Operation, known: Schemas) -> Json:
 
 
 def _piece(operation: Operation, known: Schemas) -> Json:
-    """The schema of one line, or of one event in the form that OpenAPI 3.2 gives events.
+    """Return the schema of one line, or of one event in the form that OpenAPI 3.2 gives events.
 
-    OpenAPI 3.1 has no way to say what a whole stream is.
+    OpenAPI 3.1 cannot describe a whole stream.
     """
     schemas = [known[kind] for kind in operation.pieces]
     either = {"anyOf": schemas} if len(schemas) > 1 else schemas[0]
@@ -181,7 +181,7 @@ def _piece(operation: Operation, known: Schemas) -> Json:
 
 
 def _refusals(envelope: Envelope) -> Json:
-    """The errors of an endpoint, by status."""
+    """Return the errors of an endpoint, by status."""
     reference = {"$ref": _REF.format(name=f"{envelope}Error")}
     content = {"application/json": {"schema": reference}}
     return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}

@@ -1,4 +1,4 @@
-"""Examples of answers, as the OpenAPI document shows them."""
+"""Examples of answers for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _END = {
 OLLAMA_CHAT = _HEAD | {"message": {"role": "assistant", "content": SAID}} | _END
 OLLAMA_GENERATED = _HEAD | {"response": SAID} | _END
 
-# ---------------------------------------------------------------- what is read
+# ---- answers to GET
 
 MODEL_ENTRY = {
     "id": MODEL,

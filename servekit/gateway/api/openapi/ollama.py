@@ -1,4 +1,4 @@
-"""Ollama's answers; and those of HuixiangDou's own LLM server."""
+"""Ollama's answers, and those of HuixiangDou's own LLM server."""
 
 from __future__ import annotations
 

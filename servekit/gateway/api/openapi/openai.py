@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 Finish = Literal["stop", "length", "tool_calls"]
-#: With `stop_token_ids` in the request: the string or token that ended the answer.
+#: `stop_reason` of requests with `stop_token_ids`: the string or token that ended the answer.
 StopReason = str | int | UnsetType | None
 
 
@@ -83,7 +83,7 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
-#: Of each token of the prompt, by token id, with `prompt_logprobs`; None: the first.
+#: `prompt_logprobs`: for each token of the prompt, by token id; None for the first token.
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | UnsetType
 
 

@@ -1,7 +1,7 @@
-"""The endpoints that do not run through FastAPI, as the OpenAPI document tells of them.
+"""The endpoints that bypass FastAPI, as the OpenAPI document describes them.
 
-What they take is read off the very types that decode it, what they answer off types that describe
-it; what stands here is what neither says: an example of each, and how errors look.
+Request schemas come from the types that decode the requests, and answer schemas from types made for
+the document. This module adds the rest: an example of each, and the format of errors.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Envelope = Literal["OpenAI", "Anthropic", "Ollama", "HuixiangDou"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One endpoint that takes POST."""
+    """One POST endpoint."""
 
     path: str
     takes: type
     summary: str
     tag: str
     asked: dict[str, Any]
-    answer: dict[str, Any] | str  # where it is no JSON, but text
+    answer: dict[str, Any] | str  # a string for an answer of plain text
     gives: type
     streams: str = ""  # the content type of its streams
-    pieces: tuple[type, ...] = ()  # what the data of an event, or a line, may be
+    pieces: tuple[type, ...] = ()  # the types of an event's data, or of a line
     envelope: Envelope = "OpenAI"
 
     @property
     def marks_its_end(self) -> bool:
-        """Its events end with one that is none of its pieces: `[DONE]`."""
+        """Return whether a stream ends with `[DONE]`, an event unlike its pieces."""
         return openai.OpenAIError in self.pieces
 
 
@@ -266,7 +266,7 @@ OPERATIONS = (
     ),
 )
 
-#: What the endpoints that take GET answer, by path.
+#: The types of the answers to GET, by path.
 READS: dict[str, type] = {
     "/livez": service.Live,
     "/readyz": service.Health,
@@ -277,7 +277,7 @@ READS: dict[str, type] = {
     "/api/ps": ollama.OllamaRunning,
     "/api/version": ollama.OllamaVersion,
 }
-#: How errors look, by `Operation.envelope`.
+#: The types of errors, by `Operation.envelope`.
 ENVELOPES: dict[Envelope, type] = {
     "OpenAI": openai.OpenAIError,
     "Anthropic": anthropic.AnthropicError,

@@ -1,7 +1,8 @@
-"""What the OpenAPI document says of the fields of requests, beside their types and bounds.
+"""Descriptions of request fields for the OpenAPI document, beyond their types and bounds.
 
-By field, or by `Type.field` where the same name means something else. Bounds that a type cannot
-say stand here: those between two fields, those over a whole request, those of the file.
+Keys are field names, or `Type.field` where the same name means something else. Bounds that a type
+cannot express are here: those between two fields, over a whole request, or from the configuration
+file.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ ASKED = {
     "Function.strict": "Enforce the schema on calls",
     "Tool.strict": "Enforce the schema on calls",
     "description": "Description for the model, if its template shows it",
-    # refused where they ask for something
+    # refused if they are set
     "functions": "Not supported; use `tools`",
     "function_call": "Not supported; use `tool_choice`",
     "audio": "Not supported",
@@ -227,7 +228,7 @@ ASKED = {
     "any_base": "servekit's own: load it even if it names another base",
 }
 
-#: Values that are taken, of fields whose type would let any pass: by field, or `Type.field`.
+#: Accepted values of fields whose type allows any value: by field, or `Type.field`.
 TAKEN: dict[str, tuple[object, ...]] = {
     "ContentPart.type": ("text", "refusal"),
     "ResponsesRequest.previous_response_id": (None,),

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the fields of answers; by field, or by `Type.field`."""
+"""Descriptions of answer fields for the OpenAPI document, by field or by `Type.field`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service's own answers: whether it lives, whether it is ready, which version it is."""
+"""The service's own answers: liveness, readiness and version."""
 
 from __future__ import annotations
 

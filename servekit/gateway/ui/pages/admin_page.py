@@ -1,7 +1,7 @@
-"""Models and adapters that come and go, by who holds a key with `admin: true`; and why things are.
+"""Loading and unloading of models and adapters with an admin key; and the history of workers.
 
-Everybody may look at the page. What is done on it is asked of the supervisor, as the endpoints
-under /admin do, once the visitor's key has been looked at: each time, not when the page was made.
+All visitors may look at the page. Each action checks the visitor's key at that moment, and then
+asks the supervisor, like the endpoints under /admin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from servekit.protocol.types import ExitRecord, ReplicaHistory
 log: Any = structlog.get_logger("servekit.gateway")
 
 WANTS: tuple[Want, ...] = ("load", "unload", "sleep", "wake")
-#: Of the last lines of a worker that ended.
+#: The most characters of the last lines of a worker that ended.
 TAIL_CHARS = 8_000
 
 
@@ -93,7 +93,7 @@ def _adapters(frame: Frame, model: gr.Dropdown) -> None:
     remove.click(removed, [name], told, **QUIET)
 
 
-# ---- what is done
+# ---- the actions
 
 
 def _wanting(frame: Frame, want: Want) -> Callable[..., Awaitable[str]]:
@@ -138,7 +138,7 @@ async def _remove(frame: Frame, name: str) -> str:
 
 
 async def _done(frame: Frame, request: gr.Request, do: Callable[[], Awaitable[str | Why]]) -> str:
-    """Do it as the visitor whose page it is, and say what came of it, as HTML."""
+    """Run an action as the visitor, and return its outcome as HTML."""
     before = ACTING.set(None)
     try:
         ACTING.set(await frame.router.access.visitor(visit(request).authorization))
@@ -153,7 +153,7 @@ async def _done(frame: Frame, request: gr.Request, do: Callable[[], Awaitable[st
 
 
 async def _may(frame: Frame, request: gr.Request) -> str:
-    """Whether this visitor may do anything here, before he tries."""
+    """Return a note on whether this visitor may change anything, before he tries."""
     caller = await frame.caller(request)
     if caller is not None and caller.rule.admin:
         return note(frame.say("operate.you_may", name=caller.rule.name))
@@ -166,7 +166,7 @@ async def _may(frame: Frame, request: gr.Request) -> str:
 
 
 def story(why: Why, say: Say) -> str:
-    """What became of a model's workers, with the last lines of those that ended."""
+    """Return the history of a model's workers, with the last lines of those that ended."""
     parts = [f"<h3>{escape(why.model)}</h3>"]
     if why.breaker != "closed":
         parts.append(f'<p class="sk-hint">{escape(plain(why.breaker))}</p>')

@@ -17,7 +17,7 @@ SIDES = ("a", "b")
 
 
 def wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> RequestOptions:
-    """What one side asks for: a chat, or a completion of a model without a chat template."""
+    """Return one side's request: a chat, or a completion for a model without a chat template."""
     given = zip(("temperature", "max_tokens", "seed"), settings, strict=True)
     more = {name: value for name, value in given if value is not None}
     info = frame.router.find(model or "").status.info
@@ -59,7 +59,7 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
         frame.code(partial(wish, frame), [panes[0][0], prompt, *settings])
     inputs = [*(model for model, _, _ in panes), prompt, *settings]
     outputs = [part for _, text, note in panes for part in (text, note)]
-    # one event for both: Gradio runs those of one click one after the other
+    # one event for both: Gradio runs several events of one click one after the other
     gr.on([run.click, prompt.submit], _both(frame), inputs, outputs, **QUIET)
     frame.keep_choices(blocks, [model for model, _, _ in panes], "generate")
     frame.leave_empty(blocks, settings[2:])

@@ -1,7 +1,7 @@
-"""How the service is, live: figures with plots, GPUs, workers, gateways, events.
+"""The live state of the service: figures with plots, GPUs, workers, gateways, events.
 
-All of it is made here, once a second for each page that looks, and sent where it has changed: a
-page keeps nothing but what it shows. The log's tail is for who holds a key with `admin: true`.
+The gateway renders everything once a second for each open page, and sends what has changed: a page
+stores nothing beyond what it shows. The log is shown for keys with `admin: true`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
     parts = [figures, gpus, workers, events]
 
     async def tick(request: gr.Request, before: Sequence[int]) -> list[Any]:
-        """Only what has changed since this browser's last tick."""
+        """Return the parts that have changed since this browser's last tick."""
         shown = await render(frame, await frame.caller(request))
         now = tuple(map(hash, shown))
         old = before if len(before) == len(now) else (None,) * len(now)
@@ -59,7 +59,7 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
 
 
 def _log(frame: Frame, blocks: gr.Blocks) -> None:
-    """The log's tail, of all processes or of one; it can be held, to be read."""
+    """Add the log of all processes or of one; it can be paused for reading."""
     say = frame.say
     with gr.Column(elem_classes="sk-card"):
         gr.HTML(f"<h2>{escape(say('log.title'))}</h2>")
@@ -88,7 +88,7 @@ def _log(frame: Frame, blocks: gr.Blocks) -> None:
 
 
 async def _lines(frame: Frame, caller: ApiKey | None, name: str) -> tuple[tuple[str, ...], str]:
-    """The processes that have written, and the last lines; only a sentence for who may not."""
+    """Return the processes with logs, and the last lines; for other visitors only a sentence."""
     if caller is None or not caller.rule.admin:
         words = frame.say("log.admins" if frame.router.access.closed else "log.no_keys")
         return (), f'<p class="sk-quiet">{escape(words)}</p>'
@@ -97,9 +97,9 @@ async def _lines(frame: Frame, caller: ApiKey | None, name: str) -> tuple[tuple[
 
 
 async def render(frame: Frame, caller: ApiKey | None) -> tuple[str, str, str, str]:
-    """The parts of the page as they are now, of the models that a visitor may use.
+    """Return the parts of the page as they are now, for the models that a visitor may use.
 
-    Figures and gateways are of all models: who may use some only is shown neither.
+    Figures and gateways cover all models, so a visitor restricted to some models sees neither.
     """
     status = await frame.watch.status()
     whole = frame.sees_all(caller)
@@ -119,7 +119,7 @@ async def render(frame: Frame, caller: ApiKey | None) -> tuple[str, str, str, st
 
 
 def _models(frame: Frame, status: Status | None) -> Sequence[ModelStatus]:
-    """By the supervisor's answer, which is a second or two old, and what it has pushed since."""
+    """Return the supervisor's answer, a second or two old, updated with its later pushes."""
     pushed = {route.status.name: route.status for route in frame.router.routes.values()}
     if status is None:
         return list(pushed.values())
@@ -127,7 +127,7 @@ def _models(frame: Frame, status: Status | None) -> Sequence[ModelStatus]:
 
 
 def fresh(told: ModelStatus, pushed: ModelStatus | None) -> ModelStatus:
-    """With each worker as it was pushed where it has changed its state, or its life, since."""
+    """Return the model with each worker as pushed, if its state or restart count has changed."""
     now = {} if pushed is None else {one.name: one for one in pushed.replicas}
 
     def newest(old: ReplicaStatus) -> ReplicaStatus:

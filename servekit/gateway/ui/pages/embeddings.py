@@ -1,4 +1,4 @@
-"""Texts in; how alike they are, and their vectors, out."""
+"""The page for embeddings: texts in; their similarities and vectors out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from servekit.gateway.ui.status_html import error_note, note
 from servekit.gateway.ui.widgets import similarity_matrix
 from servekit.gateway.ui.widgets.request_runner import RequestOptions
 
-#: Texts at once: more make a table that nobody reads.
+#: The most texts at once: a larger table would be unreadable.
 MOST_TEXTS = 40
 
 
 def texts_of(given: str) -> list[str]:
-    """One from each line that is not empty. Raises RequestError where there are none, or many."""
+    """Return the texts, one per nonempty line. Raises RequestError for none or too many."""
     texts = [line.strip() for line in given.splitlines() if line.strip()]
     if not texts:
         raise RequestError("write some texts first, one on each line")
@@ -30,7 +30,7 @@ def texts_of(given: str) -> list[str]:
 
 
 def wish(model: str, given: str) -> RequestOptions:
-    """The request as code."""
+    """Return the request that the page shows as code."""
     return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
 
 
@@ -64,7 +64,7 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
 
 
 async def _embed(frame: Frame, request: gr.Request, model: str, texts: list[str]) -> str:
-    """Through the queue, as any other; the table is made beside the loop that streams live on."""
+    """Embed through the queue, and build the table in a thread, off the event loop."""
     who = visit(request)
     caller = await frame.router.access.visitor(who.authorization)
     before = ACTING.set(caller)

@@ -1,8 +1,7 @@
-"""In which language a page speaks: its address says so, and else the visitor's browser.
+"""The language of a page: by its address, else by the visitor's preference.
 
-The English pages are at /ui, the Chinese ones at /ui/zh. A visitor who comes to the English
-address and prefers Chinese, by a choice made before (a cookie) or by the browser's settings, is
-led to the other one.
+The English pages are at /ui, the Chinese ones at /ui/zh. A visitor of an English address who
+prefers Chinese, by an earlier choice (a cookie) or by the browser's settings, is redirected.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from servekit.gateway.ui.pages.texts_zh import CHINESE
 
 DEFAULT = "en"
 PATH = "/ui"
-#: The pages by their addresses, in the order of the bar; the first is the chat.
+#: The pages by address, in the order of the bar; the first is the chat.
 PAGES = ("", "compare", "playground", "embeddings", "structured", "dashboard", "operate")
 TABLES: Mapping[str, Mapping[str, str]] = {"en": ENGLISH, "zh": CHINESE}
-#: What each calls itself.
+#: The languages' own names.
 NAMES = {"en": "English", "zh": "中文"}
 COOKIE = "servekit-lang"
 
@@ -31,11 +30,11 @@ class Say:
     language: str
 
     def __call__(self, key: str, **values: object) -> str:
-        """The text of `key`, with its fields filled in; raises KeyError for one there is not."""
+        """Return the text of `key` with its fields filled in. Raises KeyError if unknown."""
         return TABLES[self.language][key].format(**values)
 
     def count(self, key: str, number: int) -> str:
-        """As `say`, of a number of things: the text of `key.one` or `key.many`."""
+        """Return the text of `key.one` or `key.many` for a number of things."""
         return self(f"{key}.{'one' if number == 1 else 'many'}", count=f"{number:,}")
 
 
@@ -43,12 +42,12 @@ SAY_ENGLISH = Say("en")
 
 
 def root(language: str) -> str:
-    """Where the pages of a language are."""
+    """Return the address below which the pages of a language are."""
     return PATH if language == DEFAULT else f"{PATH}/{language}"
 
 
 def preferred(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The language of a visitor, by the request's headers: the cookie, else Accept-Language."""
+    """Return a visitor's language by the request's headers: the cookie, else Accept-Language."""
     accepted = ""
     for name, value in headers:
         if name == b"cookie" and (chosen := _chosen(value.decode("latin-1"))):
@@ -67,7 +66,7 @@ def _chosen(cookies: str) -> str:
 
 
 def _best(accepted: str) -> str:
-    """The first of ours in Accept-Language, by its weights; source: RFC 9110, 12.5.4."""
+    """Return our first language in Accept-Language by weight. Source: RFC 9110, 12.5.4."""
     weighed = [_weighed(one) for one in accepted.split(",")[:32]]
     ours = [(weight, language) for weight, language in weighed if language in TABLES and weight > 0]
     return max(ours, key=lambda one: one[0])[1] if ours else DEFAULT

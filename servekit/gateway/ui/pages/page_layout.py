@@ -1,4 +1,4 @@
-"""What all pages share: the bar above them, the choice of a model, the request as code."""
+"""The parts that all pages share: the bar, the choice of a model, the request as code."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Sho
 from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
 MODELS_EVERY_S = 5.0
-#: Characters of a prompt: it is shown as code, too, and sent with each event.
+#: The most characters of a prompt, which is also shown as code and sent with each event.
 MAX_CHARS = 100_000
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 NOW: dict[str, Any] = {**QUIET, "queue": False}
 
 
-#: A door and an arrow out of it.
+#: An icon: a door with an arrow out of it.
 _OUT = (
     '<svg viewBox="0 0 16 16" width="16" height="16" fill="none" stroke="currentColor" '
     'stroke-width="1.5" stroke-linecap="round" stroke-linejoin="round" aria-hidden="true">'
@@ -40,7 +40,7 @@ _OUT = (
 
 
 def visit(request: gr.Request) -> Visit:
-    """Who asks, by what the browser sends."""
+    """Return the visitor who sent a request."""
     client = f"ui {request.client.host if request.client else ''}"
     authorization = request.headers.get("authorization") or ""
     return Visit(str(request.session_hash), client, authorization)
@@ -48,7 +48,7 @@ def visit(request: gr.Request) -> Visit:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The pages of one language: what they are made on."""
+    """The objects that the pages of one language are built from."""
 
     router: Router
     say: Say
@@ -57,15 +57,15 @@ class Frame:
     runs: Runs
     tail: Tail
 
-    # ---- above each page
+    # ---- the top of each page
 
     def head(self, page: str) -> None:
-        """The bar with all pages, the language and the theme."""
-        Navbar(visible=False)  # ours has room for a phone, and a switch of languages
+        """Add the bar with all pages, the language and the theme."""
+        Navbar(visible=False)  # Gradio's bar neither fits a phone nor switches languages
         gr.HTML(self._head(page), elem_id="sk-head")
 
     def title(self, page: str) -> None:
-        """A page's heading, and what it is for."""
+        """Add a page's heading and purpose."""
         title, lead = self.say(f"nav.{page}"), self.say(f"{page}.lead")
         html = f"<h1>{escape(title)}</h1><p class='sk-quiet'>{escape(lead)}</p>"
         gr.HTML(html, elem_classes="sk-title")
@@ -97,26 +97,26 @@ class Frame:
     # ---- models
 
     def model(self, label: str, task: str = "generate", **more: Any) -> gr.Dropdown:
-        """A choice of the models and adapters that serve `task`.
+        """Return a choice of the models and adapters that serve `task`.
 
-        The page is made once for all visitors: which these are is filled in as each draws it.
+        The page is built once for all visitors; the choices are filled in as each visitor loads it.
         """
         found = [] if self.router.access.closed else choices(self.router, self.say, task=task)
         value = found[0][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
 
     def sees(self, caller: ApiKey | None, model: str) -> bool:
-        """Whether a visitor may be told of a model; see `caller`."""
+        """Return whether a visitor may see a model; see `caller`."""
         return may_see(self.router, caller, model)
 
     def sees_all(self, caller: ApiKey | None) -> bool:
-        """Whether a visitor may be told of all models: by the key's own, or as administrator."""
+        """Return whether a visitor may see all models: by the key's models, or as an admin."""
         if not self.router.access.closed:
             return True
         return caller is not None and (caller.rule.admin or caller.rule.models is None)
 
     def keep_choices(self, blocks: gr.Blocks, models: Sequence[gr.Dropdown], task: str) -> None:
-        """Tell of models that come and go, and in which state they are."""
+        """Keep the choices up to date as models appear, disappear and change their state."""
         seen = gr.State("")
 
         async def tick(request: gr.Request, before: str, *chosen: str | None) -> list[Any]:
@@ -130,7 +130,7 @@ class Frame:
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
 
     async def caller(self, request: gr.Request) -> ApiKey | None:
-        """Whose key it is; None where none is needed, or it is not known (any more)."""
+        """Return the visitor's key; None if none is needed, or if the key is no longer known."""
         access = self.router.access
         if not access.closed:
             return None
@@ -145,12 +145,12 @@ class Frame:
     async def show(
         self, request: gr.Request, make: Callable[[], RequestOptions], slot: str = ""
     ) -> AsyncGenerator[tuple[Shown | None, str]]:
-        """Run what `make` wishes for: where it is, and a note about it, as HTML.
+        """Run the request that `make` returns; yield its progress, and a note on it as HTML.
 
-        None: it is wrong, as the note says, and nothing has been asked for.
+        Progress is None if the request is wrong, as the note says; then nothing has run.
         """
         try:
-            wish = await asyncio.to_thread(make)  # there may be a schema to check
+            wish = await asyncio.to_thread(make)  # it may have to check a schema
         except RequestError as error:
             yield None, error_note(error.message)
             return
@@ -160,7 +160,7 @@ class Frame:
                 yield shown, error_note(shown.error) if shown.error else note
 
     def leave_empty(self, blocks: gr.Blocks, numbers: Sequence[gr.Number]) -> None:
-        """Have fields begin without a value: Gradio's page takes that for 0 unless it is said."""
+        """Clear number fields on load: Gradio's page shows 0 for a field without a value."""
 
         async def empty() -> Any:
             return [None for _ in numbers] if len(numbers) > 1 else None
@@ -168,7 +168,7 @@ class Frame:
         blocks.load(empty, None, list(numbers), **NOW)
 
     def stop_with(self, blocks: gr.Blocks, stop: gr.Button) -> None:
-        """Have a button, and the end of the visit, end what runs."""
+        """End the running requests when the button is clicked or the visit ends."""
 
         async def end(request: gr.Request) -> None:
             self.runs.stop(str(request.session_hash))
@@ -180,7 +180,7 @@ class Frame:
         blocks.unload(leave)
 
     def code(self, make: Callable[..., RequestOptions], inputs: Sequence[Any]) -> None:
-        """The request that the page would send, as `curl` and Python, while it is unfolded."""
+        """Show the request that the page would send, as `curl` and Python, while it is unfolded."""
         with gr.Accordion(self.say("code.title"), open=False, elem_classes="sk-fold") as fold:
             block = gr.HTML("", elem_classes="sk-codes")
 
@@ -192,7 +192,7 @@ class Frame:
             origin = request.headers.get("origin") or ""
             return snippets.html(origin, wish, self.say, closed=self.router.access.closed)
 
-        # a conversation is long, and changes with every word: it is looked at when unfolded
+        # a conversation is long, and changes with every word: read it only when unfolded
         seen = [one for one in inputs if not isinstance(one, gr.BrowserState)]
         changed = [one.blur if isinstance(one, gr.Textbox) else one.change for one in seen]
         gr.on([fold.expand, *changed], tell, list(inputs), block, trigger_mode="always_last", **NOW)
@@ -207,7 +207,7 @@ def _current(is_it: bool) -> str:
 
 
 def _kept(found: list[tuple[str, str]], chosen: str | None, at: int) -> Any:
-    """The choices, and a first one where nothing is chosen: of several dropdowns, not the same."""
+    """Return the choices; if none is selected, select one, a different one in each dropdown."""
     if chosen or not found:
         return gr.update(choices=found)
     return gr.update(choices=found, value=found[min(at, len(found) - 1)][1])

@@ -1,4 +1,4 @@
-"""Completions with the probability of each token, and what could have been said instead."""
+"""Completions with the probability of each token and its alternatives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from servekit.gateway.ui.widgets import token_html
 from servekit.gateway.ui.widgets.answer_html import plain
 from servekit.gateway.ui.widgets.request_runner import COMPLETIONS, RequestOptions
 
-#: Tokens of one completion here: each is an element of the page, with its alternatives.
+#: The most tokens of one completion: each is an element of the page, with its alternatives.
 MOST_TOKENS = 512
 MOST_PROMPT_CHARS = 20_000
 NAMES = ("max_tokens", "logprobs", "temperature", "top_p", "seed")
 
 
 def wish(model: str, prompt: str, *settings: float | None) -> RequestOptions:
-    """A completion with log probabilities. Raises RequestError for one that is too long here."""
+    """Return a completion request with log probabilities. Raises RequestError for a long one."""
     given = dict(zip(NAMES, settings, strict=True))
-    given["top_p"] = given["top_p"] or None  # what an empty field is, for a moment at first
+    given["top_p"] = given["top_p"] or None  # an empty field is 0 for a moment at first
     if (given["max_tokens"] or 0) > MOST_TOKENS:
         raise RequestError(f"max_tokens: at most {MOST_TOKENS} on this page")
     more = {name: value for name, value in given.items() if value is not None}
@@ -65,7 +65,7 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
             if said or not shown.choice.text:
                 more = "" if shown.busy else _sentence(token_html.summary(said, say))
                 yield html, note + more
-            else:  # an engine that tells no probabilities
+            else:  # an engine without log probabilities
                 yield html + escape(plain(shown.choice.text)), note
 
     gr.on([run.click, prompt.submit], complete, inputs, [text, note], **QUIET)
@@ -79,7 +79,7 @@ def _sentence(text: str) -> str:
 
 
 def _settings(frame: Frame) -> list[gr.Number]:
-    """In the order of NAMES."""
+    """Return the fields in the order of NAMES."""
     say = frame.say
     return [
         gr.Number(48, label=say("max_tokens"), info=say("up_to", most=MOST_TOKENS), step=16),

@@ -1,4 +1,4 @@
-"""The form for the API key: a page that needs neither Gradio nor anything else that is fetched."""
+"""The form for the API key: a page that needs neither Gradio nor any other file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ICON = (  # inline, so that the browser asks for no favicon
     '<path d=%22M4 5h8M4 8h8M4 11h5%22 stroke=%22white%22 stroke-width=%221.6%22/></svg>">'
 )
 STYLE = Path(__file__).parents[1].joinpath("sign_in.css").read_text()
-#: The theme that was chosen on the other pages.
+#: Applies the theme chosen on the other pages.
 SCRIPT = (
     'const theme = localStorage.getItem("servekit.theme");'
     "if (theme) document.documentElement.dataset.theme = theme;"
@@ -33,7 +33,7 @@ POLICY = (
 
 
 def html(say: Say, page: str, problem: str = "") -> bytes:
-    """The page. `page` is where one goes on to; `problem` is said above the form."""
+    """Return the page. `page` is the page to go on to; `problem` is shown above the form."""
     here = f"{root(say.language)}/login"
     others = "".join(
         f'<a lang="{other}" hreflang="{other}" '

@@ -1,4 +1,4 @@
-"""A request as `curl` and as Python, to copy. Keys are told as a placeholder, never as they are."""
+"""A request as `curl` and as Python, to copy, with placeholders for keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from html import escape
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions
 
-#: The variable of the environment that holds the key.
+#: The environment variable that holds the key.
 KEY = "SERVEKIT_API_KEY"
-#: What OpenAI's client takes by name; the rest goes into `extra_body`.
+#: The named parameters of OpenAI's client; others go into `extra_body`.
 _OPENAI = frozenset(
     [
         "model",
@@ -43,7 +43,7 @@ _SHOW_EMBED = "print(len(answer.data[0].embedding))"
 
 
 def curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
-    """A command line. `closed`: a key is needed."""
+    """Return a command line. `closed`: a key is needed."""
     body = json.dumps(wish.body, ensure_ascii=False, indent=2)
     lines = [f"curl {shlex.quote(origin + wish.path)}", "-H 'Content-Type: application/json'"]
     if closed:
@@ -52,7 +52,7 @@ def curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
 
 
 def python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
-    """A program with OpenAI's client."""
+    """Return a program that uses OpenAI's client."""
     named = {key: value for key, value in wish.body.items() if key in _OPENAI}
     more = {key: value for key, value in wish.body.items() if key not in _OPENAI}
     arguments = [f"    {key}={value!r}," for key, value in named.items()]
@@ -74,7 +74,7 @@ def python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
 
 
 def html(origin: str, wish: RequestOptions, say: Say, *, closed: bool) -> str:
-    """Both, as HTML, each with a button that copies it."""
+    """Return both as HTML, each with a button that copies it."""
     note = f'<p class="sk-quiet">{escape(say("code.key", name=KEY))}</p>' if closed else ""
     shell = _block("curl", curl(origin, wish, closed=closed), say)
     return note + shell + _block("Python", python(origin, wish, closed=closed), say)

@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON by a schema, or calls of tools; told whether they keep to it."""
+"""Answers of a given form, JSON by a schema or tool calls, with a check against the schema."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHOICES = ("auto", "required", "none")
 
 
 def schema_wish(model: str, prompt: str, text: str, limit: float | None) -> RequestOptions:
-    """An answer by a schema. Raises RequestError unless it is one."""
+    """Return a request for an answer by a schema. Raises RequestError for an invalid schema."""
     schema = checked(json_of(text, "the schema"), "the schema")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return _chat(model, prompt, limit, {"response_format": form})
@@ -54,7 +54,7 @@ def schema_wish(model: str, prompt: str, text: str, limit: float | None) -> Requ
 def tools_wish(
     model: str, prompt: str, text: str, choice: str, limit: float | None
 ) -> RequestOptions:
-    """An answer with tools. Raises RequestError unless their definitions are some."""
+    """Return a request with tools. Raises RequestError for invalid definitions."""
     tools = json_of(text, "the tools")
     for name, schema in schemas_of(tools).items():
         checked(schema, f"the parameters of {name!r}")
@@ -62,7 +62,7 @@ def tools_wish(
 
 
 def schemas_of(tools: Any) -> dict[str, Any]:
-    """The schemas of the tools' parameters, by name. Raises RequestError for what is no list."""
+    """Return the schemas of the tools' parameters by name. Raises RequestError."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError("the tools: expected a list of objects, as in the example")
     functions = [tool.get("function") for tool in tools]
@@ -79,17 +79,17 @@ def _chat(model: str, prompt: str, limit: float | None, more: Mapping[str, Any])
     )
 
 
-# ---- what came of it
+# ---- the answers
 
 
 def of_schema(shown: Shown, schema: Mapping[str, Any], say: Say) -> str:
-    """The answer, and once it is whole whether it keeps to the schema."""
+    """Return the answer as HTML; once complete, with the result of the schema check."""
     judged = "" if _unjudged(shown) else _mark(verdict(schema, shown.choice.text), say)
     return judged + thoughts(shown.choice, say) + _pre(shown.choice.text, say)
 
 
 def of_tools(shown: Shown, schemas: Mapping[str, Any], say: Say) -> str:
-    """Each call, with whether its arguments keep to its tool's schema; and the text beside."""
+    """Return the calls as HTML, each with the check of its arguments, and the text beside them."""
     done = not _unjudged(shown)
     calls = "".join(
         f'<section class="sk-call"><h3><code>{escape(plain(call.name))}</code></h3>'

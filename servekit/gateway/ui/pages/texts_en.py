@@ -1,4 +1,4 @@
-"""The texts of the pages in English. `texts_zh` has the same keys; a test keeps that."""
+"""The texts of the pages in English. A test keeps the keys equal to those of `texts_zh`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENGLISH: dict[str, str] = {
     "system": "System prompt",
     "none": "none",
     "default": "default",
-    # ---- what is asked for
+    # ---- the request
     "model": "Model",
     "model.at": "Model {side}",
     "prompt": "Prompt",
@@ -57,7 +57,7 @@ ENGLISH: dict[str, str] = {
     "thoughts": "Thoughts",
     "more.one": "{count} character more, not shown here",
     "more.many": "{count} characters more, not shown here",
-    # ---- where an answer is
+    # ---- progress of an answer
     "queue.one": "{count} request before yours",
     "queue.many": "{count} requests before yours",
     "queue.next": "Yours is next",

@@ -1,4 +1,4 @@
-"""The texts of the pages in Chinese. `texts_en` has the same keys; a test keeps that."""
+"""The texts of the pages in Chinese. A test keeps the keys equal to those of `texts_en`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHINESE: dict[str, str] = {
     "system": "系统提示词",
     "none": "无",
     "default": "默认",
-    # ---- what is asked for
+    # ---- the request
     "model": "模型",
     "model.at": "模型 {side}",
     "prompt": "提示词",
@@ -57,7 +57,7 @@ CHINESE: dict[str, str] = {
     "thoughts": "思考过程",
     "more.one": "还有 {count} 个字符未显示",
     "more.many": "还有 {count} 个字符未显示",
-    # ---- where an answer is
+    # ---- progress of an answer
     "queue.one": "前面还有 {count} 个请求",
     "queue.many": "前面还有 {count} 个请求",
     "queue.next": "下一个就是你",

@@ -1,7 +1,7 @@
-"""The last lines of the processes' logs, for who holds a key with `admin: true`.
+"""The last lines of the processes' logs, for holders of a key with `admin: true`.
 
-They may hold what users wrote, and anything else: they are read from the ends of their files, cut,
-and shown as text. However many look, and however long, no more is kept than what is shown.
+Lines may contain users' input: they are read from the ends of the files, clipped, and shown as
+text. However many visitors look, only the shown lines are kept.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from servekit.log_files import Line, files, is_of, last, stamp
 
 LINES = 150
 LINE_CHARS = 600
-#: Of the end of each file; and how many files, those that were written to last.
+#: The bytes read from the end of each file; and the most files, the latest written first.
 FILE_BYTES = 96 * 2**10
 FILES = 64
-#: The files are read again after so long, for all who look.
+#: The least time between two reads of the files, for all visitors together.
 AGAIN_S = 1.0
 _CHOICES = 64
 _LEVELS = ("warning", "error", "critical")
-#: Fields of a line of ours that are shown in another place, or not at all.
+#: Fields of our own log lines that are shown elsewhere or not at all.
 _APART = ("timestamp", "level", "event", "process", "logger")
 
 
 class Tail:
-    """Reads the logs in the run directory `folder`; None where there is none."""
+    """Reads the logs in the run directory `folder`, if there is one."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._kept: OrderedDict[str, tuple[float, list[Line]]] = OrderedDict()
 
     async def lines(self, name: str) -> list[Line]:
-        """The last lines of a process or a model, the newest last; "" is all."""
+        """Return the last lines of a process or a model, the newest last; "" for all."""
         now_s = time.monotonic()
         at_s, found = self._kept.get(name, (float("-inf"), []))
         if self._folder is not None and now_s - at_s >= AGAIN_S:
@@ -52,12 +52,12 @@ class Tail:
         return found
 
     async def names(self) -> list[str]:
-        """The processes that have written."""
+        """Return the names of processes that have written logs."""
         return [] if self._folder is None else await asyncio.to_thread(_names, self._folder)
 
 
 def read(folder: Path, name: str) -> list[Line]:
-    """The last lines in the files there. Blocks for as long as a disk does."""
+    """Return the last lines of the files in `folder`. Blocks on the disk."""
     found = [(one, path) for one, path in files(folder).items() if is_of(one, name)]
     found = sorted(found, key=lambda one: -_written(one[1]))[:FILES]
     each = [last(one, path, LINES, FILE_BYTES) for one, path in found]
@@ -76,7 +76,7 @@ def _written(path: Path) -> float:
 
 
 def html(lines: list[Line], say: Say) -> str:
-    """As a list, the newest first: turned round by its style, it stands at its newest line."""
+    """Return a list, the newest line first; its style reverses it and keeps that in view."""
     if not lines:
         return f'<p class="sk-quiet">{escape(say("log.none"))}</p>'
     label = escape(say("log.title"))
@@ -95,7 +95,7 @@ def _row(line: Line) -> str:
 
 
 def told(text: str) -> tuple[str, str]:
-    """The level of a line and what it says, cut; one that is not ours says itself."""
+    """Return a line's level and its clipped text; a foreign line is shown as it is."""
     level, said = "", text
     if text.startswith("{"):
         fields = _fields(text)

@@ -1,4 +1,4 @@
-"""The dashboard's tables as HTML: GPUs, workers, gateways, and what has happened lately."""
+"""The dashboard's tables as HTML: GPUs, workers, gateways, and recent events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from servekit.gateway.ui.widgets.answer_html import plain
 from servekit.gateway.ui.widgets.status_poller import Happening
 from servekit.protocol.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus
 
-#: Characters of a reason: the rest is for `servekit why`.
+#: The most characters of a reason: `servekit why` has the rest.
 REASON_CHARS = 400
 SHOWN_HAPPENINGS = 30
-#: Workers on one GPU that have a colour of their own.
+#: The number of colours for the workers on one GPU.
 COLOURS = 5
 
 
 def gpus(found: Sequence[GpuStatus], models: Sequence[ModelStatus], say: Say) -> str:
-    """Each GPU's memory by worker, and how busy it is; "" on a machine without."""
+    """Return each GPU's memory by worker, and its utilisation; "" on a machine without GPUs."""
     workers = [one for model in models for one in (*model.replicas, *model.standbys)]
     return "".join(_gpu(gpu, workers, say) for gpu in found)
 
@@ -56,7 +56,7 @@ def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
 
 
 def workers(models: Sequence[ModelStatus], say: Say) -> str:
-    """A table of all workers, a row each; on a phone each is a card."""
+    """Return a table of all workers, one per row; on a phone, each row is a card."""
     names = ("worker", "state", "device", "requests", "cache", "memory", "restarts")
     heads = "".join(f'<th scope="col">{escape(say(f"workers.{name}"))}</th>' for name in names)
     rows = "".join(_worker(one, names, say) for model in models for one in model.replicas)
@@ -106,7 +106,7 @@ def _away(model: ModelStatus, width: int, say: Say) -> str:
 
 
 def gateways(found: Sequence[GatewayStatus], say: Say) -> str:
-    """The gateways in a line each."""
+    """Return a list of the gateways, one per line."""
     rows = "".join(
         f'<li><span class="sk-dot sk-{MARK.get(one.state, "busy")}"></span> <b>{escape(one.name)}'
         f"</b> {escape(say(f'state.{one.state}'))} · "
@@ -119,7 +119,7 @@ def gateways(found: Sequence[GatewayStatus], say: Say) -> str:
 
 
 def happenings(found: Sequence[Happening], say: Say) -> str:
-    """The last ones, the newest first. Times are UTC: the page knows no other."""
+    """Return the latest events, the newest first, in UTC: visitors' time zones are unknown."""
     if not found:
         return f'<p class="sk-quiet">{escape(say("events.none"))}</p>'
     rows = "".join(_happening(one, say) for one in reversed(found[-SHOWN_HAPPENINGS:]))

@@ -1,4 +1,4 @@
-"""Plots as SVG: made here, so that a page loads nothing for them and keeps no figures itself."""
+"""Plots as SVG, made by the gateway: a page loads no script for them and stores no figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from servekit.gateway.ui.pages.language import Say
 
 WIDTH, HEIGHT = 300.0, 90.0
 STYLES = 6
-#: Steps that a scale may have, times a power of ten.
+#: The steps of a scale, times a power of ten.
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 Point = tuple[float, float | None]  # seconds ago, value; None leaves a gap
@@ -18,7 +18,7 @@ Point = tuple[float, float | None]  # seconds ago, value; None leaves a gap
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve. `style` is its colour and its dashes, of `STYLES`."""
+    """One curve; `style` is the index of its colour and dashes, below `STYLES`."""
 
     name: str
     points: Sequence[Point]
@@ -26,7 +26,7 @@ class Line:
 
 
 def ceiling(most: float) -> float:
-    """The least round number that is not under `most`; 1 at least where it is 0."""
+    """Return the least round number that is not below `most`; 1 if `most` is 0."""
     if most <= 0:
         return 1.0
     power = 1.0
@@ -38,7 +38,7 @@ def ceiling(most: float) -> float:
 
 
 def chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say) -> str:
-    """A figure with its title, its last values, and its curves over `span_s` seconds."""
+    """Return a figure with its title, last values, and curves over `span_s` seconds."""
     values = [value for line in lines for _, value in line.points if value is not None]
     top = ceiling(max(values, default=0.0))
     keys = "".join(_key(line, unit, single=len(lines) == 1) for line in lines)
@@ -56,7 +56,7 @@ def chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say)
 
 
 def number(value: float) -> str:
-    """Short, with as many digits as say something."""
+    """Return a short number with the significant digits."""
     if value >= 10_000:
         return f"{value / 1000:.4g}k"
     if value >= 100 or value == int(value):

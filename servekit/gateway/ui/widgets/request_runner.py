@@ -1,7 +1,7 @@
-"""Requests of one page under way: opened as over HTTP, told of in snapshots, ended with the page.
+"""The requests of a page under way: opened as over HTTP, shown in snapshots, ended with the page.
 
-Nothing here knows Gradio. What is asked for is the very body that a client would send, so that
-what the page shows as `curl` is what it does.
+This module is independent of Gradio. A request is the very body that a client would send, so the
+page runs exactly what it shows as `curl`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Told = TypeVar("Told")
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-#: Characters shown between two updates of usual length; longer answers are shown less often.
+#: The characters shown between two updates of normal length; longer answers update less often.
 CHARS_PER_UPDATE = 20_000
 
 
@@ -47,7 +47,7 @@ class RequestOptions:
     body: Mapping[str, Any]
 
     def ask(self, key: str) -> GenerationRequest:
-        """What it asks for, streamed. Raises RequestError for what is wrong with it."""
+        """Return the streamed generation request. Raises RequestError for a wrong body."""
         streamed = {"stream": True, "stream_options": {"queue_position": True}}
         body = msgspec.json.encode({**self.body, **streamed})
         if self.path == CHAT:
@@ -58,7 +58,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Where a run is. `error` is a sentence, if it has failed."""
+    """A snapshot of a run. `error` is a sentence if the run has failed."""
 
     choice: Choice
     progress: Progress
@@ -67,7 +67,7 @@ class Shown:
 
 
 class Runs:
-    """What is under way, one run for each slot of each browser session."""
+    """The runs under way, one for each slot of each browser session."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -76,10 +76,10 @@ class Runs:
     async def follow(
         self, visit: Visit, wish: RequestOptions, slot: str = ""
     ) -> AsyncGenerator[Shown, None]:
-        """Run a request, and tell how it goes; the last that is told is not `busy`.
+        """Run a request and yield snapshots; the last one is not `busy`.
 
-        Cancels in the engine when it is stopped, dropped, followed by another in its slot, or
-        closed because the browser is gone.
+        Cancels the request if it is stopped, dropped, followed by another in its slot, or closed
+        because the browser has disconnected.
         """
         self.drop(visit.session, slot)
         run = self._runs[visit.session, slot] = Run()
@@ -91,7 +91,7 @@ class Runs:
                 if run.finished:
                     break
                 yield run.shown(turn.place)
-                await asyncio.sleep(self._interval_s(run))  # let more come in
+                await asyncio.sleep(self._interval_s(run))  # let more tokens arrive
             yield run.last()
         except RequestError as error:
             if not run.dropped:
@@ -106,7 +106,7 @@ class Runs:
                 del self._runs[visit.session, slot]
 
     def stop(self, session: str) -> None:
-        """End all of a session's runs; what they say so far stays."""
+        """End all of a session's runs, and keep their text so far."""
         for (whose, _), run in list(self._runs.items()):
             if whose == session:
                 run.stopped = True
@@ -139,7 +139,10 @@ class Runs:
 async def merged(
     streams: Mapping[str, AsyncGenerator[Told, None]],
 ) -> AsyncGenerator[tuple[str, Told], None]:
-    """What several streams tell, as it comes, each with its name; closes them when left early."""
+    """Yield the items of several streams as they arrive, with the name of each stream.
+
+    Closes the streams when left early.
+    """
     coming = {asyncio.ensure_future(anext(one)): name for name, one in streams.items()}
     try:
         while coming:
@@ -157,7 +160,7 @@ async def merged(
 
 
 class Run:
-    """One request, what has come of it, and its times."""
+    """One request, its result so far, and its times."""
 
     def __init__(self) -> None:
         self.choice = Choice()

@@ -1,9 +1,9 @@
-"""Whether a schema is one, and whether an answer keeps to it; bounded, as both are anybody's.
+"""Checks schemas, and answers by a schema, with bounds, as visitors supply both.
 
-The validator is jsonschema's, with three things taken from it. Patterns are not looked at, as
-Python's regular expressions can be made to take for ever: where the engine is held to the schema
-it has kept to them. Nothing is fetched: a `$ref` that leads out of the schema is an error. And it
-has so many steps, not more: references that branch can mean more work than there is time.
+The validator is jsonschema's, restricted in three ways. Patterns are not checked, because Python's
+regular expressions can take exponential time; a constrained engine has already enforced them.
+Nothing is downloaded: a `$ref` out of the schema is an error. The number of steps is bounded,
+because branching references can multiply the work.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from referencing.exceptions import Unresolvable
 
 from servekit.errors import RequestError
 
-#: Keywords looked at in one validation.
+#: The most keywords evaluated in one validation.
 MOST_STEPS = 20_000
 MOST_SCHEMA_CHARS = 64_000
-#: Where a schema has no schemas, only values.
+#: Keywords that contain values, not schemas.
 _VALUES = frozenset(["const", "enum", "default", "examples"])
 
 
@@ -32,7 +32,7 @@ class TooMuch(Exception):
 
 
 def json_of(text: str, what: str) -> Any:
-    """The JSON that a visitor has typed. Raises RequestError that says where it is wrong."""
+    """Return the JSON that a visitor has typed. Raises RequestError with the place of an error."""
     if len(text) > MOST_SCHEMA_CHARS:
         raise RequestError(f"{what}: at most {MOST_SCHEMA_CHARS:,} characters")
     try:
@@ -45,7 +45,7 @@ def json_of(text: str, what: str) -> Any:
 
 
 def checked(schema: Any, what: str) -> dict[str, Any]:
-    """The schema, if it is one. Raises RequestError that says why it is not."""
+    """Return the schema if it is valid. Raises RequestError with the reason if not."""
     if not isinstance(schema, dict):
         raise RequestError(f"{what}: expected a JSON object, which a schema is here")
     problem = problem_of(Draft202012Validator.META_SCHEMA, schema, trusted=True)
@@ -55,7 +55,7 @@ def checked(schema: Any, what: str) -> dict[str, Any]:
 
 
 def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) -> str:
-    """What is wrong with a value by a schema, in a sentence; "" if nothing is."""
+    """Return a sentence on how a value violates a schema; "" if it fits."""
     judge = _validator(schema if trusted else without_patterns(schema), trusted=trusted)
     try:
         error = best_match(judge.iter_errors(value))
@@ -72,7 +72,7 @@ def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) 
 
 
 def verdict(schema: Mapping[str, Any], text: str) -> str:
-    """What is wrong with an answer; "" if it is JSON that keeps to the schema."""
+    """Return a sentence on why an answer is not JSON that fits the schema; "" if it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def verdict(schema: Mapping[str, Any], text: str) -> str:
 
 
 def without_patterns(schema: Any) -> Any:
-    """A schema without regular expressions; what they would have matched is let pass."""
+    """Return a schema without regular expressions; it accepts whatever they would match."""
     if isinstance(schema, list):
         return [without_patterns(one) for one in schema]
     if not isinstance(schema, dict):
@@ -108,7 +108,7 @@ def _validator(schema: Mapping[str, Any], *, trusted: bool) -> Any:
         for name, keyword in Draft202012Validator.VALIDATORS.items()
     }
     bounded: Any = validators.extend(Draft202012Validator, keywords)  # type: ignore[no-untyped-call]
-    # the meta-schemas refer to each other; what a visitor's refers to is in it, or nowhere
+    # the meta-schemas refer to each other; a visitor's schema may refer only to itself
     return bounded(schema) if trusted else bounded(schema, registry=Registry())
 
 

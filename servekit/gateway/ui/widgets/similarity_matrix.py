@@ -1,4 +1,4 @@
-"""Vectors beside each other: how alike they are, as a table, and as files to take along."""
+"""The similarities of vectors as a table, and the vectors as files to download."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.answer_html import plain
 
-#: Characters of a text that name it in the table.
+#: The characters of a text that name it in the table.
 NAME_CHARS = 28
 Vector = Sequence[float]
 
 
 def vector_of(raw: bytes) -> list[float]:
-    """float32 little-endian, as numbers."""
+    """Return the numbers of a little-endian float32 vector."""
     return array.array("f", raw).tolist()
 
 
 def cosines(vectors: Sequence[Vector]) -> list[list[float]]:
-    """How alike each two are, -1 to 1; 0 where one of them has no direction."""
+    """Return the cosine similarity of each pair, -1 to 1; 0 for zero vectors."""
     if not vectors:
         return []
     rows = numpy.asarray(vectors, dtype=numpy.float64)
@@ -36,7 +36,7 @@ def cosines(vectors: Sequence[Vector]) -> list[list[float]]:
 
 
 def table(texts: Sequence[str], matrix: Sequence[Sequence[float]], say: Say) -> str:
-    """The matrix as an HTML table: the figure in each cell, and a shade of it."""
+    """Return the matrix as an HTML table: each cell has its number and a shade."""
     numbers = "".join(f'<th scope="col">{at + 1}</th>' for at in range(len(texts)))
     rows = "".join(
         f'<tr><th scope="row" title="{_name(text, 400)}"><span class="sk-number">{at + 1}</span> '
@@ -66,7 +66,7 @@ def _cell(value: float) -> str:
 
 
 def downloads(model: str, texts: Sequence[str], vectors: Sequence[Vector], say: Say) -> str:
-    """Buttons that save the vectors as JSON and as CSV; the files are in the page."""
+    """Return buttons that save the vectors as JSON and as CSV; the page contains the files."""
     files = {
         "json": as_json(model, texts, vectors),
         "csv": as_csv(texts, vectors),
@@ -81,7 +81,7 @@ def downloads(model: str, texts: Sequence[str], vectors: Sequence[Vector], say: 
 
 
 def as_json(model: str, texts: Sequence[str], vectors: Sequence[Vector]) -> str:
-    """One object; float32 has no more than nine digits to tell."""
+    """Return the vectors as JSON, with nine digits, the precision of float32."""
     data = [
         {"text": text, "embedding": [float(f"{value:.9g}") for value in vector]}
         for text, vector in zip(texts, vectors, strict=True)
@@ -90,7 +90,7 @@ def as_json(model: str, texts: Sequence[str], vectors: Sequence[Vector]) -> str:
 
 
 def as_csv(texts: Sequence[str], vectors: Sequence[Vector]) -> str:
-    """A row for each text. One that a spreadsheet would take for a formula begins with a quote."""
+    """Return a row per text; a quote before the text keeps spreadsheets from running formulas."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(["text", *range(len(vectors[0]) if vectors else 0)])

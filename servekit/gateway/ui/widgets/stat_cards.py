@@ -16,7 +16,7 @@ from servekit.protocol.messages import Status
 
 
 def figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
-    """Both, as HTML. Figures of "now" are those of the last look."""
+    """Return numbers and plots as HTML. Current numbers are those of the last sample."""
     now, tokens = time.time(), rates(samples)
 
     def line(name: str, of: Callable[[Sample], float | None], style: int = 0) -> Line:
@@ -46,7 +46,7 @@ MakeLine = Callable[[str, Callable[[Sample], float | None], int], Line]
 
 
 def _queues(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
-    """By model, where there are several: those that waited most."""
+    """Yield a plot of the queues by model, for the models that waited most; none for one model."""
     names = {name for one in samples for name in one.waiting}
     most = {name: max(one.waiting.get(name, 0) for one in samples) for name in names}
     first = sorted(names, key=lambda name: (-most[name], name))[:STYLES]
@@ -60,7 +60,7 @@ def _waiting(name: str, one: Sample) -> float:
 
 
 def _gpus(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
-    """How busy each is, and how full; of many GPUs the first ones."""
+    """Yield plots of the utilisation and memory of the first GPUs."""
     kinds: dict[str, Callable[[Sample], dict[Which, float]]] = {
         "plot.busy": lambda one: one.busy,
         "plot.memory": lambda one: one.used,
@@ -84,7 +84,7 @@ def _percent(
 
 
 def _firsts(samples: Sequence[Sample], now: float) -> list[Point]:
-    """Without the looks between which nothing came: a line from one figure to the next."""
+    """Return the points of TTFT without idle samples, so that the line has no gaps."""
     points: list[Point] = []
     for before, one in pairwise(samples):
         if (found_s := median_s(before, one)) is not None:

@@ -1,7 +1,7 @@
-"""What the dashboard shows: figures of the last minutes, and what has happened. All of it bounded.
+"""The data of the dashboard: figures of the last minutes, and recent events. Both are bounded.
 
-The supervisor is asked every other second while somebody looks, and seldom else; it knows the
-requests of all gateways. What happened is read off its word on each worker, before and after.
+The supervisor knows the requests of all gateways. It is asked every ASK_EVERY_S while a dashboard
+is open, else every ASK_SELDOM_S. Events are the differences between two states of each worker.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ log: Any = structlog.get_logger("servekit.gateway")
 EVERY_S = 1.0
 SPAN_S = 300.0
 HAPPENINGS = 100
-#: The supervisor is asked so often, however many look at the dashboard; and while nobody does.
+#: The time between two questions to the supervisor, with open dashboards and without.
 ASK_EVERY_S = 2.0
 ASK_SELDOM_S = 15.0
-#: Who has not been here for so long does not look any more.
+#: A dashboard counts as closed after this time without a tick.
 LOOKS_S = 10.0
 ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """What became of a worker or a model. The sentence is made of the parts, in any language."""
+    """An event of a worker or a model; each language makes its sentence from these parts."""
 
     at: float  # Unix time, s
     name: str
     kind: str  # "state.ready", "died", "gone", …: a key of the texts
     detail: str = ""
-    model: str = ""  # by its own name
+    model: str = ""  # the model's own name
 
 
 @dataclass(slots=True)
 class StatusPoller:
-    """Looks once a second, for as long as `live` runs."""
+    """Polls the router and the supervisor while `live` runs."""
 
     router: Router
     supervisor: Supervisor
@@ -58,11 +58,11 @@ class StatusPoller:
     _before: dict[str, ModelStatus] = field(default_factory=dict)
     _status: Status | None = None
     _asked_s: float = float("-inf")
-    _seen_s: float = float("-inf")  # when somebody was last here
+    _seen_s: float = float("-inf")  # the last tick of a dashboard
     _asking: asyncio.Task[None] | None = None
 
     async def live(self) -> None:
-        """Look, until cancelled."""
+        """Poll until cancelled."""
         while True:
             self.look()
             now_s = time.monotonic()
@@ -72,20 +72,20 @@ class StatusPoller:
             await asyncio.sleep(EVERY_S)
 
     def look(self) -> None:
-        """Note what has changed."""
+        """Record the events since the last call."""
         now = {name: route.status for name, route in self.router.routes.items()}
         self.happenings.extend(changes(self._before, now, time.time()))
         self._before = now
 
     async def status(self) -> Status | None:
-        """What the supervisor says of all processes, of lately; None while it does not answer."""
+        """Return a recent status of all processes; None while the supervisor does not answer."""
         self._seen_s = time.monotonic()
         if self._seen_s - self._asked_s >= ASK_EVERY_S:
             await self._asked()
         return self._status
 
     async def _asked(self) -> None:
-        """It has been asked, once for all who want to know now."""
+        """Ask the supervisor, once for all concurrent callers."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(self._ask())
         await asyncio.shield(self._asking)
@@ -102,13 +102,13 @@ class StatusPoller:
         self._asked_s = time.monotonic()
 
 
-# ---- what has happened
+# ---- events
 
 
 def changes(
     before: Mapping[str, ModelStatus], now: Mapping[str, ModelStatus], at: float
 ) -> list[Happening]:
-    """What became of models and their workers between two looks."""
+    """Return the events of models and their workers between two states."""
     found = [Happening(at, name, "gone", model=name) for name in before.keys() - now.keys()]
     for name, status in now.items():
         old = before.get(name)

@@ -1,4 +1,4 @@
-"""Tokens with their probabilities, as HTML: by colour, by underline, and in words."""
+"""Tokens with their probabilities as HTML: by colour, by underline, and in words."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.answer_html import plain
 from servekit.protocol.messages import TokenLogprob
 
-#: Lowest probability of each level; level 0 is what the model was sure of.
+#: The lowest probability of each level; at level 0 the model was sure.
 LEVELS = (0.9, 0.6, 0.3, 0.1, 0.0)
-#: Characters of one token that are shown: some vocabularies have very long ones.
+#: The most characters shown of one token: some vocabularies have very long ones.
 MOST_CHARS = 80
 
 
 def level(probability: float) -> int:
-    """0 to 4, the less probable the higher."""
+    """Return the level of a probability, 0 to 4; less probable tokens have higher levels."""
     return next(at for at, least in enumerate(LEVELS) if probability >= least)
 
 
 def probability(logprob: float) -> float:
-    """From its logarithm; engines may tell a little over 0."""
+    """Return the probability of a logarithm; engines may report one slightly above 0."""
     return min(1.0, math.exp(min(0.0, logprob)))
 
 
 def percent(probability: float) -> str:
-    """In words short enough for a tooltip."""
+    """Return a percentage, short enough for a tooltip."""
     share = 100 * probability
     if 0 < share < 0.1:
         return "< 0.1 %"
@@ -36,14 +36,14 @@ def percent(probability: float) -> str:
 
 
 def shown(token: bytes) -> str:
-    """A token to read: line ends and the like as signs; it may be a part of a character."""
+    """Return a token's readable text, with visible line ends; it may be a part of a character."""
     text = token.decode(errors="replace")[:MOST_CHARS]
     text = text.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
     return plain(text) or "∅"
 
 
 def spans(prompt: str, tokens: Sequence[TokenLogprob], say: Say) -> str:
-    """The prompt and its completion, each token for itself. The last element is left open."""
+    """Return the prompt and its completion, token by token. The last element stays open."""
     label = escape(say("tokens.label"))
     before = f'<span class="sk-said">{escape(plain(prompt), quote=False)}</span>'
     marks = "".join(_span(at, one, say) for at, one in enumerate(tokens))
@@ -67,12 +67,12 @@ def _span(at: int, one: TokenLogprob, say: Say) -> str:
 
 
 def _spaced(token: bytes, text: str) -> str:
-    """A token of nothing but blanks would be nothing to point at."""
+    """Return blanks as visible signs, so that a token of blanks alone can be pointed at."""
     return text.replace(" ", "␣") if token.strip() == b"" else text
 
 
 def legend(say: Say) -> str:
-    """What the colours and underlines mean."""
+    """Return the legend of the colours and underlines."""
     names = (*(f"≥ {100 * least:.0f} %" for least in LEVELS[:-1]), f"< {100 * LEVELS[-2]:.0f} %")
     marks = "".join(
         f'<li><span class="sk-token sk-p{at}">abc</span> {name}</li>'
@@ -89,7 +89,7 @@ def legend(say: Say) -> str:
 
 
 def summary(tokens: Sequence[TokenLogprob], say: Say) -> str:
-    """How sure the model was over all of them, in a sentence."""
+    """Return a sentence on the model's confidence over all tokens."""
     if not tokens:
         return ""
     mean = sum(min(0.0, one.logprob) for one in tokens) / len(tokens)
