@@ -45,7 +45,7 @@ TOLD_TO_FAIL = "this step was told to fail, by an experiment"
 
 @dataclass(slots=True)
 class Job:
-    """One request to the engine, with token ids as input and output.
+    """A request to the engine, with token ids as input and output.
 
     `params.max_tokens` is always set, and prompt + max_tokens fits the context. `emitted` are
     completion tokens that another worker generated; the engine continues after them, and penalties,
@@ -165,7 +165,7 @@ class Codec(Protocol):
 
 
 class Engine(ABC):
-    """One model, loaded once. Only `load` may block."""
+    """The base class of engines: a model, loaded once. Only `load` may block."""
 
     codec: Codec
     vocab_size: int

@@ -23,7 +23,7 @@ from servekit.protocol.messages import Generate
 
 @dataclass(slots=True)
 class TextJob:
-    """One request as received. Its task is "generate" or "embed"; it has no token ids."""
+    """A request as received. Its task is "generate" or "embed"; it has no token ids."""
 
     id: int
     request: Generate
@@ -44,7 +44,7 @@ class TextOutput(StepOutput, gc=True):  # its error may refer back to it
 
 
 class TextEngine(Engine):
-    """One model with text as input and output."""
+    """The base class of engines with text as input and output."""
 
     @property
     def trouble(self) -> str:

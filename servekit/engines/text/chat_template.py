@@ -291,7 +291,7 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool definition with the fields that OpenAI, but not all templates, leave optional."""
+    """Return a tool definition with all fields: some templates need those optional for OpenAI."""
     empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
     stated = {key: value for key, value in tool["function"].items() if value is not None}
     return {**tool, "function": empty | stated}

@@ -32,7 +32,7 @@ _CAUSE_S = 1.0
 
 
 class Core:
-    """One vLLM engine core, in processes of its own within this process group."""
+    """A vLLM engine core, in processes of its own within this process group."""
 
     def __init__(self, asked: dict[str, Any], model: str) -> None:
         """Start the core with `asked`, arguments of `vllm.EngineArgs`, and wait for its load.

@@ -31,7 +31,7 @@ class Embedding:
 
 
 class RequestTable:
-    """All requests of one engine.
+    """The requests of one engine.
 
     `on_first` is called when the first request comes after idle time.
     """
