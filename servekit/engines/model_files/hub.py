@@ -307,7 +307,7 @@ def _unreachable(repo: str, revision: str, error: Exception) -> str:
 
 
 def _refusal(error: Exception, repo: str, revision: str) -> LoadError | None:
-    """Return the error for an answer of the hub or disk; None if it could not be reached."""
+    """Return the error for a refusal by the hub or the disk; None for other errors."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:

@@ -75,7 +75,7 @@ def lie(what: str) -> EndpointFailed:
 
 
 def refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-    """Map an HTTP error response."""
+    """Map an HTTP error response to a Refused."""
     words, code, param = _told(body)
     said = f"the endpoint answered {status}: {words or 'without a reason'}"
     if 300 <= status < 400:

@@ -5,7 +5,7 @@
     GET /models: 404, 405 and the like           no                 none: it has no such list
     GET /models: no answer, 401, 403, 5xx        yes                GET /models
     a request: no answer, 5xx                    yes                GET /models, or a greeting
-    a request: refused for a general reason      yes                a greeting, less and less often
+    a request: refused, as others would be       yes                a greeting, less and less often
 
 A greeting is a request for a few tokens: if it is refused, it costs nothing; otherwise the trouble
 is over. Requests of clients tell more, and any answer ends the trouble at once.

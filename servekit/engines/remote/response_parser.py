@@ -1,6 +1,6 @@
 """Parser of an endpoint's answer: framed text, counts and the end. No field of it is trusted.
 
-Marks between frames are removed from the endpoint's text, so that data never becomes a call.
+Frame marks in the endpoint's text are replaced, so that data never becomes a call.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ STEP_S = 0.1
 #: Most CPU time, in s, to recompile a grammar between two steps of the engine.
 RENEWAL_S = 0.05
 _FULL = "too many states"
-#: White space between the parts of JSON: enough for indentation, but a small model cannot produce
-#: it for ever.
+#: White space between the parts of JSON: enough for indentation, but limited, because small models
+#: may otherwise generate it without end.
 WHITESPACE = r"[ \n\r\t]{0,40}"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,  # an enumeration of ten thousand values fits

@@ -12,6 +12,10 @@ list per step, for all requests.
     requests             jobs as requests of the core, and its outputs as outputs of the engine
     request_table        the requests in flight
     engine               the life cycle of the core, and the loop
+    embedding_batches    the sender of embedding jobs
+    probes               requests of the engine itself
+    sleep                sleep and wake-up
+    generation_defaults  stop tokens and sampling of the model's files
     adapters             LoRA
     scheduler            extensions inside the core's process
     worker_extension     extensions inside the processes that run the model
