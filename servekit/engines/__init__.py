@@ -1,8 +1,8 @@
-"""Engines by registry name. Importing this package imports no engine and no torch.
+"""The registry of engines. Importing this package imports no engine and no torch.
 
-`api` is the interface, a folder for each engine, `text` and `model_files` for all of them. Engines
-of other packages are entry points of the group `servekit.engines`.
-Only the worker and fork servers may import from here.
+`api` is the engine interface; `text` and `model_files` are shared by all engines; each engine has
+a folder of its own. Engines of other packages are entry points of the group `servekit.engines`.
+Only workers and fork servers may import from here.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ ENGINES = {
     "vllm": "servekit.engines.vllm.engine:VllmEngine",
 }
 
-#: What takes long to import of what an engine needs, in this order; each is a phase of its own.
+#: Slow imports of each engine, in import order; each one is reported as a phase of its own.
 LIBRARIES = {
     "transformers": ("torch", "transformers"),
     "vllm": ("torch", "transformers", "vllm"),
 }
 
-#: Engines whose files are brought by `source`, and whether they load a GGUF file's conversion.
+#: Engines whose files `source` fetches, and whether they load a converted GGUF file.
 FETCHES = {"transformers": True, "vllm": True, "llamacpp": False}
 
-#: The entry points of other packages' engines, "module:class" as here.
+#: Entry point group of engines of other packages, with values "module:class" as above.
 GROUP = "servekit.engines"
 
 
 def create(spec: WorkerSpec) -> Engine:
-    """Make the engine that `spec.engine` names. Raises LoadError if there is none."""
+    """Create the engine named `spec.engine`. Raises LoadError if there is none of that name."""
     return _kind(spec.engine)(spec)
 
 
 def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
-    """Begin to fetch the model's files, so that `create` may import meanwhile."""
+    """Start fetching the model's files, so that `create` can import the engine meanwhile."""
     if (converts := FETCHES.get(spec.engine)) is not None:
         from servekit.engines.model_files import prefetch
 
@@ -57,7 +57,7 @@ def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
 
 
 def prepare(spec: WorkerSpec) -> None:
-    """Do for `spec`'s engine what takes long and touches no device: this process will fork.
+    """Do the slow part of loading that touches no device, in a process that will fork.
 
     Raises LoadError.
     """
@@ -65,13 +65,13 @@ def prepare(spec: WorkerSpec) -> None:
 
 
 def reborn() -> None:
-    """Be a process of its own after a fork. Raises LoadError if CUDA stands in the way."""
+    """Reinitialise the libraries after a fork. Raises LoadError if CUDA is already initialised."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
     if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
         raise LoadError("a library has initialised CUDA on import, and CUDA survives no fork")
-    torch.seed()  # else all that are forked draw the same numbers
+    torch.seed()  # otherwise all forks draw the same numbers
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
 
@@ -91,7 +91,7 @@ def _kind(name: str) -> type[Engine]:
 
 
 def _brought(name: str) -> type[Engine]:
-    """The engine of another package; the supervisor has seen that there is one of that name."""
+    """Return the engine class of another package; the supervisor has checked that it exists."""
     from servekit.engines.api.base import Engine
 
     entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
@@ -100,7 +100,7 @@ def _brought(name: str) -> type[Engine]:
     try:
         with _no_collections():
             kind = entry.load()
-    except Exception as error:  # it is not our code
+    except Exception as error:  # the code is not ours
         what = f"{type(error).__name__}: {error}"
         raise LoadError(
             f"the engine {name!r} ({entry.value}) cannot be imported: {what}"
@@ -112,9 +112,10 @@ def _brought(name: str) -> type[Engine]:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """An import makes many objects and next to no garbage; to look for some takes a third of it.
+    """Pause garbage collection during an import.
 
-    What it has made stays for good, and is not looked at again.
+    An import creates many objects and hardly any garbage; collections would take a third of its
+    time. The imported objects are frozen afterwards, so that no later collection scans them.
     """
     gc.disable()
     try:

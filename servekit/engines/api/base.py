@@ -1,4 +1,4 @@
-"""What an engine is. Small on purpose: a new engine is one class of about a hundred lines.
+"""The engine interface. Small on purpose: a new engine is one class of about a hundred lines.
 
 A worker drives exactly one engine:
 
@@ -8,10 +8,10 @@ A worker drives exactly one engine:
     engine.submit(job); engine.cancel(id)   # from the worker's I/O thread, never blocking
     engine.close()
 
-`emit` takes all that one step brought, as one list; it may be called from any thread. The worker
-turns text into token ids and token ids into text with `engine.codec`, applies stop strings, and
-checks prompt length and token range against `ModelInfo` before `submit`. It submits nothing that
-`ModelInfo.serves` does not name.
+`emit` takes all outputs of one step as one list; any thread may call it. The worker converts
+between text and token ids with `engine.codec`, applies stop strings, and checks prompt length and
+token range against `ModelInfo` before `submit`. It submits only requests that `ModelInfo.serves`
+covers.
 """
 
 from __future__ import annotations
@@ -39,29 +39,28 @@ from servekit.protocol.messages import (
 
 Report = Callable[[Progress], None]
 
-#: What an engine dies of after `fail_step`.
+#: Error text of an engine that fails after `fail_step`.
 TOLD_TO_FAIL = "this step was told to fail, by an experiment"
 
 
 @dataclass(slots=True)
 class Job:
-    """One request as an engine sees it: token ids in, token ids out.
+    """A request to the engine, with token ids as input and output.
 
-    `params.max_tokens` is always set and prompt + max_tokens fits the context. `emitted` are
-    completion tokens that another worker produced; the engine goes on after them, and penalties,
-    `min_tokens` and the noise of a seed count them as its own. `params.max_tokens` counts them
-    too.
+    `params.max_tokens` is always set, and prompt + max_tokens fits the context. `emitted` are
+    completion tokens that another worker generated; the engine continues after them, and penalties,
+    `min_tokens`, the noise of a seed and `params.max_tokens` count them as its own.
     """
 
     id: int
     prompt_ids: list[int]
     params: SamplingParams
     emitted: list[int] = field(default_factory=list)
-    constraint: object | None = None  # what `Engine.constrain` made of `params.grammar`
-    adapter: str = ""  # one that is loaded; "": the base model
-    #: What must not come: the last of each, where the completion ends with those before it.
+    constraint: object | None = None  # the result of `Engine.constrain` for `params.grammar`
+    adapter: str = ""  # name of a loaded adapter; "": the base model
+    #: Token sequences to avoid: the last token is forbidden after the others.
     banned: tuple[tuple[int, ...], ...] = ()
-    cache_salt: str = ""  # a prefix cache is shared with jobs of the same one only
+    cache_salt: str = ""  # jobs share prefix cache entries only with jobs of the same salt
 
 
 @dataclass(slots=True)
@@ -73,14 +72,14 @@ class EmbedJob:
 
 
 class StepOutput(msgspec.Struct, gc=False):
-    """What one step brought to one job.
+    """The output of one step for one job.
 
-    `finish` is "stop" for an end-of-sequence token (which is not among `token_ids`) or where a
-    grammar has come to its end, "length" for `max_tokens`. A failed job has `error` set and gets no
-    further output; with `param` it is the request that is wrong, not the engine. A cancelled job
-    gets no further output at all. An EmbedJob gets one, with all its `vectors` and "stop".
+    `finish` is "stop" for an end-of-sequence token (which is not in `token_ids`) or a completed
+    grammar, "length" for `max_tokens`. A failed job has `error` set and gets no further output; if
+    `param` is set too, the request is at fault, not the engine. A cancelled job gets no further
+    output. An EmbedJob gets one output, with all its `vectors` and "stop".
 
-    One is made for each token: as a Struct in a third of the time that a dataclass takes.
+    One is created per token; a Struct is created faster than a dataclass.
     """
 
     id: int
@@ -88,11 +87,11 @@ class StepOutput(msgspec.Struct, gc=False):
     finish: Literal["stop", "length"] | None = None
     error: str | None = None
     param: str | None = None
-    logprobs: list[TokenLogprob] | None = None  # of `token_ids`, where asked for
+    logprobs: list[TokenLogprob] | None = None  # of `token_ids`, if requested
     vectors: list[bytes] | None = None  # of all inputs, float32 [embedding_size], little-endian
-    cached_tokens: int = 0  # of the prompt, those taken from a prefix cache; any output may say
-    prompt: list[PromptToken] | None = None  # all of them, with the first output, where asked for
-    stop_token: int = -1  # with "stop": that of `params.stop_token_ids` that ended it, if one did
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache; any output may set it
+    prompt: list[PromptToken] | None = None  # whole prompt, with the first output, if requested
+    stop_token: int = -1  # the token of `params.stop_token_ids` that ended the job, if any
 
 
 Emit = Callable[[Sequence[StepOutput]], None]
@@ -100,7 +99,7 @@ Emit = Callable[[Sequence[StepOutput]], None]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's load now. `progress_age_s` is 0 when it has nothing to do."""
+    """The current load of the engine. `progress_age_s` is 0 while it is idle."""
 
     running: int
     waiting: int
@@ -109,19 +108,19 @@ class Load:
 
 
 class Decoder(Protocol):
-    """Turns one stream of token ids into text, never splitting a character."""
+    """An incremental decoder of one token stream that never splits a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that has become certain; "" while a character is incomplete."""
+        """Return the text that is final; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """Return what is left at the end; an incomplete character is left out."""
+        """Return the rest of the text; an incomplete character is dropped."""
 
 
 class TooManyTokens(Exception):
-    """A text has more than `count` tokens; that is all that was found out about it.
+    """A text has more than `count` tokens; the exact number is not known.
 
-    From a codec to the worker, which words the refusal; nobody else sees it.
+    A codec raises it; the worker words the refusal.
     """
 
     def __init__(self, count: int) -> None:
@@ -133,14 +132,14 @@ class Codec(Protocol):
     """The model's tokenizer and chat template."""
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
-        """Token ids of a plain prompt, special tokens added as the model expects.
+        """Return the token ids of a plain prompt, with the special tokens that the model expects.
 
-        Where far more than `limit` tokens come out, it may raise TooManyTokens instead. It never
-        does for a text that has no more than `limit`.
+        May raise TooManyTokens if the text has far more than `limit` tokens, and never for a text
+        of at most `limit` tokens.
         """
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a piece of text: nothing is added to it."""
+        """Return the token ids of a text, without special tokens."""
 
     def render_chat(
         self,
@@ -150,29 +149,30 @@ class Codec(Protocol):
         continues: bool = False,
         limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation by the model's own template, generation prompt included.
+        """Return the token ids of a conversation, rendered by the model's chat template.
 
-        `tools` are OpenAI's definitions, `template` further arguments of the template. With
-        `continues` the last message is the model's own beginning, to be gone on with. Raises
-        RequestError if the template refuses, and as `encode` does.
+        The generation prompt is included. `tools` are OpenAI tool definitions, `template` holds
+        further template arguments. With `continues` the model continues the last message, which is
+        the beginning of its answer. Raises RequestError if the template refuses, and TooManyTokens
+        as `encode` does.
         """
 
     def decoder(self, markers: Collection[str] = ()) -> Decoder:
-        """A fresh incremental decoder.
+        """Return a new incremental decoder.
 
-        Special tokens have no text, but for those whose text is one of `markers`.
+        It omits special tokens, except those whose text is in `markers`.
         """
 
 
 class Engine(ABC):
-    """One model, loaded once. Only `load` may block."""
+    """The base class of engines: a model, loaded once. Only `load` may block."""
 
     codec: Codec
     vocab_size: int
-    #: It runs jobs with a prompt as long as the context and `max_tokens` 1: of its only token
-    #: nothing is read, and where a client asks for no tokens, nothing is told.
+    #: The engine accepts jobs with a prompt as long as the context and `max_tokens` 1. The one
+    #: token is not read, and clients that asked for no tokens do not get it.
     fills_context = False
-    #: Called as soon as `fatal` is set, by the thread that sets it; the worker puts itself here.
+    #: Called as soon as `fatal` is set, by the thread that sets it. The worker sets this callback.
     on_death: Callable[[], None] | None = None
     _fatal: BaseException | None = None
 
@@ -181,12 +181,12 @@ class Engine(ABC):
 
     @property
     def fatal(self) -> BaseException | None:
-        """The error that the engine has died of; None while it lives.
+        """Return the error that stopped the engine; None while it runs.
 
-        An engine sets it when its loop cannot go on, from any thread, after it has emitted what
-        its completed steps brought, and emits nothing more. An engine's death is its worker's:
-        the worker sends what was emitted, and exits at once to be replaced. So the engine says
-        nothing of the jobs that it had: they go on in other workers.
+        An engine sets it, from any thread, when its loop cannot continue, after it has emitted the
+        outputs of its completed steps, and emits nothing afterwards. The worker then sends the
+        emitted outputs and exits at once, to be replaced. The engine reports no failure for its
+        jobs, because they continue in other workers.
         """
         return self._fatal
 
@@ -198,20 +198,20 @@ class Engine(ABC):
 
     @classmethod  # noqa: B027 - not every engine has something to prepare
     def prepare(cls, spec: WorkerSpec) -> None:
-        """Do what `load` will find done in a fork of this process; see `worker.standby`.
+        """Do the part of `load` that a fork of this process inherits; see `worker.fork_server`.
 
-        No thread may be left running, and no device touched. Raises LoadError.
+        Must leave no thread running and touch no device. Raises LoadError.
         """
 
     @abstractmethod
     def load(self, report: Report) -> ModelInfo:
-        """Fetch and load; raises LoadError with a sentence for the user."""
+        """Fetch and load the model. Raises LoadError with a message for the user."""
 
     def identify(self, *, portable: bool = False) -> str:
-        """A digest of the files that `load` has read; see `engines.identity`.
+        """Return a digest of the files that `load` has read; see `api.generation_identity`.
 
-        Workers whose digests differ do not go on with each other's answers. "" for an engine whose
-        `path` is no file, and not the name of any.
+        A worker continues another worker's streams only if their digests are equal. "" for an
+        engine whose `path` is neither a file nor the name of one.
         """
         spec = self.spec
         return identify(
@@ -219,7 +219,7 @@ class Engine(ABC):
         )
 
     def identify_adapter(self, adapter: AdapterSpec, *, portable: bool = False) -> str:
-        """The same of an adapter that it has loaded, with its name."""
+        """Return the name and digest of a loaded adapter, as `identify` does for the model."""
         found = identify(adapter.path, adapter.revision, portable=portable, adapter=True)
         return f"{adapter.path}@{adapter.revision or ''}.{found}"
 
@@ -232,43 +232,44 @@ class Engine(ABC):
         """Queue a job. Raises RequestError if the engine cannot run it; never kills the loop."""
 
     def embed(self, job: EmbedJob) -> None:
-        """Queue texts to embed; as `submit`."""
+        """Queue texts to embed; raises as `submit` does."""
         raise Unsupported("this engine makes no embeddings", param="model")
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
-        """Load and verify an adapter beside what runs; jobs may name it from then on.
+        """Load and verify an adapter while jobs run; later jobs may name it.
 
-        Called from a thread, one at a time; may block for long. Raises RequestError if the adapter
-        is wrong for this model or does not pass its verification, LoadError if only now is wrong;
-        in both cases nothing of it is left.
+        Called from a thread, one call at a time; may block for long. Raises RequestError if the
+        adapter does not fit this model or fails its verification, LoadError if the failure is
+        temporary; in both cases nothing of the adapter stays loaded.
         """
         raise Unsupported("this engine has no adapters", param="lora_name")
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter that no job names any more, and free its memory; as `load_adapter`."""
+        """Unload an adapter that no job uses and free its memory; called as `load_adapter`."""
         raise Unsupported("this engine has no adapters", param="lora_name")
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> object:
-        """Compile a grammar for one job, and lead it through the tokens `emitted` before.
+        """Compile a grammar for one job and advance it over the tokens `emitted` so far.
 
-        Called from any thread, several at once; may take a second or two. Raises RequestError if
-        the grammar cannot be compiled or is too large.
+        Called from any thread, concurrently; may take a second or two. Raises RequestError if the
+        grammar cannot be compiled or is too large.
         """
         raise Unsupported("this engine keeps to no grammar", param=grammar.param)
 
     def sleep(self) -> None:
-        """Give the device's memory back, weights kept in the host's; `wake` undoes it.
+        """Free the device memory and keep the weights in host memory, until `wake`.
 
-        Called from a thread, while no job runs; none is submitted before `wake` has returned. The
-        KV cache and what it holds of prompts may be forgotten. Raises LoadError where it cannot be;
-        the engine then goes on awake. Only where `ModelInfo.sleeps`.
+        Called from a thread while no job runs; no job is submitted before `wake` has returned. The
+        KV cache may be dropped. Called only if `ModelInfo.sleeps`. Raises LoadError if the engine
+        cannot sleep; it then stays awake.
         """
         raise Unsupported("this engine cannot sleep", param="model")
 
     def wake(self) -> None:
-        """Take the device's memory again and be as before `sleep`; as there, from a thread.
+        """Allocate the device memory again and restore the state before `sleep`.
 
-        Raises LoadError where the memory is not to be had; the engine then is still asleep.
+        Called from a thread. Raises LoadError if the memory is not available; the engine then stays
+        asleep.
         """
         raise Unsupported("this engine cannot sleep", param="model")
 
@@ -278,10 +279,10 @@ class Engine(ABC):
 
     @abstractmethod
     def load_now(self) -> Load:
-        """Cheap: called for every Ping."""
+        """Return the current load. Must be cheap: called for every Ping."""
 
     def fail_step(self) -> None:
-        """Have the next step raise, as `servekit chaos` wishes; from the worker's I/O thread.
+        """Make the next step raise, for `servekit chaos`; called from the worker's I/O thread.
 
         Called only in a worker that was started for such experiments.
         """
@@ -289,4 +290,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the loop and free the device. Not called once the engine has died."""
+        """Stop the loop and free the device. Not called after `fatal` was set."""

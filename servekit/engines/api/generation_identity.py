@@ -1,8 +1,7 @@
-"""Which files a model's path stands for, so that two workers can tell whether theirs are the same.
+"""Digests of a model's files, by which two workers can tell whether they loaded the same model.
 
-A path is a name: the folder behind it may be written anew, the branch of a hub pushed to. A digest
-of what is there now tells both apart. A model of the hub is its commit; a wheel's version is in its
-name already.
+A path is only a name: the folder may be rewritten, the hub branch may move. The digest covers the
+current content. A model of the hub is identified by its commit; a wheel by the version in its name.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from servekit.errors import LoadError
 
 log = logging.getLogger(__name__)
 
-#: Files of a folder that are looked at; a model has a few dozen.
+#: Most files of a folder that are digested; a model has a few dozen.
 _MOST_FILES = 4096
-#: Of a file of more bytes than this, samples are read: so many, of so many bytes each.
+#: Larger files are sampled: `_SAMPLES` samples of `_SAMPLE_BYTES` bytes each.
 _WHOLE_BYTES = 2**20
 _SAMPLES = 512
 _SAMPLE_BYTES = 4096
@@ -35,10 +34,10 @@ def identify(
     trust_remote_code: bool = False,
     adapter: bool = False,
 ) -> str:
-    """A digest of the files of a model, or of an `adapter`; "" where its name says all.
+    """Return a digest of the files of a model or `adapter`; "" if its name identifies it already.
 
-    `portable` compares across machines, by samples of the content; else files are compared by size
-    and time of change. Never raises.
+    With `portable` the digest is comparable across machines, by samples of the content; otherwise
+    it covers size and modification time. Never raises.
     """
     try:
         local = Path(path).expanduser()
@@ -51,13 +50,13 @@ def identify(
 
 
 def _commit(path: str, revision: str | None, trust_remote_code: bool, adapter: bool) -> str:
-    """What a hub id was resolved to; "" for what is none."""
+    """Return the commit that a hub id was resolved to; "" for other sources."""
     from servekit.engines.model_files import hub, source
 
     found = source.parse(path)
     if not isinstance(found, source.Hub):
         return ""
-    for code in {trust_remote_code, False}:  # a .gguf file is fetched without any code
+    for code in {trust_remote_code, False}:  # a .gguf file is fetched without code
         if pin := hub.pinned(found.repo, found.file, revision, code, adapter=adapter):
             return pin.commit
     return ""
@@ -77,7 +76,7 @@ def _digest(path: Path, portable: bool) -> str:
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
-    """By their names, hidden ones left out."""
+    """Yield the files in order of their names, without hidden ones."""
     if path.is_file():
         yield path.name, path
         return
@@ -91,7 +90,7 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _samples(file: Path, size: int) -> Iterator[bytes]:
-    """All of a small file; of a large one so much that no other weights have it, too."""
+    """Yield the whole of a small file, or enough samples of a large one to identify its weights."""
     with file.open("rb", buffering=0) as data:
         if size <= _WHOLE_BYTES:
             yield data.read(_WHOLE_BYTES)

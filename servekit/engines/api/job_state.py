@@ -1,4 +1,4 @@
-"""One request under way inside an engine: what every engine that samples itself has to know of it.
+"""The state of one running request, shared by all engines that sample themselves.
 
 Nothing here needs torch.
 """
@@ -17,7 +17,7 @@ from servekit.engines.text.sampling_params import LEAST, Sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.protocol.messages import PromptToken, TokenLogprob
 
-#: In the place of a token: the model computed NaN, so that there is none.
+#: Stands for a token if the model computed NaN.
 NOT_A_NUMBER = -1
 _BROKEN = (
     "The model computed values that are not numbers (NaN) for this request. Its weights, or those "
@@ -36,7 +36,7 @@ def make_embedding_output(job_id: int, vectors: list[bytes]) -> StepOutput:
 
 
 class Scores(NamedTuple):
-    """Of one token: its log probability, and (token id, log probability) of the best."""
+    """Log probability of one token, and (token id, log probability) of the best candidates."""
 
     chosen: float
     best: tuple[tuple[int, float], ...]
@@ -47,9 +47,9 @@ def _nameless(token: int) -> bytes:
 
 
 def ends_of(job: Job, eos: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a job: the model's `eos`, unless it ignores them, and its own.
+    """Return the tokens that end a job: its own, and the model's `eos` unless it ignores them.
 
-    With a grammar the model's are never ignored: the text may have to end there.
+    With a grammar the `eos` are never ignored, because the text may have to end there.
     """
     ignored = job.params.ignore_eos and job.constraint is None
     own = job.params.stop_token_ids
@@ -60,10 +60,10 @@ def ends_of(job: Job, eos: frozenset[int]) -> frozenset[int]:
 
 @dataclass(slots=True, eq=False)
 class Underway:
-    """A job, the tokens it has so far, and how it chooses the next one.
+    """A running job: its tokens so far and how the next one is sampled.
 
-    `key` is unique in the engine's life, where a job's id may come again after a cancellation.
-    `completion` starts with the tokens that another worker produced.
+    `key` is unique in the engine's life; a job's id may be reused after a cancellation.
+    `completion` starts with the tokens that another worker generated.
     """
 
     key: str
@@ -75,10 +75,10 @@ class Underway:
     constraint: Constraint | None = None
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
-    scores: Scores | None = None  # of the token that is about to be pushed
-    broken: bool = False  # what was computed for it is no number
-    unscored: bool = False  # log probabilities of its prompt are wanted, and not all there
-    prompt_scores: list[PromptToken] = field(default_factory=list)  # those that are there
+    scores: Scores | None = None  # of the token to be pushed next
+    broken: bool = False  # the model computed NaN
+    unscored: bool = False  # log probabilities of the prompt were requested and are not complete
+    prompt_scores: list[PromptToken] = field(default_factory=list)  # those of the prompt so far
 
     def __post_init__(self) -> None:
         self.completion = list(self.job.emitted)
@@ -86,7 +86,7 @@ class Underway:
             self.score_prompt()
 
     def score_prompt(self) -> None:
-        """Begin to collect log probabilities of the prompt; its first token has none."""
+        """Start collecting log probabilities of the prompt; its first token has none."""
         first = self.job.prompt_ids[0]
         self.prompt_scores = [PromptToken(first, self.piece(first))]
         self.unscored = len(self.job.prompt_ids) > 1
@@ -94,7 +94,7 @@ class Underway:
     def note_prompt(
         self, token: int, logprob: float, rank: int, best: Sequence[tuple[int, float]]
     ) -> None:
-        """Take the next token of the prompt whose log probability is known."""
+        """Add the log probability of the next prompt token."""
         self.broken |= math.isnan(logprob)
         named = tuple((other, self.piece(other), max(value, LEAST)) for other, value in best)
         known = PromptToken(token, self.piece(token), max(logprob, LEAST), rank, named)
@@ -102,13 +102,13 @@ class Underway:
         self.unscored = len(self.prompt_scores) < len(self.job.prompt_ids)
 
     def tell_prompt(self, output: StepOutput) -> None:
-        """Let its first output tell what is known of the prompt."""
+        """Move the prompt's log probabilities, if any, into the first output."""
         if self.prompt_scores:
             output.prompt, self.prompt_scores = self.prompt_scores, []
 
     @property
     def position(self) -> int:
-        """Completion tokens before the next one."""
+        """Number of completion tokens so far."""
         return len(self.completion)
 
     @property
@@ -121,12 +121,12 @@ class Underway:
 
     @property
     def eos_forbidden(self) -> bool:
-        """A grammar sees to it itself, because its text may have to end earlier."""
+        """True while `min_tokens` forbids the end; a grammar's text may end earlier."""
         early = self.position < self.sampling.min_tokens
         return early and bool(self.eos) and self.constraint is None
 
     def forbidden(self) -> list[int]:
-        """The last tokens of banned words whose other tokens the completion ends with."""
+        """Return the last tokens of banned sequences whose other tokens end the completion."""
         done = self.completion
         return [
             word[-1]
@@ -136,25 +136,25 @@ class Underway:
 
     @property
     def end_unwanted(self) -> bool:
-        """A grammar is to go on while it can."""
+        """True if a grammar should continue for as long as it can."""
         return self.job.params.ignore_eos or self.position < self.sampling.min_tokens
 
     @property
     def ended(self) -> StepOutput | None:
-        """What there is to say if the tokens that another worker produced were already all."""
+        """The final output, if the tokens that another worker generated were already complete."""
         if self.constraint is not None and self.constraint.ended:
             return StepOutput(self.job.id, [], "stop")
         return None if self.remaining > 0 else StepOutput(self.job.id, [], "length")
 
     @property
     def steered(self) -> bool:
-        """Something changes its logits before the best of them is its token."""
+        """True if the logits are changed before the best of them is chosen."""
         sampling = self.sampling
         changed = sampling.penalised or sampling.logit_bias or self.job.banned
         return bool(changed) or self.eos_forbidden
 
     def push(self, token: int) -> StepOutput:
-        """Take the token of this step."""
+        """Add the token of this step and return its output."""
         if token == NOT_A_NUMBER or self.broken:
             self.broken = True
             return StepOutput(self.job.id, [], error=_BROKEN)
@@ -186,14 +186,14 @@ class Underway:
 
 @dataclass(slots=True, eq=False)
 class EmbedRow:
-    """A job with texts to embed, and what is left to do of it."""
+    """A running job with texts to embed, and its remaining texts."""
 
     key: str
     job: EmbedJob
     cancelled: bool = False
     vectors: list[bytes] = field(default_factory=list)
-    left: deque[int] = field(default_factory=deque)  # texts without a vector, the longest first
-    ended: StepOutput | None = None  # nothing is ever done before it is begun
+    left: deque[int] = field(default_factory=deque)  # texts without a vector, longest first
+    ended: StepOutput | None = None  # always None: an embedding job never starts completed
 
     def __post_init__(self) -> None:
         self.vectors = [b""] * len(self.job.inputs)

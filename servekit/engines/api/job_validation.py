@@ -1,7 +1,7 @@
-"""What may enter the engine's loop.
+"""Validation of jobs before they enter the engine's loop.
 
-The library's loop trusts its input, and one bad request ends it for everyone; so everything it
-trusts is checked here, on the caller's thread, where the answer is a 400.
+The libraries' loops trust their input, and one bad request ends the loop for all requests. So jobs
+are validated on the caller's thread, where a failure is a response with status 400.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from servekit.protocol.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a job must keep to. `max_context` counts prompt and completion tokens together.
+    """The limits of a job. `max_context` counts prompt and completion tokens together.
 
-    `head_size` is how many token ids the model can say; 0: all that it reads. `fills`: see
-    `base.Engine.fills_context`.
+    `head_size` is the number of token ids that the model can generate; 0: its whole vocabulary.
+    `fills`: see `base.Engine.fills_context`.
     """
 
     vocab_size: int
@@ -29,9 +29,9 @@ class Limits:
 
 
 def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
-    """Raise RequestError if the job could not run, or would harm others.
+    """Raise RequestError if the job cannot run or would harm other jobs.
 
-    `virtual_tokens` are its adapter's: they take room in the context, beside the prompt.
+    `virtual_tokens` of the job's adapter take room in the context, in addition to the prompt.
     """
     if virtual_tokens:
         limits = replace(limits, max_context=limits.max_context - virtual_tokens)
@@ -48,7 +48,7 @@ def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
 
 
 def check_inputs(job: EmbedJob, limits: Limits) -> None:
-    """The same for texts to embed."""
+    """Raise RequestError if a text to embed is empty, too long or has invalid token ids."""
     for ids in job.inputs:
         if not 0 < len(ids) <= limits.max_context:
             raise ContextLengthExceeded(
@@ -97,7 +97,7 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
-#: Inclusive ranges. The gateway checks them too; here they keep NaN out of everyone's batch.
+#: Inclusive ranges. The gateway checks them too; this check keeps NaN out of the shared batch.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 1e6),
     "top_p": (0.0, 1.0),

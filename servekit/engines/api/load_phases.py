@@ -1,12 +1,12 @@
-"""Where the time of a load goes: who does something that takes a while says what.
+"""Timing of the phases of a load. Code that takes long names its phase:
 
     with phase("weights"):
         ...
 
-A phase that begins within another is a part of it, in a thread that inherits its context as
-`asyncio.to_thread` has it, too.
+A phase that begins within another is a part of it, also in a thread that inherits the context, as
+with `asyncio.to_thread`.
 
-A process loads one model, so who hears of it is the module's own.
+A process loads one model, so the listener is a module global.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _hear: Hear | None = None
 
 
 def heard_by(hear: Hear | None) -> None:
-    """Have `hear` called at the beginning and the end of each phase, in the thread it runs in."""
+    """Set the callback for the beginning and end of each phase, called in the phase's thread."""
     global _hear
     _hear = hear
 
 
 @contextlib.contextmanager
 def phase(name: str, *, lacks: type[Exception] | None = None) -> Iterator[None]:
-    """What is done in this context is a phase of that name.
+    """Report the code in this context as a phase called `name`.
 
-    An error of the kind `lacks` says that there is no such thing here, which is no failure.
+    An error of type `lacks` means that an optional feature is missing here, which is no failure.
     """
     within, began_s = _within.get(), time.monotonic()
     _tell(Phase(name, began_s, None, within))
@@ -54,7 +54,7 @@ def phase(name: str, *, lacks: type[Exception] | None = None) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> str:
-    """In one line; a compiler's own errors have pages."""
+    """Return the error in one line; errors of compilers are pages long."""
     kind = "" if isinstance(error, ServekitError) else type(error).__name__
     first = next(iter(str(error).splitlines()), "")
     return ": ".join(filter(None, (kind, first)))[:_LONGEST_WHY]

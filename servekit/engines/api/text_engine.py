@@ -1,14 +1,14 @@
-"""What an engine is that speaks text: it gets requests as they came, and brings text.
+"""The interface of engines that take and return text.
 
-For what tokenises and renders by itself, such as a remote endpoint. It has no codec; the worker
-looks into a request only to refuse what `ModelInfo.serves` does not name. It keeps to `stop`,
-limits and grammars itself, counts tokens as well as it can, and says what it thinks and calls in
-the frames of `wire.dialects.FRAMED`. Its `ModelInfo.resumes` is False: text has no token ids to go
-on from.
+For backends that tokenise and render chats themselves, such as a remote endpoint. Such an engine
+has no codec; the worker inspects a request only to refuse what `ModelInfo.serves` does not cover.
+The engine applies `stop`, limits and grammars itself, counts tokens as well as it can, and marks
+thoughts and tool calls with the frames of `protocol.tool_formats.FRAMED`. Its `ModelInfo.resumes`
+is False, because without token ids no other worker can continue its streams.
 
-    info = engine.load(report)           # returns once a real answer has come: there is no other
-    engine.ask(job)                      # instead of `submit` and `embed`
-    engine.trouble                       # probe than its own, for each may cost money
+    info = engine.load(report)           # returns after a first real answer: the worker sends no
+    engine.ask(job)                      # probe of its own, because each one may cost money;
+    engine.trouble                       # `ask` replaces `submit` and `embed`
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from servekit.protocol.messages import Generate
 
 @dataclass(slots=True)
 class TextJob:
-    """One request as it came. Its task is "generate" or "embed"; it holds no token ids."""
+    """A request as received. Its task is "generate" or "embed"; it has no token ids."""
 
     id: int
     request: Generate
 
 
-class TextOutput(StepOutput, gc=True):  # its error may lead back to it
-    """As StepOutput, of text. The counts are known with `finish` at the latest, 0 before.
+class TextOutput(StepOutput, gc=True):  # its error may refer back to it
+    """A StepOutput with text.
 
-    A failed job has `failure` set, and gets no further output.
+    The token counts are 0 until they are known, at the latest with `finish`. A failed job has
+    `failure` set and gets no further output.
     """
 
     text: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    stop: str = ""  # the stop string that ended it, where that is known
+    stop: str = ""  # the stop string that ended it, if known
     failure: RequestError | None = None
 
 
 class TextEngine(Engine):
-    """One model that speaks text."""
+    """The base class of engines with text as input and output."""
 
     @property
     def trouble(self) -> str:
-        """A sentence while it cannot serve, and its process is not to blame; "" while it can."""
+        """Reason why the model cannot serve through no fault of this process; "" while it can."""
         return ""
 
     @abstractmethod
     def ask(self, job: TextJob) -> None:
-        """Queue a job; as `submit`."""
+        """Queue a job; raises as `submit` does."""
 
     def submit(self, job: Job) -> None:
         raise Unsupported("this engine takes text, not token ids", param="prompt")

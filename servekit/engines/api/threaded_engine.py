@@ -1,9 +1,10 @@
-"""The loop of an engine that runs step by step, in a thread of its own: take what was submitted and
-cancelled, run one step, emit what it brought, all of it at once. Nothing but that thread touches
-the runner.
+"""The loop of an engine that runs step by step in a thread of its own.
 
-Should a step raise, the loop cannot be trusted any more: `fatal` is set, which ends the worker, and
-the requests under way go on in other workers. Nothing more is said of them here.
+Each turn carries out submitted and cancelled jobs, runs one step and emits its outputs together.
+Only the loop's thread touches the runner.
+
+If a step raises, the loop cannot be trusted any more: it sets `fatal`, which ends the worker, and
+the running requests continue in other workers. No failure is emitted for them here.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from servekit.protocol.messages import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-#: How long `close` waits for the step that is running; the thread ends with its process anyway.
+#: How long `close` waits for the current step; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
 
 
 class Request(Protocol):
-    """A job under way."""
+    """A running job."""
 
     cancelled: bool
 
@@ -46,7 +47,7 @@ class Request(Protocol):
 
 
 class StepRunner(Protocol):
-    """Runs requests step by step; called by the loop's thread only."""
+    """The runner of requests, step by step; called by the loop's thread only."""
 
     @property
     def running(self) -> int: ...
@@ -61,7 +62,7 @@ class StepRunner(Protocol):
 
 
 class LoopedEngine(Engine):
-    """An engine whose `load` sets `_runner`, and which gives its requests to `_take`."""
+    """An engine whose `load` sets `_runner`, and which passes its requests to `_take`."""
 
     _runner: StepRunner
 
@@ -103,7 +104,7 @@ class LoopedEngine(Engine):
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _key(self, job_id: int) -> str:
-        """Unique in the engine's life, where ids may come again."""
+        """Return a key that is unique in the engine's life; job ids may be reused."""
         return f"{job_id}#{next(self._serial)}"
 
     def _take(self, row: Request) -> None:
@@ -114,7 +115,7 @@ class LoopedEngine(Engine):
             if job_id in self._rows:
                 raise RequestError(f"Request id {job_id} is already in flight.")
             if not self._rows:
-                self._progress_at = time.monotonic()  # what was idle until now is not late
+                self._progress_at = time.monotonic()  # idle time is no lack of progress
             self._rows[job_id] = row
             self._post(lambda: self._add(row))
 
@@ -132,14 +133,14 @@ class LoopedEngine(Engine):
         try:
             while self._await_work():
                 self._step()
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             log.exception("the engine's loop has failed")
             self._die(error)
         else:
             self._runner.close()  # not after a failure: a broken device may never answer
 
     def _await_work(self) -> bool:
-        """Carry out commands; wait until there is a step to run. False when closing."""
+        """Execute commands until there is a step to run. Returns False when closing."""
         while True:
             with self._changed:
                 idle = not (self._runner.running or self._runner.waiting)
@@ -148,7 +149,7 @@ class LoopedEngine(Engine):
                 commands, self._commands = self._commands, deque()
                 if self._closing:
                     return False
-            while commands:  # none is kept while waiting: it may hold an adapter that is gone
+            while commands:  # keep no command while waiting: it may hold an unloaded adapter
                 commands.popleft()()
             if self._runner.running or self._runner.waiting:
                 return True
@@ -158,7 +159,7 @@ class LoopedEngine(Engine):
             return
         if (ended := row.ended) is None:
             self._runner.add(row)
-        else:  # continued from a worker that died between its last token and saying so
+        else:  # its previous worker died after the last token, before it reported the end
             self._deliver([(row, ended)])
 
     def _step(self) -> None:
@@ -169,9 +170,9 @@ class LoopedEngine(Engine):
         self._deliver(outputs)
 
     def _deliver(self, outputs: Sequence[tuple[Request, StepOutput]]) -> None:
-        """Emit one step's outputs, without those cancelled meanwhile.
+        """Emit the outputs of one step, without those of jobs cancelled meanwhile.
 
-        Under the lock, so that nothing of a job is emitted once `cancel` has returned.
+        Holds the lock, so that no output of a job is emitted after `cancel` has returned.
         """
         with self._changed:
             live = [output for row, output in outputs if not row.cancelled]
@@ -182,7 +183,7 @@ class LoopedEngine(Engine):
                 self._emit(heard)
 
     def _end(self, row: Request) -> None:
-        """A request is over; those of the engine's own, below 0, are told here alone."""
+        """Handle the end of a request. Internal ones, with ids below 0, are reported only here."""
 
     def _die(self, error: BaseException) -> None:
         with self._changed:

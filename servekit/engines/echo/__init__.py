@@ -1,4 +1,4 @@
-"""The echo engine: answers with the prompt's own words; for tests, demos and benchmarks.
+"""The echo engine: answers with the prompt's own text; for tests, demos and benchmarks.
 
-Nothing else may import from here; the registry names it.
+Only the engine registry may import from here, by name.
 """

@@ -1,4 +1,4 @@
-"""The echo engine's adapters: what becomes of letters, as a folder's adapter_config.json says."""
+"""The echo engine's adapters: letter transforms, configured in a folder's adapter_config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TRANSFORMS: dict[str, Transform] = {
 
 
 def transform_of(adapter: AdapterSpec) -> str:
-    """A key of TRANSFORMS. Raises RequestError for what is no adapter of this engine."""
+    """Return the adapter's key of TRANSFORMS.
+
+    Raises RequestError if it is not one of this engine.
+    """
     file = Path(adapter.path) / "adapter_config.json"
     try:
         said = json.loads(file.read_bytes())
@@ -36,6 +39,6 @@ def transform_of(adapter: AdapterSpec) -> str:
 
 
 def transformed(token: int, transform: Transform) -> int:
-    """One token stays one: some letters have no single capital."""
+    """Return the transformed token, or the same token if the result is not a single character."""
     text = transform(chr(token))
     return ord(text) if len(text) == 1 else token

@@ -1,8 +1,8 @@
-"""The echo engine's prefix cache: it keeps nothing but what a real one would have kept.
+"""A simulated prefix cache for the echo engine.
 
-Whole blocks of tokens, known by the hash of all before them and their own, as in `vllm` and in
-transformers' paged cache; those of each adapter and each salt apart. The least recently used are
-forgotten first.
+It stores hashes of whole token blocks, each over the block and everything before it, as in vLLM and
+the paged cache of transformers; each adapter and each salt has separate blocks. The least recently
+used blocks are evicted first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK = 32
 
 
 class EchoCache:
-    """A prefix cache of so many tokens; reading one that is not there takes `token_s`."""
+    """A prefix cache for `tokens` tokens; reading a token that is not cached takes `token_s`."""
 
     def __init__(self, tokens: int, token_s: float) -> None:
         self.tokens = tokens
@@ -23,9 +23,9 @@ class EchoCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def read(self, job: Job) -> tuple[int, float]:
-        """How many of a prompt's tokens were there, and how long it takes to read the others.
+        """Return the number of cached prompt tokens and the time to read the others, in seconds.
 
-        The last token is always read, since the first of the answer comes of it.
+        The last token is never cached, because the first token of the answer is computed from it.
         """
         ids, last, found, known = job.prompt_ids, hash((job.adapter, job.cache_salt)), 0, True
         chain = []

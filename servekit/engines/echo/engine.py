@@ -1,15 +1,15 @@
-"""A real engine without a model, for tests and benchmarks; it misbehaves when told to.
+"""An engine without a model, for tests and benchmarks; its options make it misbehave.
 
-It answers with the prompt's own characters, over and over, one token each (a token id is a code
-point), until `max_tokens` (by default one pass over the prompt). With a seed, or a temperature
-other than 0, the answer is a rotation of the prompt drawn from the seed and the position, so that
-tests can tell sampled from greedy and see a continuation go on exactly. Once that is drawn every
-token is certain: its log probability is 0, and it has no alternatives.
+It repeats the prompt's characters, one token each (a token id is a code point), up to `max_tokens`
+(by default one pass over the prompt). With a seed, or a temperature other than 0, the answer is a
+rotation of the prompt drawn from the seed and the position, so that tests can tell sampled from
+greedy output and can check that a continued stream is exact. Every token of the answer is certain:
+its log probability is 0, and it has no alternatives.
 
-Its embeddings are hashes of the text, of length 1: equal for equal texts, and nothing more.
+Its embeddings are hashes of the text, of length 1: equal for equal texts, and without meaning.
 
-An adapter is a folder with adapter_config.json, a JSON object; its `transform` says what becomes of
-the letters: "upper", as by default, "lower" or "swapcase".
+An adapter is a folder with adapter_config.json, a JSON object; its `transform` is "upper" (the
+default), "lower" or "swapcase".
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress,
 from servekit.protocol.tool_formats import MARKERS, THOUGHTS
 
 _PR_SET_TIMERSLACK = 29
-#: Tokens handed over per job and step when no step time is set: a stream, but in few messages.
+#: Tokens per job and step when no step time is set: still a stream, but in few messages.
 BURST = 16
-#: Options for which tokens are counted.
+#: Options that need a count of the generated tokens.
 COUNTED = ("crash_after_tokens", "leak_bytes_per_token")
-#: It knows no tools, and what it says is settled: there is nothing to bias, to penalise or to
-#: bind. What picks out of the best tokens and is in every client's defaults (top_p, top_k) it
-#: takes: it has one candidate, which they keep. It never ends by itself, as min_tokens and
-#: ignore_eos have it.
+#: The engine supports no tools and no biases, penalties or grammars, because its answer is fixed.
+#: top_p and top_k are in every client's defaults and accepted: they keep the only candidate.
+#: min_tokens and ignore_eos need no support, because it never ends by itself.
 SERVES: tuple[Capability, ...] = (
     *("generate", "embed", "tokenize", "detokenize"),
     *("logprobs", "stop_token_ids", "prompt_logprobs"),
@@ -65,7 +64,7 @@ SERVES: tuple[Capability, ...] = (
 
 
 def _vector(ids: Sequence[int], size: int) -> bytes:
-    """A point on the unit sphere, by SHAKE-128 of the token ids; float32, little-endian."""
+    """Return SHAKE-128 of the token ids as a unit vector; float32, little-endian."""
     digest = hashlib.shake_128(struct.pack(f"<{len(ids)}I", *ids)).digest(4 * size)
     numbers = [value / 2**31 - 1 for value in struct.unpack(f"<{size}I", digest)]
     length = math.hypot(*numbers) or 1.0
@@ -82,7 +81,7 @@ class EchoEngine(Engine):
         self._options: dict[str, Any] = spec.options
         self._runs: dict[int, Run] = {}
         self._hung = False
-        self._fails = ""  # why the next step is to raise
+        self._fails = ""  # message of the error that the next step raises
         self._size: int = spec.options.get("embedding_size", 16)
         self._progress_at = time.monotonic()
         self._changed = threading.Condition()
@@ -133,7 +132,7 @@ class EchoEngine(Engine):
         )
 
     def identify(self, *, portable: bool = False) -> str:
-        return ""  # its path is but a name
+        return ""  # its path is only a name
 
     def start(self, emit: Emit) -> None:
         self._emit = emit
@@ -143,7 +142,7 @@ class EchoEngine(Engine):
         self._thread.start()
 
     def _load_adapters(self) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Those of the spec: what is known of them, and why the others are not there."""
+        """Load the adapters of the spec; return their infos, and the reasons of failure by name."""
         loaded: list[AdapterInfo] = []
         refused: dict[str, str] = {}
         for adapter in self.spec.adapters:
@@ -182,7 +181,7 @@ class EchoEngine(Engine):
         self._asleep = False
 
     def _is_meant(self, option: str, adapter: AdapterSpec) -> bool:
-        """An option names an adapter, or an adapter and the index of one worker."""
+        """Return whether an option names the adapter, alone or with this worker's index."""
         index = self.spec.name.rpartition("/")[2]
         return self._options.get(option) in (adapter.name, f"{adapter.name}/{index}")
 
@@ -190,7 +189,7 @@ class EchoEngine(Engine):
         for ids in job.inputs:
             self._misbehave(ids)
         if self._fails:
-            self._wake_up()  # the step that would embed them raises
+            self._wake_up()  # the next step raises, so there is no need to embed
             return
         vectors = [_vector(ids, self._size) for ids in job.inputs]
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
@@ -260,7 +259,7 @@ class EchoEngine(Engine):
             self._step()
 
     def _is_due(self) -> bool:
-        """There is a step to run, or none will be any more."""
+        """Return whether the loop must wake up: there is a step to run, or the engine is closed."""
         return self._closed or bool(self._fails) or (bool(self._runs) and not self._hung)
 
     def fail_step(self) -> None:
@@ -272,7 +271,7 @@ class EchoEngine(Engine):
             self._changed.notify()
 
     def _read(self) -> float:
-        """How long it takes to read the prompts that are new."""
+        """Return the time to read new prompts, in seconds, and mark them as read."""
         if self._cache is None:
             return 0.0
         with self._changed:
@@ -326,15 +325,15 @@ class EchoEngine(Engine):
 
 
 def _be_punctual() -> None:
-    """Let this thread's pauses end when they should: Linux adds up to 50 µs to wake less often.
+    """Set this thread's timer slack to 1 ns: Linux may delay wake-ups by 50 µs, longer than a step.
 
-    Source: prctl(2), PR_SET_TIMERSLACK; a step may be shorter than that.
+    Source: prctl(2), PR_SET_TIMERSLACK.
     """
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
 
 
 def _map_segment(size_bytes: int) -> mmap.mmap:
-    """As engines share tensors with their own processes, which a SIGKILL leaves no time to undo."""
+    """Map a file in /dev/shm, as engines with shared tensors do; a SIGKILL leaves it behind."""
     path = f"/dev/shm/servekit-echo-{os.getpid()}-{secrets.token_hex(4)}"
     with open(path, "w+b") as file:  # noqa: PTH123  (no path of the user's)
         file.truncate(size_bytes)
@@ -342,7 +341,7 @@ def _map_segment(size_bytes: int) -> mmap.mmap:
 
 
 def _dialect(spec: WorkerSpec) -> Dialect:
-    """Only what the file says: a prompt that looks like a call, or thoughts, is echoed as one."""
+    """Return the configured dialect: an echoed prompt may contain tool calls or thoughts."""
     tools = spec.tool_parser if spec.tool_parser in MARKERS else ""
     begin, end = THOUGHTS.get(spec.reasoning_parser, ("", ""))
     return Dialect(tools=tools, think_begin=begin, think_end=end)

@@ -1,4 +1,4 @@
-"""What the echo engine says, and how its characters are tokens."""
+"""The answer of the echo engine to one job, and its codec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.echo.adapters import Transform, transformed
 from servekit.protocol.messages import ChatMessage, PromptToken, TokenLogprob
 
-#: Halves of UTF-16 characters are code points, but no characters, and UTF-8 cannot say them.
+#: Surrogates are code points but not characters, and UTF-8 cannot encode them.
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
@@ -26,7 +26,7 @@ class EchoDecoder:
 
 
 class EchoCodec:
-    """One character is one token; a chat is its last message."""
+    """A codec in which each character is a token and a chat is its last message."""
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return list(map(ord, text))
@@ -52,7 +52,7 @@ class EchoCodec:
 
 
 class Run:
-    """One job under way: what it will say, and how far it is."""
+    """A running job: its answer and position."""
 
     __slots__ = (
         *("best", "cached", "done", "ends", "id", "limit", "prompt", "seed", "told", "unread_s"),
@@ -68,20 +68,20 @@ class Run:
         self.limit = params.max_tokens or len(job.prompt_ids)
         self.done = min(len(job.emitted), self.limit)
         self.best = params.logprobs
-        self.told: list[PromptToken] | None = None  # of its prompt, with the first output
+        self.told: list[PromptToken] | None = None  # prompt log probabilities, for the first output
         if params.prompt_logprobs is not None:
             self.told = _certain_prompt(job.prompt_ids, params.prompt_logprobs)
         self.ends = frozenset(params.stop_token_ids)
-        self.cached, self.unread_s = 0, 0.0  # of its prompt: tokens, and what is yet to be read
+        self.cached, self.unread_s = 0, 0.0  # cached tokens, time to read others
         self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
 
     def take(self, count: int) -> StepOutput:
-        """The next tokens, at most `count`; the token at a position depends on nothing else."""
+        """Return up to `count` next tokens; a token depends on its position and the seed only."""
         left = self.limit - self.done
         count = count if count < left else left
         first = (self.done + self.seed) % len(self.prompt)
         tokens = self.prompt[first : first + count]
-        while len(tokens) < count:  # from its beginning again
+        while len(tokens) < count:  # start over from the beginning
             tokens += self.prompt[: count - len(tokens)]
         self.done += count
         output = StepOutput(self.id, tokens, "length" if count == left else None)

@@ -1,4 +1,4 @@
-"""llama.cpp under the engine `llamacpp`: its library, its models, and what runs on them.
+"""The `llamacpp` engine: llama.cpp's library, its models and their generation.
 
-Nothing here imports torch or transformers: a worker of this engine is up in about a second.
+Nothing here imports torch or transformers: a worker of this engine starts in about a second.
 """

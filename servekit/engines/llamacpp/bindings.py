@@ -1,13 +1,12 @@
-"""What brings llama.cpp, and the one thing in which they differ for us: how the parameters of a
-model and of a context are filled in.
+"""Python bindings of llama.cpp, and how each fills in the parameters of models and contexts.
 
-xllamacpp has no structs in Python. It has llama.cpp's own `common_params` as an object, which lies
-right behind the object's head, and llama.cpp turns that into both structs itself: no layout is
-written down here. Where the object begins is checked before its address is used.
+xllamacpp does not expose the structs to Python. It has llama.cpp's own `common_params` as an
+object, stored directly behind the object's head, and llama.cpp converts that into both structs: no
+layout is written down here. The start of the object is checked before its address is used.
 
 llama-cpp-python declares both structs in ctypes, version by version.
 
-Without a package there is a folder of llama.cpp's own (`build.py`).
+Without a package, a folder with llama.cpp's own libraries can be used (`library_folder.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from servekit.engines.llamacpp.capi import Library
 from servekit.engines.llamacpp.struct_layouts import fill
 from servekit.errors import LoadError
 
-#: The option's value to what is imported, the first being what "auto" prefers.
+#: Value of the `binding` option to the module's name; "auto" prefers the first.
 MODULES = {"xllamacpp": "xllamacpp", "llama-cpp-python": "llama_cpp"}
-#: ggml's number for each type of the KV cache, and its bytes for one number.
+#: For each KV cache type: ggml's number, and the bytes per element.
 CACHE_TYPES: dict[str, tuple[int, float]] = {
     "f32": (0, 4.0),
     "f16": (1, 2.0),
@@ -37,42 +36,42 @@ CACHE_TYPES: dict[str, tuple[int, float]] = {
     "q4_0": (2, 18 / 32),
 }
 POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3}
-#: Tokens of prompts in one pass whose logits may be wanted: each takes a row of the vocabulary.
+#: Prompt tokens of one pass that may need logits: each takes a row of the vocabulary's size.
 PROMPT_OUTPUTS = 64
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 _SPLITS = {"layer": 1, "row": 2}
-#: Room for either struct, with some to spare: a callee reads and writes its own size of it.
+#: Size of either struct, with a reserve: a callee accesses only its own struct's size.
 _STRUCT_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A model and a context, in llama.cpp's terms."""
+    """The settings of a model and a context, in llama.cpp's terms."""
 
     path: str
-    gpu_layers: int  # over the number of layers: all of them, and the output
+    gpu_layers: int  # more than the number of layers: all of them, and the output
     split: str
-    context: int  # tokens that all sequences together have room for
+    context: int  # capacity in tokens of all sequences together
     batch: int  # tokens in one pass
     sequences: int
     threads: int
     flash_attention: str
     cache_type: str
-    pooling: int | None  # None: it generates
+    pooling: int | None  # None: the model generates
 
     @property
     def outputs(self) -> int:
-        """Tokens of one pass whose logits may be wanted: one of each sequence, and of prompts."""
+        """Tokens of one pass that may need logits: one per sequence, and prompt tokens."""
         return self.sequences + PROMPT_OUTPUTS
 
 
 class Binding:
-    """Opens llama.cpp's library and makes models and contexts with it."""
+    """A binding to llama.cpp's library, which creates models and contexts."""
 
     library: Library
 
     def load_model(self, settings: Settings) -> int | None:
-        """The model's address; None if llama.cpp refuses, and `library.explanation` says why."""
+        """Load a model and return its address; None if it fails (see `library.complaints`)."""
         raise NotImplementedError
 
     def new_context(self, model: int, settings: Settings) -> int | None:
@@ -80,18 +79,18 @@ class Binding:
 
     @property
     def without_gpu(self) -> str:
-        """Why it has no GPU, where it has none."""
+        """Reason why the binding has no GPU support."""
         return f"{self.library.binding} is built without CUDA. Install its CUDA wheel."
 
 
 class _Struct(ctypes.Structure):
-    """Either struct, unread. It is passed on the stack, or by address where it is large."""
+    """Opaque memory for either struct, passed on the stack, or by address if it is large."""
 
     _fields_ = (("words", ctypes.c_uint64 * _STRUCT_WORDS),)
 
 
 class XLlamaCpp(Binding):
-    """xllamacpp; see the module's docstring."""
+    """The binding for xllamacpp; see the module's docstring."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -110,7 +109,7 @@ class XLlamaCpp(Binding):
     def load_model(self, settings: Settings) -> int | None:
         params, address = self._params(settings)
         made: int | None = self._load(settings.path.encode(), self._model_params(address))
-        del params  # what the struct points to
+        del params  # the struct points into it
         return made
 
     def new_context(self, model: int, settings: Settings) -> int | None:
@@ -135,7 +134,7 @@ class XLlamaCpp(Binding):
         kind = enums.ggml_type(CACHE_TYPES[settings.cache_type][0])
         params.cache_type_k = params.cache_type_v = kind
         params.no_perf = True
-        params.swa_full = True  # else no sequence with a sliding window could be cut
+        params.swa_full = True  # without it, sequences with a sliding window could not be cut
         if settings.pooling is None:
             params.n_outputs_max = settings.outputs
         else:
@@ -144,7 +143,7 @@ class XLlamaCpp(Binding):
         return params, address
 
     def _check(self, params: Any, address: int) -> None:
-        """The first fields of `common_params` are where they are taken to be."""
+        """Raise LoadError unless the first fields of `common_params` are at `address`."""
         marks = (1_234_567, 3_456_789, 5_678_901, 7_890_123)
         names = ("n_predict", "n_ctx", "n_batch", "n_ubatch")
         before = [getattr(params, name) for name in names]
@@ -168,7 +167,7 @@ def _converter(functions: ctypes.CDLL, name: str) -> Callable[[int], _Struct]:
 
 
 class LlamaCppPython(Binding):
-    """llama-cpp-python, of which only the declarations and the library are used."""
+    """The binding for llama-cpp-python; only its declarations and its library are used."""
 
     def __init__(self, module: Any) -> None:
         self._module = low = importlib.import_module("llama_cpp.llama_cpp")
@@ -195,12 +194,12 @@ class LlamaCppPython(Binding):
 
 
 def model_fields(settings: Settings) -> dict[str, Any]:
-    """By llama.cpp's names."""
+    """Return the model parameters by llama.cpp's field names."""
     return {"n_gpu_layers": settings.gpu_layers, "split_mode": _SPLITS[settings.split]}
 
 
 def context_fields(settings: Settings) -> dict[str, Any]:
-    """By llama.cpp's names, those that some versions have not among them."""
+    """Return the context parameters by llama.cpp's field names of all versions."""
     kind = CACHE_TYPES[settings.cache_type][0]
     fields = {
         "n_ctx": settings.context,
@@ -210,11 +209,11 @@ def context_fields(settings: Settings) -> dict[str, Any]:
         "n_threads": settings.threads,
         "n_threads_batch": settings.threads,
         "flash_attn_type": _FLASH[settings.flash_attention],
-        "flash_attn": settings.flash_attention == "on",  # as older versions have it
+        "flash_attn": settings.flash_attention == "on",  # for older versions
         "type_k": kind,
         "type_v": kind,
         "kv_unified": True,
-        "swa_full": True,  # else no sequence with a sliding window could be cut
+        "swa_full": True,  # without it, sequences with a sliding window could not be cut
         "no_perf": True,
     }
     if settings.pooling is None:
@@ -226,12 +225,12 @@ _KINDS: dict[str, Callable[[Any], Binding]] = {
     "xllamacpp": XLlamaCpp,
     "llama-cpp-python": LlamaCppPython,
 }
-#: llama.cpp's log and its backends are the process's, so it is opened once.
+#: A library is opened once: llama.cpp's log and its backends are global to the process.
 _opened: dict[str, Binding] = {}
 
 
 def open_binding(wish: str, library: str | None = None) -> Binding:
-    """The binding named `wish`; "auto" is the first that is installed. Raises LoadError.
+    """Return the binding named `wish`; "auto" means the first installed one. Raises LoadError.
 
     `library` is a folder with llama.cpp's own libraries, or a file in it, to use instead.
     """
@@ -254,7 +253,7 @@ def open_binding(wish: str, library: str | None = None) -> Binding:
 
 
 def _open_build(path: str) -> Binding:
-    from servekit.engines.llamacpp.library_folder import Build  # it needs what stands here
+    from servekit.engines.llamacpp.library_folder import Build  # it imports this module
 
     if path not in _opened:
         _opened[path] = Build(Path(path))

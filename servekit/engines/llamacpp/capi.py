@@ -1,8 +1,8 @@
-"""llama.cpp's C interface, as far as it is used here, over the shared library of a Python binding.
+"""The used part of llama.cpp's C interface, called in the shared library of a Python binding.
 
-Only what has been stable for years is declared: opaque pointers, plain numbers, and `llama_batch`.
-The two structs of parameters change from week to week; a binding fills them (`bindings.py`) and
-here they are passed on as they are. Source: llama.cpp, include/llama.h.
+Only stable parts are declared: opaque pointers, plain numbers, and `llama_batch`. The two structs
+of parameters change often; a binding fills them (`bindings.py`) and they are passed on unread.
+Source: llama.cpp, include/llama.h.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 #: ggml's log levels.
 _WARN, _ERROR, _CONTINUED = 3, 4, 5
-#: Lines of an explanation that are kept.
+#: Number of error lines that are kept.
 _KEPT_LINES = 20
 _TEXT_BYTES = 4096
 _GPU = 1  # ggml_backend_dev_type
 
 
 class Batch(ctypes.Structure):
-    """`llama_batch`: arrays of `n_tokens`; `logits` is not 0 where an output is wanted."""
+    """`llama_batch`: arrays of `n_tokens` elements; `logits` is nonzero for wanted outputs."""
 
     _fields_ = (
         ("n_tokens", c_int32),
@@ -40,10 +40,10 @@ class Batch(ctypes.Structure):
 
 
 _LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
-#: llama.cpp holds their address only, and does so for good: also where a library is then refused.
+#: llama.cpp keeps the address of a logger for good, even if the library is refused later.
 _LOGGERS: list[Any] = []
 _P = c_void_p
-#: Name to result and arguments. Pointers of llama.cpp's own kinds are plain addresses.
+#: Result and argument types by function name. llama.cpp's own pointer types are plain addresses.
 _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (_LogCallback, _P)),
@@ -92,14 +92,14 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Library:
-    """The functions above by their C names, and llama.cpp's log.
+    """A llama.cpp library: the functions above by their C names, and its log.
 
-    One per process: llama.cpp's log is its process's. A call gives the GIL away while it lasts.
+    One per process, because llama.cpp's log is global. A call releases the GIL.
     """
 
     def __init__(self, path: str, binding: str) -> None:
-        """Raises LoadError if the library is not one that is known here."""
-        self.binding = binding  # its name and version, for people
+        """Open the library. Raises LoadError if it lacks a function."""
+        self.binding = binding  # name and version, for messages
         self._library = ctypes.CDLL(path)
         for name, (result, arguments) in _PROTOTYPES.items():
             self.declare(name, result, arguments)
@@ -111,7 +111,7 @@ class Library:
         self.call("llama_backend_init")
 
     def declare(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
-        """Have `call` know a function. Raises LoadError if the library has none of that name."""
+        """Make a function available to `call`. Raises LoadError if the library lacks it."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
@@ -127,17 +127,17 @@ class Library:
         return getattr(self, name)(*arguments)
 
     def creating(self, name: str, parameters: type[ctypes.Structure], first: Any) -> Any:
-        """A function that makes something of `first` and a struct of parameters."""
+        """Return a function that creates an object from `first` and a struct of parameters."""
         function = getattr(self._library, name)
         function.restype, function.argtypes = c_void_p, (first, parameters)
         return function
 
     def address(self, name: str) -> int:
-        """Where a function is, for who calls it without Python."""
+        """Return the address of a function, for callers without Python."""
         return ctypes.cast(getattr(self, name), c_void_p).value or 0
 
     def text(self, name: str, *arguments: Any) -> str:
-        """What a function writes into a buffer; "" where it has nothing to say."""
+        """Call a function that writes text into a buffer; return the text, "" if there is none."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         written = self.call(name, *arguments, buffer, _TEXT_BYTES)
         return buffer.value.decode(errors="replace") if written > 0 else ""
@@ -145,7 +145,7 @@ class Library:
     # ---------------------------------------------------------------- GPUs
 
     def free_bytes(self) -> list[int]:
-        """Free memory of each GPU that llama.cpp sees, in bytes."""
+        """Return the free memory of each GPU that llama.cpp sees, in bytes."""
         free, total = c_size_t(), c_size_t()
         found = []
         for index in range(self.call("ggml_backend_dev_count")):
@@ -158,18 +158,18 @@ class Library:
     # ---------------------------------------------------------------- the log
 
     def listen(self, dots: Callable[[], None] | None) -> None:
-        """Forget what was said; call `dots` for each hundredth of a model's tensors from now on."""
+        """Clear the kept errors; then call `dots` for each loaded percent of a model's tensors."""
         self._explained.clear()
         self._dots = dots
 
     @property
     def explanation(self) -> str:
-        """The last thing that llama.cpp complained of, on one line; "" if it did not."""
+        """The last error that llama.cpp logged, on one line; "" if there is none."""
         return self._explained[-1] if self._explained else ""
 
     @property
     def complaints(self) -> str:
-        """All that it complained of lately."""
+        """The recent errors that llama.cpp logged."""
         return "; ".join(self._explained)
 
     def _log(self, level: int, text: bytes | None, _: Any) -> None:

@@ -1,6 +1,6 @@
-"""A GGUF file's chat template, rendered as `transformers` renders one, without importing it.
+"""Rendering of a GGUF file's chat template, as in `transformers` but without importing it.
 
-See `headers.chat_template` for what a template may do.
+See `model_metadata.chat_template` for what a template may do.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from servekit.model_metadata.chat_template import compile_template
 if TYPE_CHECKING:
     from jinja2 import Template
 
-#: Stands where the model is to go on, while a conversation is rendered.
+#: Placeholder, during rendering, for the point where the model continues.
 _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Renderer:
-    """What `chat.ChatTemplate` asks of a tokenizer; the names are those of `transformers`."""
+    """The part of a `transformers` tokenizer that `text.chat_template.ChatTemplate` uses."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: what the template may call bos_token, eos_token and so on."""
+        """Store the template; `special_tokens` are its variables bos_token, eos_token and so on."""
         self.chat_template = source
         self.special_tokens_map = dict(special_tokens)
         self._compiled: Template | None = None
@@ -37,9 +37,9 @@ class Renderer:
         tokenize: bool = False,
         **arguments: Any,
     ) -> str:
-        """The text of a conversation. Raises whatever the template raises.
+        """Render a conversation. Raises any error of the template.
 
-        `chat_template` and `tokenize` are there so that no request takes them for its own.
+        `chat_template` and `tokenize` are parameters so that no request can set them as arguments.
         """
         messages = [_message(message) for message in conversation]
         if continue_final_message:
@@ -60,7 +60,7 @@ class Renderer:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None, and with thoughts under both names that templates read."""
+    """Copy a message without None values, with thoughts under both names that templates read."""
     plain = {key: value for key, value in message.items() if value is not None}
     if "reasoning_content" in plain:
         plain = {"thinking": plain["reasoning_content"], **plain}

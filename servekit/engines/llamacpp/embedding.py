@@ -1,7 +1,7 @@
-"""Embeddings by llama.cpp: texts in, one vector of length 1 each out, pooled as the file says.
+"""Embeddings by llama.cpp: one unit vector per text, pooled as the model's file says.
 
-A step is one pass over as many texts as it has room for. Requests take turns in that room, so that
-one with thousands of texts does not hold up one with a single text.
+A step is one pass over as many texts as fit. Requests take turns, so that a request with thousands
+of texts does not hold up one with a single text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from servekit.engines.llamacpp.model import Context
 
 
 class LlamaEmbedder:
-    """Runs rows batch by batch; all calls come from the engine's thread."""
+    """A runner of embedding jobs, batch by batch; all calls come from the engine's thread."""
 
     def __init__(self, context: Context, step_tokens: int) -> None:
-        """`step_tokens` of one pass, where that is not a single text."""
+        """Store the limit `step_tokens` of one pass, which a single text may exceed."""
         self._context = context
         self._step_tokens = step_tokens
         self._rows: deque[EmbedRow] = deque()
@@ -48,7 +48,7 @@ class LlamaEmbedder:
         self._context.close()
 
     def step(self) -> list[tuple[EmbedRow, StepOutput]]:
-        """One batch; returns the rows that it has completed."""
+        """Run one batch; return the completed rows."""
         batch = self._take()
         vectors = self.embed([row.job.inputs[index] for row, index in batch])
         for (row, index), vector in zip(batch, vectors, strict=True):
@@ -61,7 +61,7 @@ class LlamaEmbedder:
         return [(row, make_embedding_output(row.job.id, row.vectors)) for row in done]
 
     def embed(self, texts: list[list[int]]) -> list[bytes]:
-        """One pass; a vector each, float32, little-endian."""
+        """Embed texts in one pass; return a float32 little-endian vector for each."""
         context = self._context
         context.begin()
         for sequence, ids in enumerate(texts):
@@ -72,7 +72,7 @@ class LlamaEmbedder:
         return [vector.astype("<f4").tobytes() for vector in vectors]
 
     def _take(self) -> list[tuple[EmbedRow, int]]:
-        """Texts for one batch: at least one, and then while there is room."""
+        """Return the texts of one batch: at least one, and more while they fit."""
         batch: list[tuple[EmbedRow, int]] = []
         tokens = 0
         for row in self._rows:
@@ -85,6 +85,6 @@ class LlamaEmbedder:
 
 
 def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of length 1; a vector without a length stays as it is."""
+    """Normalise a vector to length 1; a zero vector is returned unchanged."""
     length = float(np.linalg.norm(vector))
     return vector / np.float32(length) if length else vector

@@ -1,9 +1,9 @@
-"""The llama.cpp engine: GGUF files as they are, many requests in one batch, and embeddings.
+"""The llama.cpp engine: batched generation and embeddings from unmodified GGUF files.
 
-It stands on llama.cpp's low-level interface, by way of the library that a Python binding brings
-(`llama/`). The bindings' own servers batch, too, but know neither a request that goes on after
-tokens of another worker, nor noise keyed by seed and position, nor llguidance's grammars: what
-makes an answer here the same as the transformers engine's.
+It uses llama.cpp's low-level interface in the library that a Python binding brings. The bindings'
+own servers batch too, but cannot continue after tokens of another worker, and have neither noise
+keyed by seed and position nor llguidance's grammars, which make answers the same as those of the
+transformers engine.
 
 Imports neither torch nor transformers.
 """
@@ -39,7 +39,7 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words", "prompt_logprobs"),
 )
-#: Sampling that a file may ask for, by `Sampling` field.
+#: Metadata keys of a file's sampling defaults, by `Sampling` field.
 _STATED = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -51,7 +51,7 @@ NO_GRAMMAR = "This model's vocabulary is of a kind that llguidance cannot read."
 
 
 class LlamaCppEngine(LoopedEngine):
-    """See the module's docstring; options are `config.engines.LlamaCppOptions`."""
+    """The llama.cpp engine; its options are `config.engines.LlamaCppOptions`."""
 
     fills_context = True
     _loaded: Loaded | None = None
@@ -107,7 +107,7 @@ class LlamaCppEngine(LoopedEngine):
         )
 
     def _stated(self) -> dict[str, Any]:
-        """The sampling that the file asks for."""
+        """Return the sampling defaults of the file."""
         vocabulary = self._model().vocabulary
         found = {}
         for name, key in _STATED.items():
@@ -120,7 +120,7 @@ class LlamaCppEngine(LoopedEngine):
         vocabulary = self._model().vocabulary
         try:
             return Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
-        except Exception as error:  # the library's own, of many kinds; the model serves without
+        except Exception as error:  # of many types; the model serves without grammars
             log.warning("no structured output: %s", error)
             return None
 

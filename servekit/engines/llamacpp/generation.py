@@ -1,12 +1,12 @@
-"""Generation: several sequences at once in llama.cpp's batches, their prompts in pieces beside.
+"""Continuous batching on llama.cpp, with chunked prefill.
 
-Each step is one pass: a token of every sequence that is generating, and of prompts as much as the
-batch has room for, the oldest first. The sequences share one cache.
+Each step is one pass: one token of every generating sequence, and as many prompt tokens as the
+batch has room for, oldest request first. The sequences share one KV cache.
 
-A sequence that has ended stays in the cache until its place or its room is needed: a request whose
-prompt begins as it does goes on from there. One that still runs shares its beginning, too, without
-a copy. When the cache is full the sequences that have ended go first, the longest unused before
-the others; then the youngest request gives its place back, and is computed again later.
+An ended sequence stays in the cache until its place or memory is needed: a request whose prompt has
+the same beginning continues from there. Beginnings of running sequences are shared too, without a
+copy. When the cache is full, ended sequences are evicted first, least recently used first; then the
+youngest request loses its place and is recomputed later.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from servekit.engines.llamacpp.sampling_params import choose, score_prompt
 
 log = logging.getLogger(__name__)
 
-#: Shorter beginnings are not worth looking up.
+#: Shorter common beginnings are not shared.
 LEAST_SHARED = 8
-#: Room that a request has to find beside its prompt before it begins.
+#: Free tokens that a request needs in addition to its prompt before it starts.
 HEADROOM_TOKENS = 32
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A sequence of llama.cpp: who has it, and which tokens the cache holds of it."""
+    """A sequence of llama.cpp: its request, and its tokens in the cache."""
 
     id: int
     row: LlamaRow | None = None
     cached: list[int] = field(default_factory=list)
-    salt: str = ""  # whose requests may share what is cached
-    used: int = 0  # the step in which it was last used
-    born: int = 0  # the step in which its row came
+    salt: str = ""  # only requests of this salt may share the cached tokens
+    used: int = 0  # step of its last use
+    born: int = 0  # step in which its row was admitted
 
 
 _At = tuple[Place, int]
@@ -48,10 +48,10 @@ _Read = tuple[Place, list[int], int]
 
 
 class GenerationRunner:
-    """Runs rows step by step; all calls come from the engine's thread."""
+    """A runner of generation jobs, step by step; all calls come from the engine's thread."""
 
     def __init__(self, context: Context, step_tokens: int, *, rewinds: bool) -> None:
-        """`step_tokens` of one pass; `rewinds`: a sequence can be cut anywhere."""
+        """Store the limit `step_tokens` of one pass; `rewinds`: sequences can be cut anywhere."""
         self._context = context
         self._step_tokens = step_tokens
         self._rewinds = rewinds
@@ -89,7 +89,7 @@ class GenerationRunner:
     # ---------------------------------------------------------------- a step
 
     def step(self) -> list[tuple[LlamaRow, StepOutput]]:
-        """One pass; returns what it brought."""
+        """Run one pass; return its outputs."""
         self._now = next(self._clock)
         self._admit()
         while True:
@@ -107,9 +107,9 @@ class GenerationRunner:
         return [output for place, at in wanted for output in self._choose(place, at)]
 
     def _run(self, plan: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
-        """Compute; returns whose logits are in which place of the batch.
+        """Compute a pass; return the places to sample, with their positions in the batch.
 
-        The second are prompts whose tokens' log probabilities are wanted, by their last place.
+        Also returns the prompts whose log probabilities are wanted, with their last positions.
         """
         wanted: list[_At] = []
         read: list[_Read] = []
@@ -136,7 +136,7 @@ class GenerationRunner:
         return [(row, output)]
 
     def _plan(self) -> list[tuple[Place, list[int]]]:
-        """Which tokens of which sequence go into this pass: generation first, then prompts."""
+        """Choose the tokens of each sequence for this pass: generation first, then prompts."""
         active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
         left = {place.id: _row(place).length - len(place.cached) for place in active}
         order = sorted(active, key=lambda place: left[place.id] > 1)
@@ -166,7 +166,7 @@ class GenerationRunner:
             self._enter(self._waiting.popleft(), free)
 
     def _enter(self, row: LlamaRow, free: list[Place]) -> None:
-        """Give `row` one of the `free` places, with as much of its beginning as is in the cache."""
+        """Give `row` one of the `free` places, with as much of its beginning as the cache has."""
         source, shared = self._known(row)
         oldest = min(free, key=lambda place: (bool(place.cached), place.used))
         place = source if source is not None and source.row is None else oldest
@@ -181,8 +181,10 @@ class GenerationRunner:
         place.row, place.born = row, self._now
 
     def _known(self, row: LlamaRow) -> tuple[Place | None, int]:
-        """The place that begins as `row` does for longest, and for how long: all but the last
-        token at most, for that one's logits are wanted."""
+        """Return the place with the longest beginning in common with `row`, and its length.
+
+        The last token is never shared, because its logits are wanted.
+        """
         best: tuple[Place | None, int] = (None, 0)
         if not self._rewinds or row.unscored:
             return best
@@ -197,7 +199,7 @@ class GenerationRunner:
         return best
 
     def _leave(self, place: Place) -> None:
-        """Its row has ended. What it leaves in the cache may be of use."""
+        """Free a place whose row has ended; its cached tokens stay if they can be shared."""
         place.row = None
         if not self._rewinds:
             self._cut(place, 0)
@@ -210,11 +212,11 @@ class GenerationRunner:
     # ---------------------------------------------------------------- room
 
     def _used(self) -> int:
-        """Tokens in the cache; what sequences share counts for each."""
+        """Return the number of cached tokens; shared tokens count for each sequence."""
         return sum(len(place.cached) for place in self._places)
 
     def _make_room(self) -> None:
-        """Take one sequence out of the cache. Raises RuntimeError if there is only one left."""
+        """Evict one sequence from the cache. Raises RuntimeError if only one is left."""
         ended = [place for place in self._places if place.row is None and place.cached]
         if ended:
             self._cut(min(ended, key=lambda place: place.used), 0)
@@ -236,7 +238,7 @@ def _row(place: Place) -> LlamaRow:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common beginning."""
     end = min(len(one), len(other))
     if one[:end] == other[:end]:
         return end

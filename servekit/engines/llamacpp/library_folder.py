@@ -1,8 +1,8 @@
 """A build of llama.cpp without a Python package: a folder with its shared libraries.
 
-Whoever compiles llama.cpp has such a folder, and other languages' packages bring one, for CUDA too.
-Its structs are those of `layouts.py`, or it is refused: what a library takes for its parameters is
-checked by its defaults before, and by what a context says of itself after.
+Such a folder is the result of compiling llama.cpp, or comes with packages of other languages, for
+CUDA too. Its structs must match those of `struct_layouts.py`: they are checked by the library's
+default parameters before use, and by the properties of a created context afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from servekit.errors import LoadError
 
 log = logging.getLogger(__name__)
 
-#: Their names have the version, or what they are built for, in them: libllama.so.0, libllama.0.so.
+#: File names may contain the version or the target: libllama.so.0, libllama.0.so.
 _LIBRARY = re.compile(r"libllama(\.[\w.-]+)?\.(so|dylib)(\.[\d.]+)?")
 _MISSING = re.compile(r"(\S+): cannot open shared object file")
 _CUDA = "libggml-cuda.so"
@@ -48,7 +48,7 @@ _TOOLKIT = (
 
 
 class _Raw(ctypes.Structure):
-    """Either struct, not yet recognised."""
+    """Either struct before its layout is recognised."""
 
     _fields_ = (("bytes", ctypes.c_uint8 * ROOM),)
 
@@ -65,10 +65,10 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Build(Binding):
-    """See the module's docstring."""
+    """The binding for a folder with llama.cpp's libraries; see the module's docstring."""
 
     def __init__(self, path: Path) -> None:
-        """`path` is the folder, or libllama in it. Raises LoadError."""
+        """Open the folder `path`, or libllama in it. Raises LoadError."""
         file = _find(path)
         self._folder = file.parent
         self._obstacle = _open_cuda(self._folder / _CUDA)
@@ -78,7 +78,7 @@ class Build(Binding):
             raise LoadError(self._obstacle or f"{file} cannot be loaded: {error}.") from error
         for name, (result, arguments) in _PROTOTYPES.items():
             self.library.declare(name, result, arguments)
-        if not self.library.call("ggml_backend_reg_count"):  # none is linked into it
+        if not self.library.call("ggml_backend_reg_count"):  # no backend is linked into it
             self.library.call("ggml_backend_load_all_from_path", str(self._folder).encode())
         self._model_params = self._default("llama_model_default_params", MODEL_LAYOUTS)
         self._context_params = self._default("llama_context_default_params", CONTEXT_LAYOUTS)
@@ -112,7 +112,7 @@ class Build(Binding):
         return f"{self.library.binding} in {self._folder} finds no GPU."
 
     def _default(self, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
-        """llama.cpp's default parameters, in a layout that is known to be the library's."""
+        """Return llama.cpp's default parameters in the library's layout. Raises LoadError."""
         defaults = bytes(self.library.call(name))
         struct = recognise(defaults, layouts)
         if struct is None:
@@ -120,7 +120,7 @@ class Build(Binding):
         return struct.from_buffer_copy(defaults)
 
     def _confirm(self, context: int, settings: Settings) -> None:
-        """A context is what was asked for, by its own account."""
+        """Raise LoadError unless a context reports the requested settings."""
         asked = {
             "llama_n_ctx_seq": settings.context,
             "llama_n_seq_max": settings.sequences,
@@ -137,7 +137,7 @@ class Build(Binding):
 
 
 def _find(path: Path) -> Path:
-    """libllama itself. Raises LoadError."""
+    """Return the path of libllama. Raises LoadError."""
     if path.is_file():
         return path.absolute()
     found = sorted(one for one in path.glob("libllama*") if _LIBRARY.fullmatch(one.name))
@@ -159,9 +159,9 @@ def _version(file: Path) -> str:
 
 
 def _open_cuda(path: Path) -> str:
-    """Open llama.cpp's CUDA backend, which llama.cpp itself leaves out without a word if it cannot.
+    """Open llama.cpp's CUDA backend, which llama.cpp itself skips silently if it cannot be loaded.
 
-    Returns what is in the way; "" if nothing is.
+    Returns the reason of a failure; "" if there is none.
     """
     if not path.exists():
         return ""
@@ -175,9 +175,9 @@ def _open_cuda(path: Path) -> str:
 
 
 def _open(path: Path, tried: set[str]) -> None:
-    """Open a library, and before it what it needs and the loader does not find.
+    """Open a library, after the dependencies that the loader does not find.
 
-    In pip's packages of CUDA each library lies in a folder of its own, which no loader knows.
+    In pip's CUDA packages each library is in a folder of its own, which no loader searches.
     """
     while True:
         try:

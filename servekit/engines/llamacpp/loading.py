@@ -1,4 +1,4 @@
-"""From a worker's spec to a model in memory: the file, what of it fits where, and the load."""
+"""Loading of a model from a worker's spec: fetch the file, fit it into memory, load it."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from servekit.errors import LoadError
 from servekit.model_metadata.gguf_header import Header
 from servekit.protocol.messages import Progress, WorkerSpec
 
-#: Tokens in one pass. On a CPU small, so that a long prompt does not hold up the others.
+#: Tokens in one pass. Small on a CPU, so that a long prompt does not hold up other requests.
 CPU_BATCH_TOKENS = 256
 CUDA_BATCH_TOKENS = 2048
 SLOTS = 8
 EMBEDDING_SLOTS = 32
-#: Threads beside a GPU: what is left for them is small.
+#: Threads if the whole model is on a GPU: little work is left for them.
 HOST_THREADS = 4
 _DOTS = 100
-#: Ways of making one vector of a text that a file may name, by llama.cpp's number.
+#: Pooling types that a file may name, by llama.cpp's number.
 _KNOWN_POOLINGS = frozenset(POOLINGS.values()) - {POOLINGS["none"]}
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run."""
+    """A loaded model with its context and settings."""
 
     binding: Binding
     model: Model
     context: Context
     plan: memory_fit.Plan
     header: Header
-    pooling: int | None  # how it makes embeddings; None: it generates
+    pooling: int | None  # pooling type of embeddings; None: the model generates
 
 
 def load(spec: WorkerSpec, report: Report) -> Loaded:
-    """Fetch and load. Raises LoadError."""
+    """Fetch and load a model. Raises LoadError."""
     with phase("files"):
         path = resolve_file(spec.path, spec.revision, report)
         headers = memory_fit.read_parts(path)
@@ -67,7 +67,7 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
 
 
 def _pooling(header: Header, spec: WorkerSpec) -> int | None:
-    """How it makes embeddings, as the configuration or else the file says; None: it generates."""
+    """Return the pooling type of the configuration, or else of the file; None: it generates."""
     asked = spec.options.get("pooling", "auto")
     if asked != "auto":
         return None if asked == "none" else POOLINGS[asked]
@@ -92,7 +92,7 @@ def _slots(spec: WorkerSpec, pooling: int | None) -> int:
 
 
 def _batch(spec: WorkerSpec, pooling: int | None) -> int:
-    """No fewer than there are slots: each one has a token in every pass."""
+    """Return the tokens per pass, at least the slots: each slot has a token in every pass."""
     default = CPU_BATCH_TOKENS if spec.device == "cpu" else CUDA_BATCH_TOKENS
     return max(int(spec.options.get("batch_tokens") or default), _slots(spec, pooling))
 
@@ -114,7 +114,7 @@ def _plan(
 
 
 def _budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
-    """Bytes on each GPU: what is free, and no more than the worker may take."""
+    """Return the memory for each GPU in bytes: the free memory, limited by the worker's claim."""
     if spec.device == "cpu":
         return ()
     free = binding.library.free_bytes()
@@ -135,7 +135,7 @@ def _settings(path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int 
         gpu_layers=plan.gpu_layers,
         split=str(options.get("split", "layer")),
         context=plan.context,
-        # A text that becomes one vector has to be in one pass, whole.
+        # A text to embed must fit into one pass.
         batch=batch if pooling is None else max(batch, plan.max_context),
         sequences=_slots(spec, pooling),
         threads=_threads(options.get("threads"), plan.whole_on_gpu),
@@ -146,7 +146,7 @@ def _settings(path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int 
 
 
 def _threads(asked: int | None, whole_on_gpu: bool) -> int:
-    """As asked, as OMP_NUM_THREADS says, or half the cores."""
+    """Return the threads: as configured, as in OMP_NUM_THREADS, or half the cores."""
     if asked is not None:
         return asked
     stated = os.environ.get("OMP_NUM_THREADS", "")
@@ -179,7 +179,7 @@ def _load_model(binding: Binding, settings: Settings, spec: WorkerSpec, report: 
 
 
 def _counting(report: Report) -> Callable[[], None]:
-    """llama.cpp logs a dot for each hundredth of the tensors that it has loaded."""
+    """Return a callback that reports progress: llama.cpp logs a dot per percent of the tensors."""
     done = 0
 
     def count() -> None:

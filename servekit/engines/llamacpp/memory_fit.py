@@ -1,7 +1,7 @@
-"""What of a model goes onto the GPU, and how many tokens its cache has room for.
+"""The number of layers on the GPU and the size of the KV cache that fit into memory.
 
-Worked out from the file's header before anything is loaded, for llama.cpp itself ends a load that
-does not fit with a failed allocation, or the process with it.
+They are computed from the file's header before the load, because llama.cpp itself fails on an
+allocation, or ends the process.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from servekit.model_metadata import kv_cache_shape
 from servekit.model_metadata.gguf import Gguf
 from servekit.model_metadata.gguf_header import Header, read_header
 
-#: Of a host's available memory, what the cache may take; weights and neighbours need the rest.
+#: Fraction of the host's available memory for the cache; weights and other processes need the rest.
 HOST_FRACTION = 0.4
-#: On a CPU more cache than this per slot only costs memory: it cannot decode that much at once.
+#: Cache per slot on a CPU; more only costs memory, because a CPU cannot decode that much at once.
 HOST_TOKENS_PER_SLOT = 512
-#: Kept free on each GPU: CUDA's context, its libraries' workspaces, fragmentation. On an H200 it
-#: was 0.58 GiB, and 0.65 where layers are spread.
+#: Kept free on each GPU for the CUDA context, workspaces of its libraries, and fragmentation.
 HEADROOM_BYTES = 704 * 2**20
-#: Whether a token of a pass sees a cached token, in bytes; each GPU has that of the whole cache. On
-#: an H200 a cached token took 3.8 kB beside its keys and values, for passes of 2048.
+#: Bytes of the attention mask per token of a pass and cached token; each GPU has the whole mask.
 _MASK_BYTES = 2
-#: Passes that are under way at once where layers are spread: GGML_SCHED_MAX_COPIES.
+#: Passes in flight if layers are spread over GPUs: GGML_SCHED_MAX_COPIES.
 _SPREAD_COPIES = 4
-#: Smaller than this a context serves nobody.
+#: The smallest useful context.
 LEAST_CONTEXT = 16
-#: Contexts are rounded up to it, as llama.cpp does.
+#: llama.cpp rounds contexts up to a multiple of it.
 _ALIGNMENT = 256
-#: Of a model that does not tell.
+#: Vocabulary size of a model that does not state it.
 _VOCABULARY = 150_000
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -41,21 +39,21 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides how much memory a model takes, in bytes."""
+    """The memory needs of a model, in bytes."""
 
     architecture: str
     layers: tuple[int, ...]  # weights of each layer
     output: int  # weights that are on the GPU only if all layers are
-    weights: int  # all of them
-    cached: int  # of one token, in one layer's cache, on average
-    activations: int  # of one token in a pass
+    weights: int  # all weights
+    cached: int  # cache of one token in one layer, on average
+    activations: int  # activations of one token in a pass
     vocabulary: int  # logits of one token
     own_context: int
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """What the configuration and the machine say."""
+    """The limits set by the configuration and the machine."""
 
     slots: int
     batch: int  # tokens in one pass
@@ -68,7 +66,7 @@ class FitOptions:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How it is loaded. `context` is what all sequences together have room for."""
+    """The planned layers and context. `context` is the capacity of all sequences together."""
 
     gpu_layers: int
     max_context: int
@@ -78,7 +76,7 @@ class Plan:
 
 
 def read_parts(path: Path) -> list[Header]:
-    """The headers of a model's file, or files. Raises LoadError."""
+    """Read the headers of all files of a model. Raises LoadError."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [read_header(path)]
@@ -92,7 +90,7 @@ def read_parts(path: Path) -> list[Header]:
 
 
 def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
-    """Read off the headers of all parts; the first has the metadata."""
+    """Compute the memory needs from the headers of all parts; the first has the metadata."""
     sizes = {name: size for header in headers for name, size in header.sizes.items()}
     file = Gguf(headers[0].metadata, sum(h.parameters for h in headers), sum(sizes.values()))
 
@@ -119,7 +117,7 @@ def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
 
 
 def _numbers(file: Gguf) -> int:
-    """What the cache of all layers keeps of one token; nothing where the model is recurrent."""
+    """Return the cached elements per token in all layers; 0 for a recurrent model."""
     try:
         return kv_cache_shape.of_gguf(file).numbers(1)
     except ValueError:
@@ -127,7 +125,10 @@ def _numbers(file: Gguf) -> int:
 
 
 def fit(shape: Shape, wish: FitOptions) -> Plan:
-    """Layers and context that fit. Raises LoadError, with the arithmetic, where nothing does."""
+    """Plan the layers and context that fit.
+
+    Raises LoadError with the calculation if nothing does.
+    """
     own = shape.own_context or 8192
     context = min(own, wish.max_context or own)
     if wish.budgets:
@@ -138,7 +139,7 @@ def fit(shape: Shape, wish: FitOptions) -> Plan:
 
 
 def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
-    """All layers if they fit beside the cache of one full context; else as many as do."""
+    """Plan all layers if they fit with the cache of one full context; otherwise as many as fit."""
     count = len(shape.layers)
     room = sum(max(0, budget - _workspace(shape, wish)) for budget in wish.budgets)
     per_layer = shape.cached * context
@@ -161,7 +162,7 @@ def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
 
 
 def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
-    """Counted from the last, as llama.cpp does."""
+    """Count the layers that fit from the last one on, as llama.cpp does."""
     fitting = 0
     for size in reversed(shape.layers):
         room -= size + per_layer
@@ -186,18 +187,18 @@ def _plan(shape: Shape, wish: FitOptions, gpu_layers: int, context: int, tokens:
 
 
 def _token(shape: Shape) -> int:
-    """Bytes of one cached token in all layers."""
+    """Return the bytes of one cached token in all layers."""
     return shape.cached * len(shape.layers)
 
 
 def _workspace(shape: Shape, wish: FitOptions) -> int:
-    """Bytes on each GPU that are neither weights nor cache, nor grow with it."""
+    """Return the bytes on each GPU besides weights, cache and what grows with the cache."""
     logits = (wish.slots + PROMPT_OUTPUTS) * shape.vocabulary
     return HEADROOM_BYTES + wish.batch * shape.activations + logits
 
 
 def _masks(wish: FitOptions) -> int:
-    """Bytes of masks for each cached token, on all GPUs."""
+    """Return the bytes of masks per cached token, on all GPUs."""
     copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
     return _MASK_BYTES * wish.batch * copies * len(wish.budgets)
 

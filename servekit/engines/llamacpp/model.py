@@ -14,11 +14,11 @@ from servekit.engines.llamacpp.vocabulary import Vocabulary
 
 
 class InsufficientMemory(Exception):
-    """llama.cpp found no place in its KV cache for a batch; the cache is as it was before."""
+    """llama.cpp found no place for a batch in its KV cache, which is unchanged."""
 
 
 class Model:
-    """A model that is loaded."""
+    """A loaded model."""
 
     def __init__(self, library: Library, address: int) -> None:
         self.address = address
@@ -32,11 +32,11 @@ class Model:
         self.description = library.text("llama_model_desc", address)
         self.decodes: bool = of("llama_model_has_decoder", address)
         self.encodes: bool = of("llama_model_has_encoder", address)
-        #: A sequence can be cut anywhere, and go on from there.
+        #: A sequence can be cut anywhere and continued from there.
         self.rewinds = not (
             of("llama_model_is_recurrent", address) or of("llama_model_is_hybrid", address)
         )
-        #: Tokens that layers with a sliding window look back on; 0 where no layer has one.
+        #: Tokens that layers with a sliding window attend to; 0 if no layer has a window.
         self.window: int = of("llama_model_n_swa", address)
 
     @property
@@ -51,7 +51,7 @@ class Model:
 
 
 class Context:
-    """A context of a model: sequences of tokens, and the cache that they share.
+    """A context of a model: its sequences of tokens, and the KV cache that they share.
 
     For one thread at a time.
     """
@@ -64,7 +64,7 @@ class Context:
         self.capacity: int = library.call("llama_n_ctx", address)
         self.batch_tokens = settings.batch
         self.sequences = settings.sequences
-        self._memory = library.call("llama_get_memory", address)  # None: it keeps nothing
+        self._memory = library.call("llama_get_memory", address)  # None: there is no cache
         self._batch = library.call("llama_batch_init", settings.batch, 0, 1)
         self._window = model.window
         self._outputs = settings.pooling is not None
@@ -73,14 +73,16 @@ class Context:
     # ---------------------------------------------------------------- a pass
 
     def begin(self) -> None:
-        """Forget the batch that was."""
+        """Clear the batch."""
         self._batch.n_tokens = 0
 
     def put(
         self, sequence: int, start: int, tokens: Sequence[int], *, output: bool, every: bool = False
     ) -> int:
-        """Add tokens of a sequence, from position `start`; `output`: of the last one logits are
-        wanted; `every`: of all of them. Returns the place of the last one in the batch."""
+        """Add a sequence's tokens from position `start`; return the last one's place in the batch.
+
+        With `output` the logits of the last token are computed, with `every` those of all tokens.
+        """
         batch, at = self._batch, self._batch.n_tokens
         for offset, token in enumerate(tokens):
             place = at + offset
@@ -94,7 +96,10 @@ class Context:
         return int(batch.n_tokens) - 1
 
     def run(self) -> None:
-        """One pass over the batch. Raises NoRoom, or RuntimeError if llama.cpp fails."""
+        """Run one pass over the batch.
+
+        Raises InsufficientMemory, or RuntimeError if llama.cpp fails.
+        """
         self._library.listen(None)
         code = self._library.call(self._run, self._address, self._batch)
         if code == 1:
@@ -104,14 +109,14 @@ class Context:
             raise RuntimeError(f"llama.cpp failed with code {code}: {why}")
 
     def logits(self, place: int) -> NDArray[np.float32]:
-        """[vocabulary], llama.cpp's own memory, until the next pass."""
+        """Return a place's logits [vocabulary], in llama.cpp's memory until the next pass."""
         found = self._library.call("llama_get_logits_ith", self._address, place)
         if not found:
             raise RuntimeError(f"llama.cpp has no logits for place {place} of its batch")
         return np.ctypeslib.as_array(found, (self._vocab_size,))
 
     def embedding(self, sequence: int) -> NDArray[np.float32]:
-        """The pooled vector of a sequence, [embedding size], a copy."""
+        """Return a copy of a sequence's pooled vector, [embedding size]."""
         found = self._library.call("llama_get_embeddings_seq", self._address, sequence)
         if not found:
             raise RuntimeError(f"llama.cpp has no embedding of sequence {sequence}")
@@ -120,17 +125,20 @@ class Context:
     # ---------------------------------------------------------------- the cache
 
     def cut(self, sequence: int, start: int) -> None:
-        """Forget a sequence from position `start` on."""
+        """Remove a sequence from position `start` on."""
         if self._memory:
             self._library.call("llama_memory_seq_rm", self._memory, sequence, start or -1, -1)
 
     def share(self, source: int, target: int, end: int) -> None:
-        """Let an empty sequence begin with the first `end` tokens of another, without a copy."""
+        """Share the first `end` tokens of a sequence with an empty one, without a copy."""
         self._library.call("llama_memory_seq_cp", self._memory, source, target, 0, end)
 
     def holds(self, sequence: int, end: int) -> bool:
-        """Whether a sequence can go on from position `end`: its layers with a sliding window may
-        have given up what no token at the sequence's own end looks back on."""
+        """Return whether a sequence can continue from position `end`.
+
+        Layers with a sliding window may have dropped tokens that are out of reach of the sequence's
+        end.
+        """
         if not self._window:
             return True
         first: int = self._library.call("llama_memory_seq_pos_min", self._memory, sequence)
@@ -149,5 +157,5 @@ class Context:
 
 
 def address_of(pointer: int | None) -> int:
-    """A pointer from ctypes; 0 for none."""
+    """Return the address of a ctypes pointer; 0 for None."""
     return ctypes.c_void_p(pointer).value or 0

@@ -1,4 +1,4 @@
-"""One request under way in llama.cpp: a row of its batches."""
+"""A running request in llama.cpp: a row of its batches."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from servekit.engines.api.job_state import Underway
 
 @dataclass(slots=True, eq=False)
 class LlamaRow(Underway):
-    """See `Underway`. Its tokens are what survives when its place in the cache is taken."""
+    """A running request; see `Underway`.
 
-    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
+    Its tokens are kept when it loses its place in the cache.
+    """
+
+    cached_tokens: int | None = None  # of the prompt, once the cache was searched
     _seen: set[int] = field(default_factory=set)
     _counts: dict[int, int] = field(default_factory=dict)
-    _counted: int = 0  # tokens of the completion that are in both
+    _counted: int = 0  # completion tokens counted in both
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion so far."""
+        """Number of prompt and completion tokens so far."""
         return len(self.job.prompt_ids) + len(self.completion)
 
     def note_cached(self, tokens: int) -> None:
-        """So many of its tokens were in the cache; only the first time tells of the prompt.
+        """Record the number of cached prompt tokens; only the first call counts.
 
-        Later ones are of a row that had to make room, and finds what it had computed itself.
+        In later calls the row was evicted and finds tokens that it had computed itself.
         """
         if self.cached_tokens is None:
             self.cached_tokens = min(tokens, len(self.job.prompt_ids))
 
     def context(self, start: int, end: int) -> list[int]:
-        """Tokens `start` to `end` of what the model has to have read before the next one."""
+        """Return the tokens `start` to `end` of prompt and completion."""
         prompt = self.job.prompt_ids
         if start >= len(prompt):
             return self.completion[start - len(prompt) : end - len(prompt)]
@@ -41,12 +44,12 @@ class LlamaRow(Underway):
 
     @property
     def plain(self) -> bool:
-        """Greedy and nothing else: the argmax of the logits as they are is its token."""
+        """True for plain greedy decoding: the next token is the argmax of the unchanged logits."""
         free = not (self.steered or self.wants_logprobs or self.constraint)
         return self.sampling.greedy and free
 
     def history(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
-        """Tokens anywhere in the context; those of the completion, and how often each is there."""
+        """Return the distinct tokens of context and completion, and the latter's counts."""
         if not self._seen:
             self._seen.update(self.job.prompt_ids)
         for token in self.completion[self._counted :]:

@@ -1,8 +1,8 @@
-"""Choosing a token by numpy: the rules and the noise of `engines.sampling`, one request at a time.
+"""Sampling in numpy with the rules and noise of `engines.transformers.sampling`, one row at a time.
 
-A request with a seed draws the same tokens here as there, up to the last bits of the logits.
-Almost no token can win a draw: noise reaches from -2.9 to 16.7, so whatever lies further below the
-best one is left out beforehand, which changes nothing and saves nearly all of the work.
+A request with a seed draws the same tokens as there, up to rounding of the logits. Few tokens can
+win a draw: noise ranges from -2.9 to 16.7, so tokens whose logits are further below the best one
+are dropped beforehand, which changes nothing and saves nearly all of the work.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Ids = NDArray[np.intp]
 _MASK32 = np.uint64(0xFFFFFFFF)
 #: More than the noise of any token: -log(-log(1 - 2^-24)) is 16.64.
 _MOST_NOISE = np.float32(16.7)
-#: How far below the best one the best few may lie, tried in turn.
+#: Distances below the best logit, tried in turn, in search of the best candidates.
 _BELOW = (np.float32(4), np.float32(8), np.float32(16))
 
 
 def choose(row: LlamaRow, logits: Logits) -> int:
-    """The row's next token, and its `scores` where they are asked for.
+    """Return the row's next token, and set its `scores` if requested.
 
-    `logits` [vocabulary] are llama.cpp's own memory, and are left as they are.
+    `logits` [vocabulary] are llama.cpp's memory and are not changed.
     """
     if row.plain:
         return int(logits.argmax())
@@ -47,7 +47,7 @@ def choose(row: LlamaRow, logits: Logits) -> int:
 
 
 def _steer(row: LlamaRow, logits: Logits) -> Logits:
-    """A copy, changed by penalties, bias, `min_tokens` and grammar, in this order."""
+    """Copy the logits and apply penalties, bias, `min_tokens`, banned words, grammar in order."""
     steered = logits.copy()
     if row.sampling.penalised:
         _penalise(row, steered)
@@ -63,7 +63,7 @@ def _steer(row: LlamaRow, logits: Logits) -> Logits:
 
 
 def _penalise(row: LlamaRow, logits: Logits) -> None:
-    """Lower what was said before: OpenAI's penalties count the completion, repetition all."""
+    """Apply penalties: OpenAI's count the completion, repetition counts the whole context."""
     sampling = row.sampling
     seen, said, counts = row.history()
     if sampling.repetition_penalty != 1.0:
@@ -84,7 +84,7 @@ def _mask(constraint: Constraint, logits: Logits, *, avoid_end: bool) -> None:
 
 
 def _scores(logits: Logits, token: int, count: int) -> Scores:
-    """Of the model's own logits, before anything changed them."""
+    """Return log probabilities from the model's unchanged logits."""
     total = _log_sum(logits)
     best = _best(logits, count)
     pairs = tuple((int(other), max(float(logits[other]) - total, LEAST)) for other in best)
@@ -94,9 +94,9 @@ def _scores(logits: Logits, token: int, count: int) -> Scores:
 def score_prompt(
     row: LlamaRow, start: int, count: int, last: int, logits: Callable[[int], Logits]
 ) -> None:
-    """Take log probabilities of prompt tokens: `count` were read, from position `start` on.
+    """Collect log probabilities of prompt tokens after a pass over `count` tokens from `start` on.
 
-    `last` is the place of the last of them in the batch, `logits` gives those of a place.
+    `last` is the place of the last token in the batch; `logits` returns the logits of a place.
     """
     ids, width = row.job.prompt_ids, row.job.params.prompt_logprobs or 0
     for position in range(max(start, len(row.prompt_scores) - 1), start + count):
@@ -114,7 +114,7 @@ def _log_sum(logits: Logits) -> float:
 
 
 def _best(logits: Logits, count: int) -> Ids:
-    """The ids of the `count` highest, the highest first."""
+    """Return the ids of the `count` highest logits, highest first."""
     if count == 0:
         return np.empty(0, np.intp)
     ids = _top(logits, count)
@@ -124,8 +124,10 @@ def _best(logits: Logits, count: int) -> Ids:
 
 
 def _top(logits: Logits, count: int) -> Ids:
-    """The ids of at least the `count` highest, if there are so many: to look at all of them in
-    order takes ten times as long as to leave out most."""
+    """Return the ids of at least the `count` highest logits.
+
+    Most others are left out, because sorting the whole vocabulary takes ten times as long.
+    """
     highest = logits.max()
     for below in _BELOW if count < len(logits) else ():
         ids: Ids = (logits >= highest - below).nonzero()[0]
@@ -161,7 +163,7 @@ def _draw_plain(logits: Logits, sampling: Sampling, keys: tuple[int, int]) -> in
 def _draw_among(
     logits: Logits, sampling: Sampling, keys: tuple[int, int], width: int
 ) -> tuple[int, bool]:
-    """Draw among the `width` best; also say whether those were all that could be drawn."""
+    """Draw among the `width` best; also return whether these were all candidates."""
     size = len(logits)
     width = min(width, size)
     ids = _best(logits, width)
@@ -181,7 +183,7 @@ def _draw_among(
 
 
 def _noise(ids: Ids, keys: tuple[int, int]) -> Logits:
-    """Gumbel noise for token `ids` [n]; as `engines.sampling` makes it, bit for bit."""
+    """Return Gumbel noise for token `ids` [n], bit for bit that of `transformers.sampling`."""
     first, second = np.uint64(keys[0]), np.uint64(keys[1])
     bits = (ids.astype(np.uint64) * np.uint64(0x9E3779B1) + first) & _MASK32
     bits = _scramble(_scramble(bits) ^ second)

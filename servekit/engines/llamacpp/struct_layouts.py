@@ -1,9 +1,8 @@
-"""llama.cpp's two structs of parameters, as the versions that are known here lay them out.
+"""The layouts of llama.cpp's two parameter structs in the known versions.
 
-A library does not say how it lays them out, but it fills in its defaults, and hardly two fields
-beside each other have the same: a layout is taken for a library's own only if each field's default
-is where it says. What follows its last field keeps the library's own defaults. Source: llama.cpp,
-include/llama.h.
+A library does not describe its layout, but it fills in defaults, and adjacent fields mostly have
+different ones: a layout is accepted only if every field has its default. Fields after the last
+known one keep the library's defaults. Source: llama.cpp, include/llama.h.
 """
 
 from __future__ import annotations
@@ -58,19 +57,19 @@ _FROM_ABORT: Layout = (
     *_fields(c_bool, True, "offload_kqv", "no_perf", "op_offload", "swa_full"),
     *_fields(c_bool, False, "kv_unified"),
 )
-#: For people: whose layouts these are.
+#: The versions of these layouts, for messages.
 VERSIONS = "llama.cpp 0.5 and 0.6"
 MODEL_LAYOUTS = (MODEL,)
 CONTEXT_LAYOUTS = (
     (*_TO_CACHE_TYPES, *_FROM_ABORT),  # 0.5
     (*_TO_CACHE_TYPES, *_fields(c_size_t, 0, "moe_cache_size"), *_FROM_ABORT),  # 0.6
 )
-#: Bytes for either struct, with some to spare: a callee reads and writes its own size of it.
+#: Size of either struct, with a reserve: a callee accesses only its own struct's size.
 ROOM = 2048
 
 
 def struct_of(layout: Layout) -> type[ctypes.Structure]:
-    """The struct, with room for what a version adds to its end."""
+    """Return the ctypes struct, with room for fields that a version adds at its end."""
     fields = [(name, kind) for name, kind, _ in layout]
     bare = type("Bare", (ctypes.Structure,), {"_fields_": fields})
     spare = ("spare", ctypes.c_uint8 * (ROOM - ctypes.sizeof(bare)))
@@ -78,7 +77,7 @@ def struct_of(layout: Layout) -> type[ctypes.Structure]:
 
 
 def recognise(defaults: bytes, layouts: Sequence[Layout]) -> type[ctypes.Structure] | None:
-    """The struct whose defaults these are, of `ROOM` bytes; None if none of `layouts` is."""
+    """Return the struct whose layout matches the `ROOM` bytes of `defaults`, if any."""
     return next((struct_of(one) for one in layouts if _holds(defaults, one)), None)
 
 

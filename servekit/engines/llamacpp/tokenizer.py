@@ -1,4 +1,4 @@
-"""Text to token ids and back, by llama.cpp's tokenizer and the file's own chat template."""
+"""Conversion between text and token ids by llama.cpp's tokenizer and the file's chat template."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from servekit.engines.text.tokenizer import Prompts
 
 
 class LlamaCodec(Prompts):
-    """See `base.Codec`."""
+    """A codec for a llama.cpp vocabulary; see `base.Codec`."""
 
     def __init__(self, vocabulary: Vocabulary, template: str) -> None:
-        """`template`: the source of the chat template; "" for a model without one."""
+        """Store the source of the chat template; "" for a model without one."""
         super().__init__(ChatTemplate(Renderer(template, vocabulary.special_tokens_map)))
         self._vocabulary = vocabulary
         self._drops_space = vocabulary.drops_first_space
@@ -24,11 +24,11 @@ class LlamaCodec(Prompts):
         return self._vocabulary.tokenize(text, special=special)
 
     def token_bytes(self) -> int:
-        """See `codec.TokenizerCodec.token_bytes`."""
+        """Return the most bytes of text per token; see `TokenizerCodec.token_bytes`."""
         return self._vocabulary.token_bytes
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of `texts` that are tokens of their own, added to the vocabulary."""
+        """Return those of `texts` that are added tokens, with their ids."""
         added = self._vocabulary.added
         return {text: token for token, text in added.items() if text in texts}
 
@@ -39,7 +39,7 @@ class LlamaCodec(Prompts):
 
 
 class PieceDecoder:
-    """Joins the tokens' bytes and decodes UTF-8 as it completes."""
+    """A decoder that joins the tokens' bytes and decodes complete UTF-8 characters."""
 
     def __init__(self, vocabulary: Vocabulary, silent: Collection[int], drops_space: bool) -> None:
         self._piece = vocabulary.piece
@@ -56,5 +56,5 @@ class PieceDecoder:
         return text
 
     def flush(self) -> str:
-        self._utf8.reset()  # what waits is the beginning of a character that will never come
+        self._utf8.reset()  # drops an incomplete last character
         return ""

@@ -1,4 +1,4 @@
-"""A model's vocabulary as llama.cpp has it: text to token ids, and tokens to bytes."""
+"""A model's vocabulary in llama.cpp: text to token ids, and token ids to bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 _UNKNOWN, _UNUSED, _CONTROL, _USER_DEFINED = 1, 2, 8, 16
 _SENTENCEPIECE, _BYTE_LEVEL = 1, 2  # llama_vocab_type
 _PIECE_BYTES = 256
-#: Bytes that text can have.
+#: Bytes that occur in UTF-8.
 _IN_UTF8 = {*range(0xC0), *range(0xC2, 0xF5)}
 
 
 class Vocabulary:
-    """Over a model that is loaded; for any thread, for llama.cpp only reads it."""
+    """The vocabulary of a loaded model; thread-safe, because llama.cpp only reads it."""
 
     def __init__(self, library: Library, model: int) -> None:
         self._library = library
@@ -32,10 +32,9 @@ class Vocabulary:
     # ---------------------------------------------------------------- text to tokens
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; with `special` those that belong at the ends are added.
+        """Return token ids; with `special` the tokens of a text's beginning and end are added.
 
-        Special tokens that are written out in the text are taken as such, as the tokenizers of
-        `transformers` take them.
+        Special tokens spelled in the text are recognised, as by the tokenizers of `transformers`.
         """
         data = text.encode(errors="replace")
         room = len(data) + 16
@@ -51,7 +50,7 @@ class Vocabulary:
     # ---------------------------------------------------------------- tokens to bytes
 
     def piece(self, token: int) -> bytes:
-        """A token's bytes; a special one's name. Empty for what is only padding."""
+        """Return a token's bytes, or a special token's name; empty for vocabulary padding."""
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self._look_up(token)
@@ -70,17 +69,17 @@ class Vocabulary:
 
     @property
     def drops_first_space(self) -> bool:
-        """SentencePiece begins a text with a space that is not the text's own."""
+        """True if the tokenizer adds a space before the text, as SentencePiece does."""
         stated = self.stated("tokenizer.ggml.add_space_prefix")
         kind = self._library.call("llama_vocab_type", self._vocab)
         return bool(kind == _SENTENCEPIECE and stated != "false")
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of text, white space left out, that one token stands for at most; 0: not known.
+        """The most bytes of text, without white space, that one token can stand for; 0: unknown.
 
-        It is known where llama.cpp changes nothing but spaces, and has a token for each byte. What
-        a piece has as a space may be ▁ in the text, of three bytes.
+        It is known if llama.cpp changes only spaces and has a token for each byte. A space of a
+        piece may be ▁ in the text, which has three bytes.
         """
         kind = self._library.call("llama_vocab_type", self._vocab)
         pieces = [self.piece(token) for token in range(self.size)]
@@ -93,7 +92,7 @@ class Vocabulary:
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """Tokens that are no text, by id: their names."""
+        """Names of the tokens that are not text, by id."""
         return self._named(_CONTROL | _UNKNOWN)
 
     @cached_property
@@ -115,13 +114,13 @@ class Vocabulary:
 
     @cached_property
     def eos(self) -> frozenset[int]:
-        """All that end a completion."""
+        """The tokens that end a completion."""
         of = self._library.call
         return frozenset(t for t in range(self.size) if of("llama_vocab_is_eog", self._vocab, t))
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """What chat templates call them."""
+        """Texts of special tokens, by their names in chat templates."""
         named = {name: self._one(name) for name in ("bos", "eos", "pad")}
         return {f"{name}_token": text for name, text in named.items() if text}
 
@@ -130,16 +129,16 @@ class Vocabulary:
         return self.piece(token).decode(errors="replace") if 0 <= token < self.size else ""
 
     def stated(self, key: str) -> str:
-        """A value of the file's metadata, as text; "" if it is not there."""
+        """Return a value of the file's metadata as text; "" if it is missing."""
         return self._library.text("llama_model_meta_val_str", self._model, key.encode())
 
     # ---------------------------------------------------------------- for llguidance
 
     def for_grammars(self) -> LLTokenizer:
-        """The vocabulary as llguidance takes it; takes some tenths of a second."""
+        """Create llguidance's form of the vocabulary; takes some tenths of a second."""
         from llguidance import LLTokenizer
 
-        make: Any = LLTokenizer  # the stubs leave out how it is made of llama.cpp's vocabulary
+        make: Any = LLTokenizer  # the type stubs lack `from_llamacpp`
         made: LLTokenizer = make.from_llamacpp(
             tokens=[self._marked(token) for token in range(self.size)],
             vocab_ptr=self._vocab,
@@ -149,7 +148,7 @@ class Vocabulary:
         return made
 
     def _marked(self, token: int) -> bytes:
-        """Its bytes; those of a special one marked as what no text can spell."""
+        """Return the token's bytes; special tokens are marked with 0xff, which no text contains."""
         piece, attribute = self.piece(token), self._attributes[token]
         tagged = attribute & _USER_DEFINED and piece.startswith(b"<") and piece.endswith(b">")
         if attribute & _CONTROL or tagged:

@@ -1,13 +1,13 @@
-"""The cache of fetched and converted models: whole entries or none.
+"""The cache of fetched and converted models; its entries are always complete.
 
     ${XDG_CACHE_HOME:-~/.cache}/servekit/models/
-      NAME-DIGEST/              one finished entry; `.servekit.json` lists its files and sizes
-      .partial-NAME-DIGEST.XXX/ what an owner is building; renamed when every byte is on disk
+      NAME-DIGEST/              a finished entry; `.servekit.json` lists its files and sizes
+      .partial-NAME-DIGEST.XXX/ an entry that its owner is building; renamed once it is on disk
       .locks/NAME-DIGEST.lock   held (flock) by the owner; the kernel frees it if the owner dies
-      .locks/NAME-DIGEST.progress  how far the owner is, for those who wait
+      .locks/NAME-DIGEST.progress  the owner's progress, for waiting workers
 
-An entry is never changed once it has its name, so readers need no lock, and a cache that is
-read-only serves what it holds.
+A finished entry is never changed, so readers need no lock, and a read-only cache serves its
+entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Build = Callable[[Path, Report], None]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an entry was made from: sources of one identity have the same bytes."""
+    """The origin of an entry: sources with the same identity have the same bytes."""
 
     label: str
     identity: tuple[str, ...]
@@ -54,41 +54,44 @@ class Key:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """What `.servekit.json` of a finished entry says."""
+    """The content of a finished entry's `.servekit.json`."""
 
     identity: tuple[str, ...]
     files: dict[str, int]  # path inside the entry → size in bytes
 
 
 def default_root() -> Path:
-    """The models' folder of this user's cache, after the XDG base directory specification."""
+    """Return the models' folder in this user's cache, by the XDG base directory specification."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "servekit" / "models"
 
 
 def disk_free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write to the file system of `folder`."""
+    """Return the bytes that this user may still write to the file system of `folder`."""
     return shutil.disk_usage(folder).free
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One cache folder. `free_bytes` is a field so that a full disk can be tested."""
+    """A cache folder. `free_bytes` is a field so that tests can simulate a full disk."""
 
     root: Path = field(default_factory=default_root)
     free_bytes: Callable[[Path], int] = disk_free_bytes
 
     def find(self, key: Key) -> Path | None:
-        """The finished entry, if it is there and whole. Needs no lock and writes nothing."""
+        """Return the finished entry if it exists and is complete.
+
+        Takes no lock and writes nothing.
+        """
         entry = self.root / key.name
         return entry if _is_whole(entry) else None
 
     def obtain(self, key: Key, build: Build, report: Report, *, phase: str) -> Path:
-        """The entry of `key`, made by `build(folder, report)` if no process has made it yet.
+        """Return the entry of `key`, built by `build(folder, report)` if it does not exist yet.
 
-        Of processes that race, one builds; the others report its progress until it is done.
-        Raises LoadError if the folder cannot be written or its disk is full; nothing is left
-        behind then.
+        If processes race, one builds the entry; the others wait and report its progress. Raises
+        LoadError if the folder cannot be written or its disk is full; in that case nothing is left
+        behind.
         """
         if found := self.find(key):
             return found
@@ -117,7 +120,7 @@ class Cache:
             )
 
     def full(self, error: BaseException) -> LoadError:
-        """The error for a disk that filled up while it was written."""
+        """Return the error for a disk that filled up during a write."""
         return LoadError(
             f"The disk of {self.root} filled up ({error}); what was written is removed again. "
             "Free some space, or point XDG_CACHE_HOME at a larger disk."
@@ -135,7 +138,7 @@ class Cache:
             if entry.exists():
                 log.warning("%s is damaged and is made again", entry)
                 entry.rename(partial.with_name(f"{partial.name}.damaged"))
-            partial.chmod(0o755)  # mkdtemp's 0700 would hide it from a service's other users
+            partial.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a service
             partial.rename(entry)
             _sync(self.root)
         finally:
@@ -144,7 +147,7 @@ class Cache:
         return entry
 
     def _sweep(self, key: Key) -> None:
-        """Remove what dead owners left: a partial folder whose lock nobody but us holds."""
+        """Remove partial folders whose owner has died: nobody else holds their locks."""
         for partial in self.root.glob(f"{_PARTIAL}*"):
             name = re.sub(r"^\.partial-(.*-[0-9a-f]{16})\..*$", r"\1", partial.name)
             if name == key.name or file_lock.is_free(self._lock_of(name)):
@@ -174,11 +177,11 @@ def _is_whole(entry: Path) -> bool:
 
 
 def _seal(folder: Path, key: Key) -> None:
-    """Write the marker and push every byte to the disk, so that a rename publishes them all."""
+    """Write the marker and sync all files to disk, so that a rename publishes them together."""
     files = {str(f.relative_to(folder)): f.stat().st_size for f in _files(folder)}
     (folder / MARKER).write_bytes(msgspec.json.encode(Marker(key.identity, files)))
     for path in _files(folder):
-        path.chmod(0o644)  # safetensors writes 0600; a service's other users read the cache too
+        path.chmod(0o644)  # safetensors writes 0600; other users of a service read the cache too
     for path in (*_files(folder), *(d for d in folder.rglob("*") if d.is_dir()), folder):
         _sync(path)
 

@@ -1,7 +1,7 @@
-"""A lock between worker processes that the kernel frees when its owner dies, with progress.
+"""A lock between worker processes, with progress; the kernel frees it when its owner dies.
 
-The owner's reports are also written to a small file beside the lock, so that the workers that
-wait show the same progress as the one that works.
+The owner's progress is also written to a small file beside the lock, so that the waiting workers
+report the same progress.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _SHARE_EVERY_S = 0.2
 
 @contextlib.contextmanager
 def held(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
-    """Hold the lock file `path`, waiting for it as long as another process has it.
+    """Hold the lock file `path`; waits while another process holds it.
 
-    Yields `report`, made visible to those who wait. Raises OSError if the file cannot be opened.
+    Yields a `report` that also shares progress with waiting processes. Raises OSError if the file
+    cannot be opened.
     """
     descriptor = _open(path)
     shared = path.with_suffix(".progress")
@@ -39,18 +40,18 @@ def held(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
             log.info("waiting for another worker that prepares the same model (%s)", path.stem)
             with timed("lock"):
                 _wait(descriptor, shared, report, phase)
-        shared.unlink(missing_ok=True)  # a dead owner's
+        shared.unlink(missing_ok=True)  # of a dead owner
         try:
             yield _Shared(report, shared)
         finally:
             shared.unlink(missing_ok=True)
             _fresh(shared).unlink(missing_ok=True)
     finally:
-        os.close(descriptor)  # which frees the lock
+        os.close(descriptor)  # frees the lock
 
 
 def is_free(path: Path) -> bool:
-    """Whether no process, this one included, holds the lock file `path` now."""
+    """Return whether no process, including this one, holds the lock file `path`."""
     descriptor = _open(path)
     try:
         return take(descriptor)
@@ -63,7 +64,7 @@ def _open(path: Path) -> int:
 
 
 def take(descriptor: int) -> bool:
-    """Whether the lock is this process's now; it waits for nobody."""
+    """Try to take the lock without waiting; return whether it succeeded."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -72,7 +73,7 @@ def take(descriptor: int) -> bool:
 
 
 def _wait(descriptor: int, shared: Path, report: Report, phase: str) -> None:
-    """Poll rather than block: the wait is spent repeating what the owner reports."""
+    """Poll for the lock rather than block, to report the owner's progress meanwhile."""
     last = Progress(phase)
     report(last)
     while not take(descriptor):
@@ -95,7 +96,7 @@ def _read(shared: Path) -> Progress | None:
 
 
 class _Shared:
-    """A report that also writes what it is told to a file, a few times a second at most."""
+    """A progress callback that also writes to a file, a few times a second at most."""
 
     def __init__(self, report: Report, path: Path) -> None:
         self._report = report
@@ -110,6 +111,6 @@ class _Shared:
             return
         self._phase, self._due = progress.phase, now + _SHARE_EVERY_S
         fresh = _fresh(self._path)
-        with contextlib.suppress(OSError):  # it is only shown; a full disk is noticed elsewhere
+        with contextlib.suppress(OSError):  # only for display; a full disk is noticed elsewhere
             fresh.write_bytes(msgspec.json.encode(progress))
             fresh.replace(self._path)

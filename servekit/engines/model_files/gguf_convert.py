@@ -1,10 +1,10 @@
-"""GGUF to a folder that transformers loads in a fraction of a second, made once.
+"""Conversion of a GGUF file, once, into a folder that transformers loads quickly.
 
-transformers reads GGUF itself, but unpacks it in Python at every load (SmolLM2-135M: 18 s against
-0.15 s from safetensors). Tensors are stored as float32 below a billion parameters and as bfloat16
-above: float32 holds every value that GGUF's blocks unpack to, bfloat16 rounds them (by 0.2 % at
-most, less than the quantisation did) and halves the disk and the peak of memory. Everything runs
-on the CPU; no tensor is placed on a GPU and no CUDA context is opened.
+transformers can read GGUF, but unpacks it in Python at every load, which is far slower than
+safetensors. Tensors are stored as float32 below a billion parameters and as bfloat16 above: float32
+holds every value that GGUF's blocks unpack to; bfloat16 rounds them (by less than the quantisation
+did) and halves the disk space and the peak of memory. Everything runs on the CPU; no tensor is
+placed on a GPU and no CUDA context is created.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from servekit.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
 
-#: Raised when the conversion's result changes; part of the key of cached conversions.
+#: Incremented when the conversion's result changes; part of the keys of cached conversions.
 CONVERTER = "gguf-2"
 FLOAT32_BELOW = 1_000_000_000
-_TEXT_BYTES = 64 * 2**20  # tokenizer and configuration, generously
+_TEXT_BYTES = 64 * 2**20  # generous size of tokenizer and configuration
 
 
 def converted_bytes(header: Header) -> int:
-    """Disk that the conversion needs, in bytes, a little more than less."""
+    """Return a generous estimate of the conversion's disk space, in bytes."""
     width = 4 if header.parameters < FLOAT32_BELOW else 2
     return header.parameters * width + _TEXT_BYTES
 
 
 def convert(path: Path, folder: Path, report: Report) -> None:
-    """Write `path` to the empty `folder` as config, safetensors, tokenizer and chat template.
+    """Convert `path` into the empty `folder`: config, safetensors, tokenizer and chat template.
 
     Raises LoadError if the file is damaged or transformers does not know its architecture, and
     OSError if `folder` cannot be written.
     """
     header = read_header(path)
-    # Bars have no place in a worker's log; `report` takes their part.
+    # Progress bars have no place in a worker's log; `report` replaces them.
     _library("utils.logging").disable_progress_bar()
     report(Progress("convert", 0, header.tensors, "tensors"))
     with _explained(path, header):
@@ -65,8 +65,9 @@ def _load_tokenizer(path: Path, header: Header) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # The file's own, for the library's reading of them differs by version: 5.17 takes the
-    # beginning-of-sequence token for the end-of-sequence token, and "cleans up" decoded text.
+    # Use the file's own special tokens, as the library's reading of them differs by version: 5.17
+    # uses the beginning-of-sequence token as the end-of-sequence token, and "cleans up" decoded
+    # text.
     for name, token_id in header.special_ids.items():
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
     tokenizer.clean_up_tokenization_spaces = False
@@ -77,7 +78,7 @@ def _load(path: Path, header: Header) -> Any:
     import torch
     import transformers
 
-    # dequantize: where the library could keep the blocks packed, it would ask the hub for kernels.
+    # dequantize: if the library could keep the blocks packed, it would ask the hub for kernels.
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent),
         gguf_file=path.name,
@@ -87,16 +88,16 @@ def _load(path: Path, header: Header) -> Any:
     )
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
-        # The library would fill them with random numbers and go on.
+        # The library would fill them with random numbers and continue.
         lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise LoadError(f"{path} lacks {len(lacking)} tensors of its model, first {lacking[0]}.")
     return model
 
 
 def _name_ends(model: Any, header: Header) -> None:
-    """Name every end of a generation: the library reads `tokenizer.ggml.eos_token_id` alone.
+    """Set all end-of-generation tokens: the library reads `tokenizer.ggml.eos_token_id` alone.
 
-    A file whose end of turn is another token (Gemma 3: 1 and 106) would run on to its limit.
+    A model whose end of turn is another token (Gemma 3: 1 and 106) would not stop there.
     """
     rows = int(model.get_input_embeddings().weight.shape[0])
     ends = [token for token in header.end_ids if 0 <= token < rows]
@@ -105,7 +106,7 @@ def _name_ends(model: Any, header: Header) -> None:
 
 
 def _save_model(model: Any, folder: Path) -> None:
-    """Save the model as what it now is: plain tensors, without a trace of quantisation."""
+    """Save the model as plain tensors, without any trace of quantisation."""
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         if hasattr(model, name):
             delattr(model, name)
@@ -116,10 +117,10 @@ def _save_model(model: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _hastened(report: Report, total: int) -> Iterator[None]:
-    """Report each tensor the library unpacks, and let it parse the file once instead of thrice.
+    """Report each tensor that the library unpacks, and cache its repeated work.
 
-    For SmolLM2 this halves the time: reading the header takes the `gguf` package 2 s each time,
-    and the library asks for the same map of tensor names once per module of the model.
+    The library parses the file three times, which is slow in the `gguf` package, and requests the
+    same map of tensor names once per module of the model.
     """
     import gguf
 
@@ -139,7 +140,7 @@ def _hastened(report: Report, total: int) -> Iterator[None]:
 
 
 def _library(name: str) -> Any:
-    """A module of transformers, whose annotations are too few for mypy."""
+    """Import a module of transformers, as Any: it has too few annotations for mypy."""
     return importlib.import_module(f"transformers.{name}")
 
 
@@ -155,12 +156,12 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(path: Path, header: Header) -> Iterator[None]:
-    """Tell a disk that refuses from a file that the library does not understand."""
+    """Convert errors: those of the disk become OSErrors, those of the file LoadErrors."""
     try:
         yield
     except LoadError:
         raise
-    except Exception as error:  # whatever the library meets in a file that it does not know
+    except Exception as error:  # any error of the library for an unknown file
         if isinstance(error, OSError) and error.errno is not None:
             raise
         if from_rust := re.search(r"\(os error (\d+)\)", str(error)):

@@ -1,9 +1,8 @@
-"""Models from the Hugging Face hub: only the files that serving needs, pinned to a commit.
+"""Models from the Hugging Face hub: only the files needed for serving, pinned to a commit.
 
-The first worker that resolves an id writes down the commit that it got (a pin), so that every
-replica, and every restart of one, serves the same weights, whatever is pushed meanwhile. With the
-files of the pin in the hub's cache, no request is made at all. A pin is dropped by deleting its
-file, whose name is logged.
+The first worker that resolves an id records the commit (a pin), so that all replicas and restarts
+serve the same weights, whatever is pushed meanwhile. If the pinned files are in the hub's cache, no
+request is made at all. A pin is dropped by deleting its file, whose name is logged.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _TEXT = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template.*", "additional_chat_templates/*"),
-    # of an embedding model, what comes after its transformer
+    # of an embedding model: the modules after its transformer
     *("modules.json", "sentence_*_config.json", "[0-9]*_*/config.json"),
     "[0-9]*_*/model.safetensors",
 )
 
 
 class Pin(msgspec.Struct, frozen=True):
-    """What an id and revision stand for, from the first look-up on."""
+    """The commit and files that an id and revision were first resolved to."""
 
     repo: str
     revision: str
@@ -61,12 +60,11 @@ def fetch(
     trust_remote_code: bool = False,
     adapter: bool = False,
 ) -> tuple[Path, str]:
-    """A local folder with the model's files (or only `file`, a .gguf), and their commit.
+    """Return a local folder with the model's files (or only `file`, a .gguf), and their commit.
 
-    Or the files of an `adapter`.
-
-    Raises LoadError: permanent if the hub refuses or has no such model, not permanent if it
-    cannot be reached and its cache does not hold the model either.
+    With `adapter`, the files of an adapter. Raises LoadError: permanent if the hub refuses or has
+    no such model, not permanent if it cannot be reached and its cache does not hold the model
+    either.
     """
     wanted = revision or "main"
     key, path = _place(repo, file, revision, trust_remote_code, adapter, cache)
@@ -92,24 +90,24 @@ def pinned(
     adapter: bool = False,
     cache: Cache | None = None,
 ) -> Pin | None:
-    """What `fetch` has resolved a name to, with the same arguments; None if it never has."""
+    """Return the pin that `fetch` recorded for the same arguments; None if there is none."""
     return _read(_place(repo, file, revision, trust_remote_code, adapter, cache or Cache())[1])
 
 
 def _place(
     repo: str, file: str, revision: str | None, code: bool, adapter: bool, cache: Cache
 ) -> tuple[Key, Path]:
-    """What is locked to resolve a name, and where its pin is."""
+    """Return the key to lock for resolving a name, and the path of its pin."""
     kept_as = "adapter" if adapter else "hub"
     key = Key(f"{repo} {file}", (kept_as, repo, file, revision or "main", str(code)))
     return key, cache.root / ".pins" / f"{key.name}.json"
 
 
 def import_library() -> None:
-    """Import all that `fetch` uses."""
+    """Import all modules that `fetch` uses."""
     from huggingface_hub import HfApi, constants, errors, file_download, snapshot_download
 
-    assert all((HfApi, constants, errors, file_download, snapshot_download))  # it is lazy
+    assert all((HfApi, constants, errors, file_download, snapshot_download))  # lazy imports
 
 
 def _announce(pin: Pin, path: Path) -> None:
@@ -142,7 +140,7 @@ def _snapshot(pin: Pin) -> Path:
 
 
 def _is_here(pin: Pin) -> bool:
-    """Whether all its files are in the hub's cache."""
+    """Return whether all pinned files are in the hub's cache."""
     return all((_snapshot(pin) / name).is_file() for name in pin.files)
 
 
@@ -154,7 +152,7 @@ def _repo_cache(repo: str) -> Path:
 
 
 class _Hub:
-    """One model of the hub, as it is now."""
+    """A model of the hub at its current state."""
 
     def __init__(self, repo: str, file: str, trust_remote_code: bool, report: Report) -> None:
         self._repo = repo
@@ -163,7 +161,7 @@ class _Hub:
         self._report = report
 
     def download(self, revision: str, pin: Pin | None) -> Pin:
-        """Fetch what `revision` is now, or what `pin` says it was, and say which."""
+        """Fetch the current `revision`, or the commit of `pin`, and return the pin."""
         self._report(Progress("fetch", 0, 0, "bytes"))
         try:
             return self._download(revision, pin.commit if pin else revision)
@@ -185,14 +183,15 @@ class _Hub:
         missing = sum(sizes[n] for n in names if not (snapshot / n).is_file())
         _require(missing, self._repo)
         with self._progress(missing):
-            # By name, not by commit: then the hub's cache too knows what the name stands for.
+            # Fetched by name, not by commit, so that the hub's cache also records the name's
+            # commit.
             fetched = snapshot_download(self._repo, revision=commitish, allow_patterns=names)
         if Path(fetched).name != info.sha:  # pushed to in between
             return self._download(revision, Path(fetched).name)
         return Pin(self._repo, revision, str(info.sha), tuple(names))
 
     def _select(self, names: list[str]) -> list[str]:
-        """The files that serving needs. Raises LoadError if the weights are not among them."""
+        """Return the files needed for serving. Raises LoadError if the weights are missing."""
         if self._file:
             if self._file not in names:
                 ggufs = ", ".join(n for n in names if n.endswith(".gguf")) or "none"
@@ -203,7 +202,7 @@ class _Hub:
             raise LoadError(model_folder.no_weights(f"The hub's {self._repo}", names))
         if "config.json" not in names:
             raise LoadError(f"The hub's {self._repo} has no config.json, so it is no whole model.")
-        # Beside model*.safetensors some keep the same weights under another name.
+        # Some models have the same weights in addition under a name other than model*.safetensors.
         weights = [n for n in weights if n.startswith("model")] or weights
         texts = [n for n in names if any(_matches(n, p) for p in self._patterns())]
         return sorted({*weights, *texts})
@@ -216,7 +215,7 @@ class _Hub:
         return [*_TEXT, "*.safetensors.index.json", *(["*.py"] if self._code else [])]
 
     def _cached(self, revision: str, pin: Pin | None, error: Exception) -> Pin:
-        """What the hub's cache has of `revision`, when the hub itself cannot be reached."""
+        """Return a pin of `revision` in the hub's cache, if the hub itself cannot be reached."""
         from huggingface_hub import constants
 
         commit = pin.commit if pin else _cached_commit(self._repo, revision)
@@ -233,7 +232,7 @@ class _Hub:
 
     @contextlib.contextmanager
     def _progress(self, total: int) -> Iterator[None]:
-        """Report the growth of the hub's cache: the same for every version and protocol of it."""
+        """Report the growth of the hub's cache, which works with every version and protocol."""
         blobs = _repo_cache(self._repo) / "blobs"
         before, ended = _held_bytes(blobs), threading.Event()
 
@@ -252,7 +251,7 @@ class _Hub:
 
 
 class _AdapterHub(_Hub):
-    """An adapter of the hub: what PEFT writes, as safetensors."""
+    """An adapter of the hub, in PEFT's safetensors format."""
 
     def _select(self, names: list[str]) -> list[str]:
         if "adapter_config.json" not in names:
@@ -262,7 +261,7 @@ class _AdapterHub(_Hub):
         return ["adapter_config.json", "adapter_model.safetensors"]
 
     def _check(self, snapshot: Path) -> None:
-        """`_select` has found both files."""
+        """Do nothing: `_select` has found both files."""
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -308,7 +307,7 @@ def _unreachable(repo: str, revision: str, error: Exception) -> str:
 
 
 def _refusal(error: Exception, repo: str, revision: str) -> LoadError | None:
-    """The error for what the hub or the disk answered; None if neither gave one that counts."""
+    """Return the error for a refusal by the hub or the disk; None for other errors."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:

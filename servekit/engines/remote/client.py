@@ -1,10 +1,11 @@
-"""Asking the endpoint: HTTP, what is tried again and when, and what ends an attempt.
+"""The HTTP client of a remote endpoint: requests, retries and timeouts.
 
     retried, after a pause            429, 408, 5xx, no connection, one that breaks, no first byte
-    never again                       once a byte of an answer has come: it may have been paid for
+    never retried                     after the first byte of an answer: it may have been paid for
 
-TLS is verified and proxies are those of the environment, as httpx does; redirects are not followed,
-for the key would go with them. Nothing is decompressed: what is told in bytes is bounded in bytes.
+As httpx does by default, TLS is verified and proxies come from the environment. Redirects are not
+followed, because the key would be sent along. Nothing is decompressed, so that limits in bytes
+hold.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from servekit.engines.remote.rate_limiter import RateLimiter, Sent
 from servekit.engines.remote.request_builder import Errand
 from servekit.errors import EndpointFailed
 
-#: Of an error; more says nothing more.
+#: Bytes of an error body that are read.
 _MOST_ERROR_BYTES = 64 * 2**10
-#: Of an answer in one piece, such as embeddings.
+#: Limit of an answer that is not a stream, such as embeddings.
 MAX_WHOLE_BYTES = 64 * 2**20
-#: The first pause; each is twice the one before, up to the longest, less a random part.
+#: The first pause; each pause doubles up to the longest, less a random part.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 20.0
-#: Who wants to be left alone for longer is not waited for: the client is told.
+#: If the endpoint asks for a longer pause, the request fails instead.
 _LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the endpoint is, and how patient we are with it."""
+    """The address of the endpoint, with its key, timeouts and retries."""
 
     url: str
     key: str
@@ -50,7 +51,7 @@ class Address:
 
 
 class Reply:
-    """An answer that has begun: its bytes, as they come."""
+    """An answer that has begun, read as it arrives."""
 
     def __init__(self, response: httpx.Response, sent: Sent, silence_s: float) -> None:
         self.sent = sent
@@ -71,9 +72,9 @@ class Reply:
             raise unreachable(str(self._response.url.copy_with(query=None)), reason)
 
     async def next(self) -> bytes:
-        """The next bytes, none at the end.
+        """Return the next bytes; empty at the end.
 
-        Raises EndpointFailed where they break off, or none come for too long.
+        Raises EndpointFailed if the answer breaks off, or on a timeout.
         """
         if piece := self._first:
             self._first = b""
@@ -89,7 +90,7 @@ class Reply:
             raise EndpointFailed(broke) from None
 
     async def whole(self) -> bytes:
-        """All bytes at once. Raises EndpointFailed, also for too many."""
+        """Return the whole body. Raises EndpointFailed, also if it is too long."""
         body = bytearray()
         while piece := await self.next():
             body += piece
@@ -99,7 +100,7 @@ class Reply:
 
 
 class Endpoint:
-    """One endpoint, over a pool of connections. Within one event loop."""
+    """An endpoint with a pool of connections, for a single event loop."""
 
     def __init__(self, address: Address, pace: RateLimiter) -> None:
         self.pace = pace
@@ -116,9 +117,9 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def ask(self, errand: Errand, *, patient: bool = True) -> AsyncIterator[Reply]:
-        """The answer to an errand, begun; its connection is closed on the way out.
+        """Send an errand and yield the reply once it has begun; closes the connection on exit.
 
-        Raises Refused, once nothing helps; without `patient` it is asked once.
+        Raises Refused after the last attempt; without `patient` there is only one attempt.
         """
         reply, response = await self._insist(errand, self._address.retries if patient else 0)
         try:
@@ -127,7 +128,7 @@ class Endpoint:
             await response.aclose()
 
     async def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """The status of a plain question, asked once, and how its body begins. Raises Refused."""
+        """Send one GET request; return the status and the beginning of the body. Raises Refused."""
         request = self._client.build_request("GET", self._address.url + path)
         try:
             async with asyncio.timeout(self._address.connect_timeout_s):
@@ -153,7 +154,7 @@ class Endpoint:
         raise AssertionError("the last attempt returns, or raises")
 
     def _pause_s(self, refused: Refused, attempt: int) -> float:
-        """Before the next attempt. Where the endpoint names a time, all wait for it."""
+        """Return the pause before the next attempt. A time named with 429 holds up all requests."""
         if refused.after_s is not None:
             if refused.status == 429 and refused.after_s <= _LONGEST_WAIT_S:
                 self.pace.hold(refused.after_s)
@@ -162,7 +163,7 @@ class Endpoint:
         return pause_s * random.uniform(0.5, 1.0)
 
     async def _try(self, errand: Errand, sent: Sent) -> tuple[Reply, httpx.Response]:
-        """One attempt, up to the first byte of an answer. Raises Refused."""
+        """Make one attempt, up to the first byte of an answer. Raises Refused."""
         address = self._address
         request = self._client.build_request(
             "POST", address.url + errand.path, content=errand.body, headers=errand.headers
@@ -193,20 +194,20 @@ class Endpoint:
             raise unreachable(self._address.url, reason_of(error)) from None
 
     async def _check(self, response: httpx.Response) -> None:
-        """Raise Refused for a status that is not 200, in the endpoint's own words."""
+        """Raise Refused with the endpoint's own message for a status other than 200."""
         if response.status_code == httpx.codes.OK:
             return
         body = self._unkeyed(await _read(response, _MOST_ERROR_BYTES))
         raise refused(response.status_code, response.headers, body)
 
     def _unkeyed(self, body: bytes) -> bytes:
-        """Some say in their errors which key was wrong."""
+        """Remove the key from an error's body, as some endpoints quote a wrong key."""
         key = self._address.key.encode()
         return body.replace(key, b"(the key)") if key else body
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> bytes:
-    """The first bytes of a body, as far as it goes."""
+    """Return the first bytes of a body, as far as they arrive."""
     body = bytearray()
     with contextlib.suppress(httpx.HTTPError):
         async for piece in response.aiter_raw():
@@ -225,7 +226,7 @@ def _headers(address: Address) -> dict[str, str]:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, in words; httpx leaves some of its errors without any."""
+    """Return an error's message; some errors of httpx have none."""
     said = str(error) or _NAMED.get(type(error), type(error).__name__)
     return " ".join(said.split())[:300]
 

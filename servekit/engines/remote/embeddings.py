@@ -1,4 +1,4 @@
-"""An endpoint's embeddings, as the worker hands them on."""
+"""Parsing of an endpoint's embeddings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _embeddings = msgspec.json.Decoder(Embeddings)
 
 
 def vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
-    """The vectors of `count` inputs, float32 little-endian, and the tokens of all; None: not told.
+    """Return the vectors of `count` inputs, float32 little-endian, and their number of tokens.
 
-    Raises EndpointFailed.
+    The number is None if the endpoint does not report it. Raises EndpointFailed.
     """
     try:
         answer = _embeddings.decode(data)

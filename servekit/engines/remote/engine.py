@@ -1,10 +1,10 @@
-"""A remote endpoint with OpenAI's API as a model: it holds no weights and passes requests on.
+"""The engine for a remote endpoint with OpenAI's API: it has no weights and passes requests on.
 
-    load    GET /models, for what it tells of the model, and a greeting: Ready is after an answer
+    load    GET /models, for the model's properties, and a greeting: loaded once it was answered
     loop    an event loop in a thread of its own; a task for each request
 
-Each request is streamed, whoever asked, so that a cancellation ends it there,
-too. See `servekit.engines.remote` for the parts.
+All requests to the endpoint are streamed, even if the client does not stream, so that a
+cancellation ends them there too. See `servekit.engines.remote` for the parts.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from servekit.protocol.tool_formats import FRAMED, THOUGHTS
 
 log: Any = structlog.get_logger("servekit.engines.remote.engine")
 
-#: Prompt and completion together, where nobody says.
+#: Default context: prompt and completion together.
 _MAX_CONTEXT = 131_072
-#: An answer with more characters for each token of the context is a lie, and would fill the memory
-#: of who waits for a slow client.
+#: Longest plausible answer, in characters per token of the context. Longer ones are errors, and
+#: would fill the memory while a slow client reads.
 _CHARS_PER_TOKEN = 64
 _BEAT_S = 0.5
-#: Of a list of models whose status is all that is wanted, or of the error in its place.
+#: Bytes that are read of a list of models, or of an error, if only the status matters.
 _LOOK_BYTES = 2**14
 _CLOSE_S = 5.0
-#: What generates; what it does not know of these the endpoint refuses in its own words.
+#: Capabilities of a generating endpoint; it refuses unsupported parameters itself.
 _GENERATES: tuple[Capability, ...] = (
     *("generate", "logprobs", "logit_bias", "penalties", "min_p", "grammar", "tools"),
 )
@@ -64,7 +64,7 @@ class OpenAIEngine(TextEngine):
         self._outputs: list[TextOutput] = []
         self._thread: threading.Thread | None = None
         self._beat_s = time.monotonic()
-        # httpx tells of each request, and its logger may be set to tell of headers
+        # httpx logs each request, and its logger may be set to log headers
         logging.getLogger("httpx").setLevel(logging.WARNING)
         logging.getLogger("httpcore").setLevel(logging.WARNING)
 
@@ -80,7 +80,7 @@ class OpenAIEngine(TextEngine):
 
     @property
     def _name(self) -> str:
-        """What the key is called, for those who have to set it."""
+        """Name of the environment variable with the key, for error messages."""
         return self._options.get("key_environment") or ""
 
     def _info(self, context: int, greeted: Greeted) -> ModelInfo:
@@ -132,7 +132,7 @@ class OpenAIEngine(TextEngine):
 
     def close(self) -> None:
         if self._thread is None:
-            return  # it was told to end while it loaded
+            return  # closed while it loaded
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_S)
 
@@ -165,7 +165,7 @@ class OpenAIEngine(TextEngine):
         await self._endpoint.close()
 
     async def _beat(self) -> None:
-        """That the loop turns is its progress: how long an answer takes is the endpoint's."""
+        """Record progress while the loop runs, as the endpoint may take long to answer."""
         while True:
             self._beat_s = time.monotonic()
             await asyncio.sleep(_BEAT_S)
@@ -202,7 +202,7 @@ class OpenAIEngine(TextEngine):
     async def _run_errand(self, job_id: int, task: Errand) -> None:
         failure: RequestError
         try:
-            # while it is in trouble there is no point in trying long
+            # while the endpoint is in trouble, retries are pointless
             async with self._endpoint.ask(task, patient=not self._watch.trouble) as reply:
                 self._watch.answered(time.monotonic())
                 if self._embeds:
@@ -239,7 +239,7 @@ class OpenAIEngine(TextEngine):
         self._put(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
 
     def _put(self, output: TextOutput) -> None:
-        """Emit it with the others of this turn of the loop."""
+        """Emit an output together with the others of this tick of the event loop."""
         if not self._outputs:
             self._loop.call_soon(self._emit_all)
         self._outputs.append(output)
@@ -250,7 +250,7 @@ class OpenAIEngine(TextEngine):
 
 
 def _address(options: dict[str, Any]) -> Address:
-    """Raises LoadError for a key that is not there."""
+    """Return the configured address. Raises LoadError if the key is not set."""
     key, name = "", options.get("key_environment")
     if name is not None:
         key = os.environ.get(name, "").strip()

@@ -1,7 +1,7 @@
-"""What becomes of an endpoint's errors: for whom they are, in which words, what is tried again.
+"""Mapping of an endpoint's errors: the client's error, whether to retry, and the endpoint's health.
 
-status                      the client gets                     asked again   it is in trouble
-400 413 415 422             400, its words and its param        no            no
+status                      the client gets                     retried       in trouble
+400 413 415 422             400, with its message and param     no            no
 401 402 403                 502                                 no            yes
 404 405 410                 502                                 no            yes
 408 409 425 429             429, with its Retry-After           yes           no
@@ -9,7 +9,7 @@ status                      the client gets                     asked again   it
 500 and more                502; 503 for 503                    yes           yes
 3xx                         502: it is not followed             no            yes
 no connection, or it broke  503                                 yes           yes
-a lie in its answer         502                                 no            no
+an invalid answer           502                                 no            no
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from servekit.errors import (
 
 _ASKED_WRONG = (400, 413, 415, 422)
 _TOO_EARLY = (408, 409, 425, 429)
-#: What is said when no patience helps.
+#: Error codes for which retries are pointless.
 _NO_MONEY = ("insufficient_quota", "billing_hard_limit_reached")
-#: Of an endpoint's own words.
+#: Longest error message that is passed on.
 _LONGEST_WORDS = 400
 
 
 class Refused(Exception):
-    """An attempt that brought no answer.
+    """A request attempt without an answer.
 
-    `error` is what the client gets in the end. `again`: another attempt may go better, not before
-    `after_s` where the endpoint says so. `trouble`: others will fare no better.
+    `error` is the client's error if there is no further attempt. With `again` another attempt may
+    succeed, not before `after_s` if the endpoint names a time. With `trouble` other requests would
+    fail too.
     """
 
     def __init__(
@@ -56,25 +57,25 @@ class Refused(Exception):
     ) -> None:
         super().__init__(error.message)
         self.error = error
-        self.status = status  # 0: there was no answer of HTTP at all
+        self.status = status  # 0: there was no HTTP response
         self.again = again
         self.after_s = after_s
         self.trouble = trouble
 
 
 def unreachable(url: str, reason: str) -> Refused:
-    """It could not be asked, or did not answer."""
+    """Return the error of an endpoint that cannot be reached or does not answer."""
     error = ModelUnavailable(f"the endpoint {url} does not answer: {reason}")
     return Refused(error, again=True, trouble=True)
 
 
 def lie(what: str) -> EndpointFailed:
-    """Its answer is none."""
+    """Return the error of an invalid answer."""
     return EndpointFailed(f"the endpoint's answer is wrong: {what}")
 
 
 def refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-    """From an answer of HTTP that is none of ours."""
+    """Map an HTTP error response to a Refused."""
     words, code, param = _told(body)
     said = f"the endpoint answered {status}: {words or 'without a reason'}"
     if 300 <= status < 400:
@@ -99,13 +100,13 @@ def refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
 
 
 def told_in_answer(error: Any) -> EndpointFailed:
-    """From an error where an answer should be, after a status of 200."""
+    """Return the error of an error object in an answer with status 200."""
     words = _words(error.get("message") if isinstance(error, dict) else error)
     return EndpointFailed(f"the endpoint broke its answer off: {words or 'without a reason'}")
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """How long it wants to be left alone, in either form of the header; None where it is silent."""
+    """Return the seconds of either form of Retry-After; None if it is missing or invalid."""
     given = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d{1,9}(\.\d+)?", given):
         return float(given)
@@ -119,7 +120,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _told(body: bytes) -> tuple[str, str, str | None]:
-    """The words, the code and the parameter of an error in any of the forms that there are."""
+    """Return the message, code and parameter of an error in any of the usual forms."""
     try:
         data: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -134,7 +135,7 @@ def _told(body: bytes) -> tuple[str, str, str | None]:
 
 
 def _words(told: object) -> str:
-    """In one line, and not too long: it is said by a stranger."""
+    """Shorten an untrusted message to one line."""
     text = "" if told is None else told if isinstance(told, str) else str(told)
     text = " ".join("".join(c if c.isprintable() else " " for c in text[:4096]).split())
     return text if len(text) <= _LONGEST_WORDS else text[: _LONGEST_WORDS - 1] + "…"

@@ -1,7 +1,7 @@
-"""The first words with an endpoint: whether it is there, has the model, and how it is to be asked.
+"""The handshake with an endpoint: whether it answers, has the model, and which parameters it takes.
 
-`GET /models` says what it can of the model, where there is such a list. Then it is asked for a few
-tokens, or for an embedding: in the words that most know, and if it refuses those, in others.
+`GET /models`, if it exists, tells properties of the model. Then a request for a few tokens or an
+embedding is sent: with the most common parameters, and if these are refused, with others.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from servekit.engines.remote.response_parser import Answer
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
 
-#: Models that think want more than a token or two, or say that it was not enough.
+#: Reasoning models need more than a token or two, or report that the limit was too low.
 _TOKENS = 16
 _MOST_CHARS = 2**20
-#: Of a list of models: some have hundreds.
+#: Limit of a list of models, which may have hundreds.
 _MOST_LIST_BYTES = 4 * 2**20
 _HELLO = "Say hello."
-#: How a list of models says how long a context is: vLLM and servekit; OpenRouter; Mistral; Groq.
+#: Names of the context length in lists of models: vLLM and servekit; OpenRouter; Mistral; Groq.
 _CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
 _UNAUTHORISED = (401, 403)
 _MISUNDERSTOOD = (400, 422)
@@ -37,18 +37,18 @@ _MISUNDERSTOOD = (400, 422)
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """What the first words have shown."""
+    """The result of a handshake."""
 
     manner: EndpointTraits
-    lists: bool  # it has GET /models
-    max_context: int  # tokens; 0: it does not say
+    lists: bool  # the endpoint has GET /models
+    max_context: int  # tokens; 0: not reported
     embedding_size: int
 
 
 async def greet(
     address: Address, manner: EndpointTraits, key_name: str, *, embeds: bool
 ) -> Greeted:
-    """Raises LoadError; permanent where the file or the key has to be changed."""
+    """Run the handshake. Raises LoadError, permanent if the configuration or the key is wrong."""
     endpoint = Endpoint(address, RateLimiter(None, None))
     try:
         listed = await _list(endpoint)
@@ -64,7 +64,7 @@ async def greet(
 
 
 def greeting(manner: EndpointTraits, *, embeds: bool) -> Errand:
-    """A request that costs next to nothing."""
+    """Return a request that costs next to nothing."""
     if embeds:
         return errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), manner)
     params = SamplingParams(max_tokens=_TOKENS)
@@ -73,7 +73,7 @@ def greeting(manner: EndpointTraits, *, embeds: bool) -> Errand:
 
 
 async def _list(endpoint: Endpoint) -> list[Any] | None:
-    """The models that it lists; None where it has no list. Raises Refused if it is not there."""
+    """Return the listed models; None if there is no list. Raises Refused if it is unreachable."""
     status, body = await endpoint.get("/models", _MOST_LIST_BYTES)
     if status != 200:
         return None
@@ -95,7 +95,7 @@ def _context(listed: list[Any], model: str) -> int:
 async def _ask(
     endpoint: Endpoint, manner: EndpointTraits, *, embeds: bool
 ) -> tuple[EndpointTraits, int]:
-    """In which manner it answers, and the size of its embeddings. Raises Refused."""
+    """Return the parameters that work, and the size of embeddings. Raises Refused."""
     first: Refused | None = None
     for other in _manners(manner, embeds=embeds):
         try:
@@ -109,7 +109,7 @@ async def _ask(
 
 
 def _manners(manner: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTraits]:
-    """As most have it; as OpenAI's newer models want it; for those that know of no counts."""
+    """Yield parameter sets: the common one, OpenAI's newer one, and both without usage counts."""
     if embeds:
         yield manner
         return

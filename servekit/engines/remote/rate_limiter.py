@@ -1,6 +1,6 @@
-"""Limit requests and tokens a minute towards a remote endpoint.
+"""Rate limits of requests and tokens per minute to a remote endpoint.
 
-`Window` decides, a pure function of the requests sent and a clock; `RateLimiter` makes requests
+`Window` decides, as a pure function of the sent requests and a clock; `RateLimiter` makes requests
 wait for it in the order of their arrival.
 """
 
@@ -16,14 +16,14 @@ WINDOW_S = 60.0
 
 @dataclass(slots=True)
 class Sent:
-    """One request in the account. `tokens` is an estimate until the endpoint has told."""
+    """A sent request. `tokens` is an estimate until the endpoint reports the count."""
 
     at_s: float
     tokens: int
 
 
 class Window:
-    """What was sent within the last minute.
+    """The requests sent within the last minute.
 
     requests in the window   tokens in it, with the next one's   the next one
     < limit                  <= limit                            goes now
@@ -42,7 +42,7 @@ class Window:
         return self._most is not None or self._most_tokens is not None
 
     def wait_s(self, tokens: int, now_s: float) -> float:
-        """How long a request of so many tokens has to wait; 0: it may go."""
+        """Return how long a request of `tokens` tokens must wait; 0: it may be sent."""
         while self._sent and self._sent[0].at_s <= now_s - WINDOW_S:
             self._sent.popleft()
         if not self._sent or not (self._is_full or self._overflows(tokens)):
@@ -50,7 +50,7 @@ class Window:
         return self._sent[0].at_s + WINDOW_S - now_s
 
     def add(self, tokens: int, now_s: float) -> Sent:
-        """Enter a request that goes."""
+        """Record a request that is sent."""
         sent = Sent(now_s, tokens)
         if self.limited:
             self._sent.append(sent)
@@ -67,17 +67,17 @@ class Window:
 
 
 class RateLimiter:
-    """Lets requests through one by one, as the window and the endpoint allow."""
+    """A queue that admits requests one by one, as the window and the endpoint allow."""
 
     def __init__(self, requests: int | None, tokens: int | None) -> None:
         self.waiting = 0
         self._window = Window(requests, tokens)
         self._not_before_s = 0.0
-        self._turn = asyncio.Lock()  # which is fair
+        self._turn = asyncio.Lock()  # a fair lock
         self._changed = asyncio.Event()
 
     async def admit(self, tokens: int) -> Sent:
-        """Return once a request of about so many tokens may be sent."""
+        """Wait until a request of about `tokens` tokens may be sent."""
         loop = asyncio.get_running_loop()
         self.waiting += 1
         try:
@@ -92,12 +92,12 @@ class RateLimiter:
             self.waiting -= 1
 
     def settle(self, sent: Sent, tokens: int) -> None:
-        """The endpoint has told how many tokens it took."""
+        """Replace a request's estimate by the count that the endpoint reported."""
         sent.tokens = tokens
         self._changed.set()
 
     def hold(self, for_s: float) -> None:
-        """The endpoint wants to be asked nothing for so long."""
+        """Admit no request for `for_s` seconds, as the endpoint asked."""
         until_s = asyncio.get_running_loop().time() + for_s
         self._not_before_s = max(self._not_before_s, until_s)
 

@@ -1,4 +1,4 @@
-"""From the bytes of an answer to what it says: a stream of events, or one piece of JSON."""
+"""Reading of an answer: a stream of events, or a single JSON document."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from servekit.engines.remote.response_parser import Answer
 from servekit.engines.remote.sse import MAX_EVENT_BYTES, Events, EventTooLong
 from servekit.errors import EndpointFailed
 
-#: How long the counts may take, and whatever else follows the end of an answer.
+#: Time for usage counts and anything else after the end of an answer.
 _AFTERWARDS_S = 5.0
 _DRAIN_S = 1.0
 _DONE = b"[DONE]"
 
 
 async def read(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
-    """Have `answer` take all that comes, up to its end; `tell` is called after each piece.
+    """Pass the whole reply to `answer`; call `tell` after each piece.
 
-    Raises what `Answer` and `Reply` do, and EndpointFailed where the stream is none.
+    Raises the errors of `Answer` and `Reply`, and EndpointFailed if the reply is not a stream.
     """
-    if reply.kind == "application/json":  # it does not stream, or this is an error
+    if reply.kind == "application/json":  # the endpoint does not stream, or this is an error
         answer.take(await reply.whole())
         answer.close(done=True)
         return
@@ -40,7 +40,7 @@ async def read(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
 async def _take_events(
     reply: Reply, answer: Answer, tell: Callable[[], None], limit: asyncio.Timeout
 ) -> bool:
-    """Whether the stream said itself that it is done; also once nothing more is needed of it."""
+    """Read the stream; return whether it said [DONE], or has nothing more to offer."""
     events = Events()
     while piece := await reply.next():
         done = _take(events, piece, answer)
@@ -65,7 +65,7 @@ def _take(events: Events, piece: bytes | None, answer: Answer) -> bool:
 
 
 async def drain(reply: Reply) -> None:
-    """Read what follows the end, so that the connection can be used again; but not for long."""
+    """Read the rest after the end, briefly, so that the connection can be reused."""
     try:
         async with asyncio.timeout(_DRAIN_S):
             while await reply.next():

@@ -1,7 +1,7 @@
-"""What the endpoint is asked: OpenAI's bodies, from a request as it came.
+"""Construction of OpenAI request bodies from the gateway's requests.
 
-Only what the request or the file says is sent; the rest is the endpoint's own choice. What it does
-not know it may refuse, and says so.
+Only parameters of the request or the configuration are sent; the endpoint chooses the rest, and
+refuses the parameters it does not know.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 from servekit.errors import Unsupported
 from servekit.protocol.messages import ChatMessage, Generate, Grammar, SamplingParams
 
-#: Bytes of a body for each token, roughly, where only the endpoint could tell.
+#: Approximate bytes of a body per token, for estimates.
 BYTES_PER_TOKEN = 4
-#: Switches that chat templates know; OpenAI's API has `reasoning_effort` instead.
+#: Switches of chat templates; OpenAI's API has `reasoning_effort` instead.
 _SWITCHES = {"enable_thinking", "thinking", "thinking_budget"}
 _ANY_OBJECT = '{"type":"object"}'
 
 
-#: What the most tokens of a chat's answer are called: OpenAI has renamed it, most others have not.
+#: Names of the token limit of chats: OpenAI has renamed it, most others have not.
 Limit = Literal["max_tokens", "max_completion_tokens"]
 
 
@@ -31,18 +31,18 @@ _HEADERS = {"content-type": "application/json", "accept": "text/event-stream, ap
 
 @dataclass(frozen=True, slots=True)
 class EndpointTraits:
-    """How this endpoint wants to be asked, as the file says and its first answer has shown."""
+    """The parameters of this endpoint, from the configuration and the handshake."""
 
     model: str
-    defaults: Mapping[str, float | int]  # of the file's `sampling`
-    template_arguments: bool = False  # it takes chat_template_kwargs
-    usage: bool = True  # it takes stream_options
+    defaults: Mapping[str, float | int]  # the configured `sampling`
+    template_arguments: bool = False  # accepts chat_template_kwargs
+    usage: bool = True  # accepts stream_options
     limit: Limit = "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """One request to the endpoint."""
+    """A request to the endpoint."""
 
     path: str
     body: bytes
@@ -50,18 +50,18 @@ class Errand:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of this request; the trace that it is of goes on at the endpoint."""
+        """Headers of the request; the endpoint continues the request's trace."""
         trace = self.request.trace
         return _HEADERS | {"traceparent": trace} if trace else _HEADERS
 
     @property
     def tokens(self) -> int:
-        """About how many tokens the prompt has."""
+        """Estimated number of prompt tokens."""
         return len(self.body) // BYTES_PER_TOKEN + 1
 
 
 def errand(request: Generate, manner: EndpointTraits) -> Errand:
-    """Raises Unsupported for what has no form in OpenAI's API."""
+    """Build the request. Raises Unsupported for parameters that OpenAI's API cannot express."""
     body: dict[str, Any] = {"model": manner.model}
     if request.task == "embed":
         body |= {"input": request.inputs, "encoding_format": "float"}
@@ -99,7 +99,7 @@ def _tool_choice(request: Generate) -> Any:
 
 
 def _template(given: Mapping[str, Any], manner: EndpointTraits) -> dict[str, Any]:
-    """Thinking switches are wishes, and dropped where they cannot be told; the rest is refused."""
+    """Convert template arguments; unsupported thinking switches are dropped, others are refused."""
     effort = given.get("reasoning_effort")
     body = {"reasoning_effort": effort} if isinstance(effort, str) else {}
     rest = {name: value for name, value in given.items() if name != "reasoning_effort"}
@@ -158,7 +158,7 @@ def _sampling(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
 def _numbers(
     params: SamplingParams, defaults: Mapping[str, float | int]
 ) -> Iterator[tuple[str, Any]]:
-    """What was said of them, by the request or by the file, and means something."""
+    """Yield the sampling parameters of the request or the configuration that are not neutral."""
     nothing: dict[str, Any] = {
         "temperature": None,
         "top_p": None,
@@ -179,7 +179,7 @@ def _numbers(
 
 
 def _format(grammar: Grammar) -> dict[str, Any]:
-    """Kept to strictly, or refused by the endpoint: as everywhere here."""
+    """Convert a grammar to a response format, which the endpoint must follow strictly or refuse."""
     if grammar.kind != "json_schema":
         raise Unsupported(
             f"{grammar.param}: a remote endpoint takes JSON schemas only", param=grammar.param

@@ -1,7 +1,6 @@
-"""What an endpoint's answer says: text in frames, counts, an end. Everything in it may be a lie.
+"""Parser of an endpoint's answer: framed text, counts and the end. No field of it is trusted.
 
-Text that comes from it holds none of the marks that its parts are told apart by: data never
-becomes a call.
+Frame marks in the endpoint's text are replaced, so that data never becomes a call.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from servekit.errors import EndpointFailed, RequestError
 from servekit.protocol.messages import Generate, TokenLogprob
 from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, TEXT, THOUGHT
 
-#: Where the endpoint does not count.
+#: For estimates if the endpoint does not count.
 _CHARS_PER_TOKEN = 4
 _UNMARKED = dict.fromkeys(map(ord, MARKS), "\N{REPLACEMENT CHARACTER}")
 
 
 class Answer:
-    """One answer as it comes. `take` what it says, then `piece` what there is to pass on.
+    """An answer in progress. `take` adds a chunk, `piece` returns the output since the last call.
 
-    `most_chars`: a longer one is a lie. Raises EndpointFailed, or RequestError where the endpoint
-    gives the request the blame.
+    An answer of more than `most_chars` characters is an error. Raises EndpointFailed, or
+    RequestError if the endpoint blames the request.
     """
 
     def __init__(self, request: Generate, prompt_tokens: int, most_chars: int) -> None:
         self.finish: Literal["stop", "length"] | None = None
-        self.counted = False  # the endpoint has told the counts
+        self.counted = False  # the endpoint has reported the counts
         self._request = request
         self._estimate = prompt_tokens
         self._counts = (0, 0)
@@ -50,14 +49,14 @@ class Answer:
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._part = TEXT
-        self._calls: dict[int, str] = {}  # their ids
+        self._calls: dict[int, str] = {}  # ids of the calls by index
         self._argued = True  # the last call has arguments
         self._stop = ""
 
     # ---- what comes
 
     def take(self, data: bytes) -> None:
-        """One chunk of a stream, or a whole answer."""
+        """Add one chunk of a stream, or a whole answer."""
         chunk = decode(data)
         self._count(chunk.usage)
         for choice in chunk.choices or ():
@@ -65,7 +64,7 @@ class Answer:
                 self._choose(choice)
 
     def _count(self, usage: Usage | None) -> None:
-        """Counts that cannot be are none."""
+        """Store the counts; invalid ones are ignored."""
         if usage is None:
             return
         prompt, completion = count(usage.prompt_tokens), count(usage.completion_tokens)
@@ -74,13 +73,13 @@ class Answer:
 
     def _choose(self, choice: Choice) -> None:
         if self._request.messages is None:
-            self._keep(choice.text or "")  # in no frames
+            self._keep(choice.text or "")  # without frames
         for said in (choice.delta, choice.message):
             if said is not None and self._request.messages is not None:
                 self._say(said)
         if choice.logprobs and self._request.params.logprobs is not None:
             self._logprobs += logprobs(choice.logprobs)
-        if choice.finish_reason:  # "" is no end, to some
+        if choice.finish_reason:  # some send "" before the end
             self._end(choice.finish_reason, choice.stop_reason)
 
     def _say(self, said: Said) -> None:
@@ -108,7 +107,7 @@ class Answer:
             self._keep(written.translate(_UNMARKED))
 
     def _index(self, call: Called, function: Function) -> int:
-        """Which call this is of: by its id, else by its place; one that begins is the next."""
+        """Return the index of a call: by its id, otherwise by its index; a new call is the next."""
         ids = list(self._calls.values())
         if call.id and call.id in ids:
             return ids.index(call.id)
@@ -128,7 +127,7 @@ class Answer:
         self._keep(f"{CALL}{head[0]}{NAME}{head[1]}{ARGUMENTS}")
 
     def _close_call(self) -> None:
-        """Arguments of a call that has none are an empty object."""
+        """Complete a call without arguments with an empty object."""
         if not self._argued:
             self._keep("{}")
             self._argued = True
@@ -161,9 +160,9 @@ class Answer:
             self._stop = stop
 
     def close(self, *, done: bool) -> None:
-        """Nothing more comes. `done`: the stream said so itself.
+        """End the answer. `done`: the stream said [DONE].
 
-        Raises EndpointFailed if that is not its end.
+        Raises EndpointFailed if the answer is incomplete.
         """
         if self.finish is not None:
             return
@@ -176,11 +175,11 @@ class Answer:
 
     @property
     def empty(self) -> bool:
-        """There is nothing to pass on by now."""
+        """True if there is no new output."""
         return not (self._pieces or self._logprobs)
 
     def piece(self, job_id: int, *, last: bool = False) -> TextOutput:
-        """What has come since the last piece."""
+        """Return the output since the last call."""
         text, self._pieces = "".join(self._pieces), []
         scores, self._logprobs = self._logprobs, []
         output = TextOutput(job_id, [], text=text, logprobs=scores or None)
@@ -192,19 +191,19 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """As the endpoint counts, or an estimate where it tells none."""
+        """The endpoint's count of prompt tokens, or an estimate if it reports none."""
         return self._counts[0] if self.counted else self._estimate
 
     @property
     def tokens(self) -> int:
-        """Of the completion; as `prompt_tokens`."""
+        """The endpoint's count of completion tokens, or an estimate if it reports none."""
         if self.counted:
             return self._counts[1]
         return math.ceil(self._chars / _CHARS_PER_TOKEN)
 
 
 def _texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
-    """Text, or parts of it of which some are thoughts, as Mistral has them."""
+    """Return the text parts of a message, some of which are thoughts in Mistral's format."""
     if not isinstance(content, list):
         return [(TEXT, content or "")]
     found: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""The JSON of chat completions and of plain ones, whole or a piece of a stream, as it may come."""
+"""JSON schemas of chat and plain completions, whole or streamed, as lenient as possible."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from servekit.engines.remote.errors import lie, told_in_answer
 from servekit.protocol.messages import TokenLogprob
 
-#: Counts beyond it are lies.
+#: Larger counts are invalid.
 _MOST_TOKENS = 2**40
 
 
 class Usage(msgspec.Struct):
-    """Counts; wrong ones are no reason to lose an answer, and are looked at by who takes them."""
+    """Token counts. Invalid ones must not lose an answer, so their users validate them."""
 
     prompt_tokens: Any = None
     completion_tokens: Any = None
@@ -37,7 +37,7 @@ class Said(msgspec.Struct):
     content: str | list[Any] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # the same, by some; others have objects there
+    reasoning: Any = None  # the same in some endpoints; an object in others
     tool_calls: list[Called] | None = None
 
 
@@ -47,7 +47,7 @@ class Choice(msgspec.Struct):
     message: Said | None = None
     text: str | None = None
     finish_reason: str | None = None
-    stop_reason: Any = None  # vLLM's and servekit's neighbours': which stop string it was
+    stop_reason: Any = None  # vLLM and servekit: the stop string that ended the answer
     logprobs: Any = None
 
 
@@ -61,12 +61,12 @@ _chunks = msgspec.json.Decoder(Chunk)
 
 
 def count(told: Any) -> int | None:
-    """A count of tokens, None where it cannot be one."""
+    """Return a count of tokens; None if it is invalid."""
     return told if type(told) is int and 0 <= told < _MOST_TOKENS else None
 
 
 def decode(data: bytes) -> Chunk:
-    """Raises EndpointFailed, also for an error in an answer's place."""
+    """Decode a chunk. Raises EndpointFailed, also for an error object instead of an answer."""
     try:
         chunk = _chunks.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -77,7 +77,7 @@ def decode(data: bytes) -> Chunk:
 
 
 def logprobs(given: Any) -> list[TokenLogprob]:
-    """Of a chat, or of a plain completion. Raises EndpointFailed."""
+    """Convert log probabilities of a chat or plain completion. Raises EndpointFailed."""
     try:
         if given.get("content") is not None:
             return [_scored(one) for one in given["content"]]

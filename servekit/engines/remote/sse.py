@@ -1,13 +1,13 @@
-"""A stream of server-sent events, from bytes however they are cut. Bounded, whatever comes.
+"""A parser of server-sent events with bounded memory, for bytes split anywhere.
 
-Source: WHATWG HTML, 9.2.6. Only `data` is of interest; other fields and comments are passed over.
+Source: WHATWG HTML, 9.2.6. Only `data` is used; other fields and comments are skipped.
 """
 
 from __future__ import annotations
 
-#: One event: more than any answer takes at once, and little to hold for each slot.
+#: Limit of one event: more than any answer needs, and little memory for each slot.
 MAX_EVENT_BYTES = 4 * 2**20
-#: What a line takes here beside its text.
+#: Memory of a line in addition to its text.
 _LINE_BYTES = 64
 
 
@@ -16,15 +16,15 @@ class EventTooLong(Exception):
 
 
 class Events:
-    """Cuts a stream into the data of its events."""
+    """A splitter of a stream into the data of its events."""
 
     def __init__(self) -> None:
-        self._line = bytearray()  # the one that is not complete
-        self._data: list[bytes] = []  # of the event that is not complete
-        self._held = 0  # bytes that it takes
+        self._line = bytearray()  # the incomplete line
+        self._data: list[bytes] = []  # of the incomplete event
+        self._held = 0  # bytes of the incomplete event
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Take the next bytes; return the data of each event they complete.
+        """Add bytes; return the data of each completed event.
 
         Raises EventTooLong.
         """
@@ -40,7 +40,7 @@ class Events:
         return events
 
     def end(self) -> list[bytes]:
-        """What stood at the end without an empty line after it, as careless servers leave it."""
+        """Return the data of a last event that lacks its empty line, as some servers send it."""
         events: list[bytes] = []
         self._take_line(bytes(self._line), events)
         self._take_line(b"", events)

@@ -1,8 +1,8 @@
-"""Conversations to text, by the model's own chat template.
+"""Chat conversations rendered to text by the model's own chat template.
 
-Templates agree on `messages`, `tools` and `add_generation_prompt`, and on little else. What a
-template wants of an assistant's calls (arguments as an object or as text, content that is empty or
-missing, ids of nine characters) is found out by trying.
+Templates agree on `messages`, `tools` and `add_generation_prompt`, and on little else. How a
+template expects tool calls (arguments as an object or as text, content empty or missing, ids of
+nine characters) is found out by trying.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from msgspec.structs import replace
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, ToolCall
 
-#: Arguments that are the template's own, although the library names them, too.
+#: Template arguments that callers may set although the library has a parameter of that name.
 _OPEN = {"documents"}
-#: Names that the library gives to templates, or that Python would take for its own.
+#: Names that the library gives to templates, or that Python reserves.
 _TAKEN = {"messages", "raise_exception", "strftime_now", "self", "loop"}
-#: Longest part of a template's own words that is repeated.
+#: Longest part of a template's error message that is quoted.
 _MAX_WORDS = 300
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
-#: What stands around the definitions of tools where the template has no place for them.
+#: Text around the tool definitions if the template has no place for them.
 _TOOLS = "You can call these functions, each given as JSON:"
 _HOW_TO_CALL = (
     'To call a function, answer with {"name": its name, "arguments": {its arguments by name}} and'
     " nothing else."
 )
-#: A name that stands in no template, to see what becomes of it.
+#: A name that occurs in no template, to see where it is rendered.
 SENTINEL = "sentinel_tool"
 SENTINEL_TOOL: dict[str, Any] = {
     "type": "function",
@@ -57,17 +57,17 @@ SENTINEL_TURNS = (
 
 
 class _Form(NamedTuple):
-    """How a template wants an assistant's calls."""
+    """The form in which a template expects the assistant's tool calls."""
 
     arguments_as_text: bool = False
-    content: str | None = ""  # where there is nothing but calls
+    content: str | None = ""  # of a message that has only calls
 
 
 _FORMS = [_Form(text, content) for text in (False, True) for content in ("", None)]
 
 
 class ChatTemplate:
-    """The template of a `transformers` tokenizer."""
+    """The chat template of a `transformers` tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -78,7 +78,7 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The template's text; of several, all."""
+        """The template's text; all of them if there are several."""
         found = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(map(str, found.values())) if isinstance(found, dict) else str(found)
 
@@ -89,10 +89,11 @@ class ChatTemplate:
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
     ) -> str:
-        """The text of a conversation, up to where the model goes on.
+        """Render a conversation up to where the model continues.
 
-        With `continues` the last message is the model's own beginning; else the generation prompt
-        comes last. Raises RequestError if the template refuses, or `template` has a reserved name.
+        With `continues` the last message is the beginning of the model's answer; otherwise the
+        generation prompt comes last. Raises RequestError if the template refuses, or if `template`
+        has a reserved name.
         """
         self._check(messages, template or {}, continues)
         messages, tools = self._in_words(messages, tools)
@@ -148,12 +149,12 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template tells the model of the tools it is given."""
+        """True if the template renders tool definitions."""
         return SENTINEL in self._rendered(SENTINEL_TURNS[:1], [SENTINEL_TOOL])
 
     @cached_property
     def _takes_calls(self) -> bool:
-        """Whether it repeats the calls that the model has made."""
+        """True if the template renders the model's earlier tool calls."""
         return SENTINEL in self._rendered(SENTINEL_TURNS, [SENTINEL_TOOL])
 
     @cached_property
@@ -163,7 +164,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of a sentinel; "" where the template refuses."""
+        """Render a sentinel conversation; "" if the template refuses."""
         try:
             return self.render_turns(messages, tools)
         except Exception:  # the template is the model's code, and may raise anything
@@ -172,7 +173,7 @@ class ChatTemplate:
     def _in_words(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]]]:
-        """Tools, calls and results as plain text, where the template has no place for them."""
+        """Replace tools, calls and results by plain text if the template has no place for them."""
         called = any(message.tool_calls or message.role == "tool" for message in messages)
         if called and not self._takes_calls:
             messages = _calls_in_words(messages)
@@ -181,8 +182,10 @@ class ChatTemplate:
         return messages, tools
 
     def _told(self, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-        """With `text` at the end of the system message; before the first message, where there is
-        none that the template takes."""
+        """Append `text` to the system message, or add one.
+
+        If the template takes no system message, `text` is prepended to the first message.
+        """
         first, *others = messages
         if self._takes_system and first.role != "system":
             return [ChatMessage("system", text), first, *others]
@@ -193,7 +196,10 @@ class ChatTemplate:
     def render_turns(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of a conversation that is over: no generation prompt. Raises what may come."""
+        """Render a finished conversation, without generation prompt.
+
+        Raises any error of the template.
+        """
         return self._apply(self._as_dicts(messages), tools, {}, continues=False, prompt=False)
 
     # ---------------------------------------------------------------- messages
@@ -224,7 +230,7 @@ class ChatTemplate:
         return {"id": self._id(call.id), "type": "function", "function": function}
 
     def _id(self, id: str) -> str:
-        """Mistral's templates take ids of nine letters and digits only; others came elsewhere."""
+        """Shorten an id for Mistral's templates, which accept only nine letters and digits."""
         if not self._wants_short_ids or _MISTRAL_ID.fullmatch(id):
             return id
         return hashlib.sha256(id.encode()).hexdigest()[:9]
@@ -235,12 +241,12 @@ class ChatTemplate:
 
     @cached_property
     def _form(self) -> _Form:
-        """The first form in which a sentinel's arguments come out as they should."""
+        """The first form in which a sentinel's arguments are rendered correctly."""
         for form in _FORMS:
             dicts = [self._as_dict(turn, form, {}) for turn in SENTINEL_TURNS]
             try:
                 text = self._apply(dicts, [SENTINEL_TOOL], {}, continues=False, prompt=False)
-            except Exception:  # this form it does not take
+            except Exception:  # the template does not accept this form
                 continue
             turn = text.rpartition("sentinel_question")[2]
             if SENTINEL in turn and '\\"' not in turn:  # not quoted twice
@@ -249,19 +255,20 @@ class ChatTemplate:
 
 
 def _definitions(tools: Sequence[Mapping[str, Any]]) -> str:
-    named = [{"name": "", **_filled_in(tool)["function"]} for tool in tools]  # the name comes first
+    named = [{"name": "", **_filled_in(tool)["function"]} for tool in tools]  # puts the name first
     functions = [json.dumps(function, ensure_ascii=False) for function in named]
     return "\n".join([_TOOLS, *functions, "", _HOW_TO_CALL])
 
 
 def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Calls as the JSON that they were written as, results as what the user says.
+    """Replace tool calls by JSON text, and results by messages of the user.
 
-    A user's message that follows results is one with them: templates want turns to alternate.
+    Results and a user message after them become one message, because templates want alternating
+    turns.
     """
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     told: list[ChatMessage] = []
-    results = False  # the last one in `told` is made of them
+    results = False  # whether the last message of `told` consists of results
     for message in messages:
         joins = results and message.role in ("tool", "user")
         results = message.role == "tool"
@@ -284,14 +291,14 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A definition with what OpenAI leaves optional, and some templates rely on."""
+    """Return a tool definition with all fields: some templates need those optional for OpenAI."""
     empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
     stated = {key: value for key, value in tool["function"].items() if value is not None}
     return {**tool, "function": empty | stated}
 
 
 def _as_object(arguments: str) -> Any:
-    """Arguments as templates expect them; as text, where a model has written them wrong."""
+    """Return arguments as an object for the template; as text if they are not a JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -300,6 +307,6 @@ def _as_object(arguments: str) -> Any:
 
 
 def _words(error: Exception) -> str:
-    """The first line of what a template, or the library, says; conversations are not repeated."""
+    """Return the first line of an error of the template or library, without the conversation."""
     text = str(error) or type(error).__name__
     return text.partition("Final message to continue")[0].strip().split("\n")[0][:_MAX_WORDS]

@@ -1,17 +1,18 @@
-"""A grammar is compiled first where that harms nobody: in a process that can be killed.
+"""Trial compilation of grammars in a process that can be killed.
 
 Some grammars of 40 bytes take a minute and gigabytes to compile, and end in an abort, which no
-limit of llguidance's prevents. So a worker tries each new grammar in a process of its own before it
-compiles it itself. That process is a fresh interpreter, which has never touched a device; it is
-started at the first grammar and kept. It forks for each trial, so that a trial finds the vocabulary
-read, may be killed by its own limits of CPU time and memory, and takes nothing with it.
+limit of llguidance prevents. So a worker tries each new grammar in a trial process before it
+compiles the grammar itself. That process is a fresh interpreter, which has never touched a device;
+it is started for the first grammar and kept. It forks for each trial, so that a trial inherits the
+vocabulary and can be killed by its own limits of CPU time and memory without other damage.
 
     worker ──(socket of one trial)──▶ trial process ──fork──▶ trial: compiles, answers, exits
 
-A trial has a short turn first; one that needs more takes a second turn, one such at a time. So a
-crowd of explosive grammars holds up ordinary ones by their short turns only.
+A trial first has a short turn; one that needs more takes a longer second turn, and only one second
+turn runs at a time. So many explosive grammars delay ordinary ones by their short turns only.
 
-The process ends when the worker does: it is in its process group, and sees the end of its socket.
+The trial process ends with the worker: it is in the worker's process group, and sees the end of its
+socket.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 #: CPU time of a trial, in s: the first turn, of which ordinary grammars need a tenth, and the
-#: second, which is all there is for a grammar.
+#: second turn, after which the grammar is refused.
 TURNS_S = (0.06, 1.5)
-#: Trials in their first turn at once.
+#: Concurrent trials in their first turn.
 FIRST_TURNS = 2
-#: Trials that may wait for their second turn; the worker is busy beyond that.
+#: Trials that may wait for their second turn; beyond that the worker is busy.
 MOST_WAITING = 8
-#: Memory that a trial may take, beside the vocabulary's.
+#: Memory limit of a trial, in addition to the vocabulary.
 MEMORY_BYTES = 256 * 2**20
-#: Memory that a compiled grammar may keep.
+#: Memory limit of a compiled grammar.
 KEPT_BYTES = 32 * 2**20
-#: Stack of a trial: half of what a thread of the worker has, so that what overflows does so here.
+#: Stack of a trial: half of a worker thread's stack, so that an overflow happens in the trial.
 STACK_BYTES = 4 * 2**20
-#: Time by the clock in which a trial has to get its CPU time, unless a text has begun.
+#: Wall-clock time in which a trial must get its CPU time, unless the answer has begun.
 PATIENCE_S = 30.0
 RETRY_AFTER_S = 5.0
-#: What has a second turn is to disturb nobody.
+#: Nice value of a second turn, so that it disturbs nothing else.
 NICE = 10
-#: Parts of a JSON schema that may take long to compile, to be named to its sender.
+#: Parts of a JSON schema that may take long to compile; named in the refusal.
 _SUSPECTS = (
     *("multipleOf", "pattern", "patternProperties", "minLength", "maxLength", "minItems"),
     *("maxItems", "minProperties", "maxProperties", "enum", "allOf", "anyOf", "oneOf", "$ref"),
@@ -66,7 +67,7 @@ _SUSPECTS = (
 
 
 class Vocabulary(msgspec.Struct):
-    """What the trial process makes its tokenizer of; special tokens begin with the byte 0xff."""
+    """The vocabulary of the trial process's tokenizer; special tokens begin with the byte 0xff."""
 
     tokens: list[bytes]
     eos: list[int]
@@ -82,7 +83,7 @@ class Vocabulary(msgspec.Struct):
 
 
 class _Order(msgspec.Struct):
-    """What a trial is to do, in how much CPU time, and how far behind the others it stands."""
+    """The grammar of a trial, its CPU time and its nice value."""
 
     grammar: Grammar
     cpu_s: float
@@ -90,9 +91,9 @@ class _Order(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """What came of a trial: a refusal's sentence, or the memory that the compiled grammar keeps.
+    """The result of a trial: the text of a refusal, or the memory that the compiled grammar keeps.
 
-    `signal` has killed the trial, if any did.
+    `signal` is the signal that killed the trial, if any.
     """
 
     refusal: str = ""
@@ -101,7 +102,7 @@ class Verdict(msgspec.Struct):
 
 
 class Trials:
-    """The trial process of one vocabulary, as a worker sees it; for any thread."""
+    """The trial process of one vocabulary, started on demand; thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -114,13 +115,13 @@ class Trials:
 
     @property
     def pid(self) -> int | None:
-        """The trial process's, if it was needed yet."""
+        """Process id of the trial process; None if it was not needed yet."""
         return None if self._process is None else self._process.pid
 
     def judge(self, grammar: Grammar, *, patient: bool) -> Verdict:
-        """Say what becomes of a grammar that is compiled; blocks.
+        """Try a grammar and return the verdict; blocks.
 
-        Raises ModelUnavailable where too many others are waiting, unless `patient`.
+        Raises ModelUnavailable if too many others are waiting, unless `patient`.
         """
         patience_s = None if patient else PATIENCE_S
         with self._first_turns:
@@ -142,7 +143,7 @@ class Trials:
         self, grammar: Grammar, patience_s: float | None, cpu_s: float, nice: int = 0
     ) -> Verdict:
         order = msgspec.msgpack.encode(_Order(grammar, cpu_s, nice))
-        for _ in range(2):  # the process itself may have been killed; the trial is innocent then
+        for _ in range(2):  # if the trial process itself was killed, the grammar is not to blame
             process = self._running(grammar)
             try:
                 if answer := process.ask(order, patience_s):
@@ -163,10 +164,10 @@ class Trials:
 
 
 class _Process:
-    """The trial process, from its start to its end."""
+    """A handle of the running trial process."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Raises OSError if it cannot be started."""
+        """Start the process. Raises OSError if it cannot be started."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs, _file(msgspec.msgpack.encode(vocabulary)) as words:
@@ -194,7 +195,7 @@ class _Process:
         return self._child.poll() is None
 
     def ask(self, order: bytes, patience_s: float | None) -> bytes:
-        """A trial's answer; empty if this process has died. Raises TimeoutError."""
+        """Return a trial's answer; empty if this process has died. Raises TimeoutError."""
         mine, its = socket.socketpair()
         with mine:
             mine.settimeout(patience_s)
@@ -209,7 +210,7 @@ class _Process:
             return b"".join(parts)
 
     def end(self) -> None:
-        """End it, and return when it is reaped: it ends with its socket."""
+        """Close the socket, at which the process ends, and wait for it; kill it if it is late."""
         self._orders.close()
         try:
             self._child.wait(2.0)
@@ -227,7 +228,7 @@ def _busy(grammar: Grammar) -> ModelUnavailable:
 
 
 def explain(verdict: Verdict, grammar: Grammar) -> str:
-    """Why a grammar is refused whose trial was killed: the end of a sentence."""
+    """Return why the grammar of a killed trial is refused, as the end of a sentence."""
     if verdict.signal == signal.SIGPROF:
         reason = f"compiling it takes more than {TURNS_S[-1]:g} s"
     else:
@@ -237,7 +238,7 @@ def explain(verdict: Verdict, grammar: Grammar) -> str:
 
 
 def _file(content: bytes) -> BinaryIO:
-    """A file without a name, to be handed to another process."""
+    """Create an anonymous file for another process."""
     file = os.fdopen(os.memfd_create("servekit-grammars", os.MFD_CLOEXEC), "w+b", buffering=0)
     file.write(content)
     file.seek(0)
@@ -248,7 +249,7 @@ def _file(content: bytes) -> BinaryIO:
 
 
 def serve(orders: socket.socket, tokenizer: LLTokenizer) -> None:
-    """Fork a trial for each socket that comes, until the worker is gone."""
+    """Fork a trial for each received socket, until the worker is gone."""
     trials: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
     worker = os.getppid()
     with selectors.DefaultSelector() as selector:
@@ -273,7 +274,7 @@ def serve(orders: socket.socket, tokenizer: LLTokenizer) -> None:
 
 
 def _bury(pidfd: int, child: int, end: socket.socket) -> None:
-    """Say of what a trial has died, if it did; its own answer is sent already if not."""
+    """Reap a trial; report its signal if it was killed, as otherwise it has sent its own answer."""
     os.close(pidfd)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with end, contextlib.suppress(OSError):
@@ -282,7 +283,7 @@ def _bury(pidfd: int, child: int, end: socket.socket) -> None:
 
 
 def _be_tried(end: socket.socket, file: BinaryIO, tokenizer: LLTokenizer) -> None:
-    """Be one trial, to its end."""
+    """Run one trial in this forked process, and exit."""
     status = 1
     try:
         from servekit.engines.text.structured_output import compile_grammar
@@ -308,13 +309,13 @@ def _judged(compile_it: Callable[[], Any]) -> Verdict:
 
 
 def _limit(order: _Order) -> None:
-    """Keep this process to its limits: the kernel kills it at them."""
+    """Set the resource limits of this process, at which the kernel kills it."""
     die_with(os.getppid())
     os.nice(order.nice)
     with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
         file.write("1000")
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)  # what an abort has to say is made of the request's text
+    os.dup2(silence, 2)  # an abort's message contains text of the request
     size = _pages(0) + MEMORY_BYTES
     for limit, value in (
         (resource.RLIMIT_AS, size),
@@ -330,12 +331,12 @@ def _resident_bytes() -> int:
 
 
 def _pages(field: int) -> int:
-    """Bytes of address space (0) or in memory (1). Source: proc(5), statm."""
+    """Return the bytes of address space (field 0) or resident memory (1). Source: proc(5)."""
     return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGESIZE")
 
 
 class _Words:
-    """A vocabulary as llguidance takes it."""
+    """A vocabulary in the form that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -348,7 +349,7 @@ class _Words:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The longest tokens that fit, one after the other: how forced text is spelt."""
+        """Tokenize forced text greedily, by the longest token at each position."""
         data, ids, at = text.encode() if isinstance(text, str) else text, [], 0
         while at < len(data):
             ends = range(min(len(data), at + self._longest), at, -1)
@@ -362,9 +363,9 @@ class _Words:
 def _main(orders_fd: int, words_fd: int) -> None:
     from llguidance import LLTokenizer
 
-    from servekit.engines.text import structured_output as grammar  # read before the first fork
+    from servekit.engines.text import structured_output as grammar  # imported before the first fork
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides when this process ends
     with open(words_fd, "rb") as file:
         vocabulary = msgspec.msgpack.decode(file.read(), type=Vocabulary)
     words: Any = _Words(vocabulary)
@@ -372,7 +373,7 @@ def _main(orders_fd: int, words_fd: int) -> None:
     with contextlib.suppress(RequestError):
         grammar.compile_grammar(tokenizer, Grammar("json_schema", "{}"))
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy all of it
+    gc.freeze()  # a collection in a fork would copy the memory
     gc.disable()
     with socket.socket(fileno=orders_fd) as orders:
         serve(orders, tokenizer)

@@ -1,6 +1,6 @@
-"""How a request chooses its tokens, and the noise it draws them with; see `sampling`.
+"""Sampling parameters of a request, and the keys of its noise; see `engines.transformers.sampling`.
 
-Nothing here needs torch: engines with arithmetic of their own draw the same tokens by it.
+Nothing here needs torch: engines with arithmetic of their own draw the same tokens with it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from servekit.protocol.messages import SamplingParams
 
-#: Candidates looked at before the whole vocabulary is sorted.
+#: Candidates considered before the whole vocabulary is sorted.
 CANDIDATES = 256
-#: Below this a division by the temperature overflows float32; it is greedy anyway.
+#: Below this, division by the temperature overflows float32; treated as greedy.
 COLDEST = 1e-5
-#: What stands for minus infinity in log probabilities: JSON cannot say it; OpenAI's number.
+#: Stands for minus infinity in log probabilities, which JSON cannot encode; OpenAI's number.
 LEAST = -9999.0
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -24,7 +24,7 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request chooses its tokens; every default filled in, every value in range."""
+    """The sampling parameters of one request, with defaults filled in and values in range."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -50,15 +50,15 @@ class Sampling:
 
     @property
     def ranked(self) -> bool:
-        """The draw needs to know the best candidates in order."""
+        """True if sampling needs the best candidates in order."""
         return self.top_k > 0 or self.top_p < 1.0
 
 
 def resolve(params: SamplingParams, defaults: Mapping[str, Any], vocab_size: int) -> Sampling:
-    """Fill in what the request leaves open: from `defaults`, then OpenAI's (temperature 1).
+    """Fill in the omitted parameters: from `defaults`, then OpenAI's (temperature 1).
 
-    `defaults` has the fields of `Sampling`; an unseeded request gets a fresh seed. A top-k at or
-    above the vocabulary keeps every token, which is to say it is off.
+    `defaults` is keyed by the fields of `Sampling`; an unseeded request gets a random seed. A top_k
+    at or above the vocabulary size is turned off, because it keeps every token.
     """
     named = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     asked = {name: getattr(params, name) for name in named}
@@ -76,13 +76,13 @@ def resolve(params: SamplingParams, defaults: Mapping[str, Any], vocab_size: int
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys out of (seed, position), by two rounds of splitmix64."""
+    """Return two 32-bit keys derived from (seed, position) by two rounds of splitmix64."""
     mixed = _splitmix64(_splitmix64(seed & _MASK64) + position)
     return mixed & _MASK32, mixed >> 32
 
 
 def noise_base(seed: int) -> int:
-    """What positions are added to in `noise_keys`, as a signed 64-bit number."""
+    """Return the number to which `noise_keys` adds positions, as a signed 64-bit integer."""
     mixed = _splitmix64(seed & _MASK64)
     return mixed - (1 << 64) if mixed >> 63 else mixed
 

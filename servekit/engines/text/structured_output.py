@@ -1,22 +1,21 @@
-"""Text that keeps to a grammar: which tokens may come next, by llguidance.
+"""Structured output: the tokens that a grammar allows next, computed by llguidance.
 
-A grammar is compiled once, in a thread of the worker's, and kept; each request gets a copy of its
-own state. A new one is tried in another process before (`grammar_trial`). In every step the
-engine's thread asks for the set of tokens that may come next, for those rows alone that have a
-grammar. That takes a tenth of a millisecond and needs no device, so on a GPU it is done while the
-forward pass is still being computed.
+A grammar is compiled once, in a thread of the worker, and cached; each request gets a copy of its
+state. A new grammar is tried in another process first (`grammar_trial`). In every step the engine's
+thread computes the token mask of the rows that have a grammar. That takes a tenth of a millisecond
+and needs no device, so on a GPU it overlaps with the forward pass.
 
-Why llguidance rather than xgrammar, which does the same: it has no dependencies (xgrammar needs
-torch, triton and tvm-ffi; an engine without torch could not use it), a schema compiles in about 1
-ms where xgrammar took 132 (vocabulary of 49 000), it bounds the work that a regular expression can
-make in units of its own rather than in time, and it works without the GIL.
+Why llguidance and not xgrammar: it has no dependencies (xgrammar needs torch, triton and tvm-ffi,
+which an engine without torch could not use), compiles schemas much faster, bounds the work of
+regular expressions in units of its own rather than in time, and releases the GIL.
 
-What explodes does so at compile time or, mostly, in the first steps, which are tried at compile
-time too. The limits below keep all that under about 0.1 s, and later steps too.
+Explosive grammars explode while they are compiled or, mostly, in the first steps, which are
+therefore tried at compile time too. The limits below keep all this, and later steps, under about
+0.1 s.
 
-Requests of one grammar share the states of its lexer, which grow as tokens are matched, and at
-their limit fail for all of them, for ever. A new one is compiled then: no text is to end because
-of others.
+Requests with the same grammar share the states of its lexer, which grow as tokens are matched; at
+their limit the lexer fails for all of them, for good. The grammar is then compiled anew, so that no
+request fails because of others.
 """
 
 from __future__ import annotations
@@ -40,20 +39,21 @@ from servekit.protocol.messages import Grammar
 
 #: Longest grammar, in bytes of its text.
 MAX_BYTES = 256 * 1024
-#: Compiled grammars kept: their number, and their memory, of which each counts LEAST_KEPT_BYTES.
+#: Limits of the cache of compiled grammars, by number and memory; each counts LEAST_KEPT_BYTES or
+#: more.
 KEPT = 64
 KEPT_BYTES = 64 * 2**20
 LEAST_KEPT_BYTES = 64 * 1024
-#: Grammars that are known to be refused, so that nobody tries them twice.
+#: Cached refusals, so that a refused grammar is not tried again.
 REFUSALS = 256
-#: Steps of a compiled grammar that are tried, and CPU time that one of them may take, in s.
+#: Steps of a compiled grammar that are tried, and the CPU time limit of each, in s.
 STEPS_TRIED = 8
 STEP_S = 0.1
-#: CPU time, in s, of a grammar that may be compiled anew between two steps of the engine.
+#: Most CPU time, in s, to recompile a grammar between two steps of the engine.
 RENEWAL_S = 0.05
 _FULL = "too many states"
-#: White space between the parts of JSON: enough to indent it, too little for a small model to go
-#: on with for ever.
+#: White space between the parts of JSON: enough for indentation, but limited, because small models
+#: may otherwise generate it without end.
 WHITESPACE = r"[ \n\r\t]{0,40}"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,  # an enumeration of ten thousand values fits
@@ -63,7 +63,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # they would repeat the request's text
 )
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
-#: What llguidance says of its own: places in a text that it has made, states, nothing of use.
+#: Parts of llguidance's messages that are useless to a user: positions in generated text and
+#: states.
 _NOISE = re.compile(
     r"<non-verbose/>|^at \d+\(\d+\): |\(in regex\)|json-schema:///|^\s*\d+ \|.*$|^\s*\^\s*$",
     re.MULTILINE,
@@ -83,31 +84,31 @@ _PLAINLY = {
 
 
 def mask_words(vocab_size: int) -> int:
-    """Length of a mask, in words of 32 bits."""
+    """Return the length of a token mask in 32-bit words."""
     return -(-vocab_size // 32)
 
 
 class Constraint:
-    """Where one request is in its grammar."""
+    """The position of one request in its grammar."""
 
     def __init__(self, grammars: Grammars, grammar: Grammar, emitted: Sequence[int]) -> None:
-        """As `Grammars.constraint`."""
+        """Compile the grammar if necessary. Raises as `Grammars.constraint` does."""
         self.grammar = grammar
-        self.vocab_size = grammars.vocab_size  # bits of a mask, before they are rounded up to words
+        self.vocab_size = grammars.vocab_size  # bits of a mask, before rounding up to words
         self._grammars = grammars
         self._kept = grammars.compiled(grammar, patient=bool(emitted))
         self._matcher = self._kept.matcher.deep_copy()
         self._taken = list(emitted)
         self._eos = sorted(grammars.eos)
-        self.failure = ""  # why it cannot go on, for the user
+        self.failure = ""  # reason of a failure, for the user
 
     @property
     def ended(self) -> bool:
-        """The text is complete, and nothing can be added to it."""
+        """True if the text is complete and cannot be extended."""
         return not self.failure and self._matcher.is_stopped()
 
     def follow(self) -> bool:
-        """Go on by all that was emitted before, if it keeps to the grammar."""
+        """Advance over the tokens emitted before; return whether the grammar allows them."""
         return self._follow() or self._recover()
 
     def _follow(self) -> bool:
@@ -115,16 +116,16 @@ class Constraint:
         return not taken or self._matcher.try_consume_tokens(taken) == len(taken)
 
     def take(self, token: int) -> None:
-        """Go on by a token that the last mask allowed."""
+        """Advance by a token that the last mask allowed."""
         self._taken.append(token)
         if not self._matcher.consume_token(token) and not self._recover():
             self._fail()
 
     def _recover(self) -> bool:
-        """Go on with a lexer that has room, if this one's has none."""
+        """Switch to a newly compiled grammar if the shared lexer is full; return whether it did."""
         if _FULL not in self._matcher.get_error():
             return False
-        for _ in range(2):  # what another request has begun may be full by now, too
+        for _ in range(2):  # the new lexer of another request may be full already
             kept = self._grammars.renew(self.grammar, self._kept)
             if kept is None:
                 return False
@@ -134,10 +135,10 @@ class Constraint:
         return False
 
     def fill(self, mask: NDArray[np.int32], *, avoid_end: bool) -> None:
-        """Set the bits of the tokens that may come next; `mask` is int32 [vocabulary / 32].
+        """Set the bits of the allowed next tokens; `mask` is int32 [vocabulary / 32].
 
-        With `avoid_end` the text goes on as long as it can. A failure allows everything: the row
-        is about to be told.
+        With `avoid_end` the text continues for as long as it can. After a failure the mask allows
+        all tokens, because the request is about to fail.
         """
         if not self.failure:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -159,16 +160,16 @@ class Constraint:
             mask[:] = other
 
     def _fail(self) -> None:
-        # without an error, a text that fits was not taken whole: it fills a lexer by itself
+        # no error, but a valid text was not consumed whole: it fills a lexer by itself
         reason = self._matcher.get_error() or _FULL
         self.failure = _sentence(self.grammar, reason, "cannot be followed")
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; `compiled` may be called from any thread."""
+    """The grammar compiler and cache of one tokenizer; `compiled` is thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
-        """Raises ValueError for a tokenizer that is not of the library's fast kind."""
+        """Read the vocabulary. Raises ValueError for a tokenizer that is not a fast one."""
         from llguidance.hf import from_tokenizer
 
         size = max(vocab_size, len(tokenizer))
@@ -178,7 +179,7 @@ class Grammars:
 
     @classmethod
     def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:
-        """The same for a vocabulary that llguidance has already read."""
+        """Create an instance for a vocabulary that llguidance has already read."""
         made = cls.__new__(cls)
         made._begin(tokenizer, vocab_size, eos)
         return made
@@ -195,10 +196,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, grammar: Grammar, emitted: Sequence[int] = ()) -> Constraint:
-        """A constraint that has taken the tokens `emitted`.
+        """Return a constraint advanced over the tokens `emitted`.
 
-        Raises RequestError, and ModelUnavailable where others' grammars keep the worker busy;
-        that is no answer to a text that has begun, which waits.
+        Raises RequestError, and ModelUnavailable if grammars of other requests keep the worker
+        busy. A request that has emitted tokens waits instead.
         """
         constraint = Constraint(self, grammar, emitted)
         if not constraint.follow():
@@ -209,22 +210,22 @@ class Grammars:
         return constraint
 
     def compiled(self, grammar: Grammar, *, patient: bool) -> _Kept:
-        """Return what is to be copied for each request. Raises as `constraint`."""
+        """Return the compiled grammar, to be copied for each request. Raises as `constraint`."""
         if (known := self._known(grammar)) is not None:
             return known
         with self._lock:
             turn = self._turns.setdefault(grammar, threading.Lock())
         try:
-            with turn:  # of those that bring the same one, one compiles it
+            with turn:  # the first of several requests with the same grammar compiles it
                 return self._known(grammar) or self._compile(grammar, patient=patient)
         finally:
             with self._lock:
                 self._turns.pop(grammar, None)
 
     def renew(self, grammar: Grammar, full: _Kept) -> _Kept | None:
-        """Return another one in the place of `full`; None if that takes too long here and now.
+        """Return a replacement for the grammar `full`; None if recompiling takes too long here.
 
-        It is not kept any more then: the next request compiles it where there is time.
+        In that case the grammar leaves the cache, and the next request compiles it in its own time.
         """
         with self._lock:
             kept = self._kept.get(grammar)
@@ -240,7 +241,7 @@ class Grammars:
         return made
 
     def _known(self, grammar: Grammar) -> _Kept | None:
-        """Raises RequestError if it was refused before."""
+        """Return the cached grammar, if any. Raises RequestError if it was refused before."""
         with self._lock:
             if (kept := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
@@ -259,7 +260,7 @@ class Grammars:
             self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
 
     def _compile(self, grammar: Grammar, *, patient: bool) -> _Kept:
-        """Compile it here if that went well elsewhere."""
+        """Compile a grammar in this process after a successful trial."""
         if len(grammar.text.encode()) > MAX_BYTES:
             raise _refusal(grammar, f"it is longer than {MAX_BYTES} bytes")
         verdict = self.trials.judge(grammar, patient=patient)
@@ -290,21 +291,21 @@ def _digest(grammar: Grammar) -> bytes:
 
 
 class _Kept(NamedTuple):
-    """A compiled grammar, and the memory that it is taken to have."""
+    """A compiled grammar, with its estimated memory."""
 
     matcher: LLMatcher
     bytes: int
-    compiled_s: float  # CPU time that it took
+    compiled_s: float  # CPU time of the compilation
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Compile a grammar and try some of its steps. Raises RequestError.
 
-    It may take any time and memory, and end this process: `grammar_trial` is to be first.
+    May take any time and memory, or end this process: try the grammar in `grammar_trial` first.
     """
     try:
         matcher = LLMatcher(tokenizer, serialized(grammar), log_level=0, limits=_LIMITS)
-    except ValueError as error:  # no JSON, or no object
+    except ValueError as error:  # not JSON, or not an object
         raise _refusal(grammar, str(error)) from None
     if reason := matcher.get_error() or _try(matcher, tokenizer.vocab_size):
         raise _refusal(grammar, reason)
@@ -312,7 +313,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def _try(matcher: LLMatcher, vocab_size: int) -> str:
-    """Take the first step, and some more in a copy; says what is wrong with them."""
+    """Try the first steps, all but the first in a copy; return the error, or ""."""
     mask = np.zeros(mask_words(vocab_size), np.int32)
     copy = matcher
     for step in range(STEPS_TRIED):
@@ -331,7 +332,7 @@ def _try(matcher: LLMatcher, vocab_size: int) -> str:
 
 
 def serialized(grammar: Grammar) -> str:
-    """A grammar in llguidance's own JSON, whatever it was written in."""
+    """Return a grammar in llguidance's own JSON format."""
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(

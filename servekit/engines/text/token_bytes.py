@@ -1,7 +1,7 @@
-"""The bytes of single tokens, for those who want to see tokens rather than text.
+"""The bytes of single tokens, for log probabilities.
 
-A token may be a part of a character, so its text is bytes. Special tokens are their own names
-(`<|im_end|>`), where a decoder leaves them out.
+A token may be a part of a character, so its text is bytes. Special tokens are spelled by name
+(`<|im_end|>`), whereas a decoder leaves them out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from servekit.engines.text.tokenizer import from_alphabet, is_byte_level
 
-#: How SentencePiece writes a single byte, and a space.
+#: SentencePiece's spelling of a single byte and of a space.
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
 class Pieces:
-    """Token id to bytes, each looked up once. For any thread: writing twice is harmless."""
+    """A lazy map of token ids to bytes. Thread-safe: writing an entry twice is harmless."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class Pieces:
         self._byte_level = is_byte_level(getattr(tokenizer, "backend_tokenizer", None))
 
     def of(self, token: int) -> bytes:
-        """Empty for an id that is only padding of the vocabulary."""
+        """Return the token's bytes; empty for an id that only pads the vocabulary."""
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._look_up(token)

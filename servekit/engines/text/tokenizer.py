@@ -1,9 +1,9 @@
-"""Text to token ids and back, by the model's own tokenizer and chat template.
+"""Conversion between text and token ids by the model's own tokenizer and chat template.
 
-Decoding is incremental: text is handed out as soon as it is certain, and never a part of a
-character. Byte-level tokenizers are decoded byte by byte; all others by decoding a short window
-of tokens with and without the new ones, which gets leading spaces right whatever the tokenizer's
-rules are. Both cost the same for the thousandth token as for the first.
+Decoding is incremental: text is returned as soon as it is final, and never a part of a character.
+Byte-level tokenizers are decoded byte by byte; all others by decoding a short window of tokens with
+and without the new ones, which gets leading spaces right whatever the tokenizer's rules are. The
+cost per token does not grow with the length of the text.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage
 
 REPLACEMENT = "�"
-#: Tokens after which a window that still ends in U+FFFD is not waiting but broken.
+#: Tokens after which a window that still ends in U+FFFD is broken rather than incomplete.
 _LONGEST_CHARACTER = 8
-#: Characters for each token that has room, of which a longer text is judged first. Almost no text
-#: that fits is longer, so that hardly any is tokenised twice.
+#: Characters per token of the limit; the beginning of a longer text is tokenised first. Few texts
+#: that fit are longer, so hardly any text is tokenised twice.
 _FIRST_CHARS = 16
-#: And at most so many: half a gigabyte of tokens, at worst.
+#: Upper limit of such a beginning: half a gigabyte of tokens, at worst.
 _MOST_FIRST_CHARS = 2**20
-#: Tokens that may be there only because a text was cut: the pieces of a word or of a special token,
-#: and what a tokenizer adds at the ends. WordPiece has one token for any word over 100 characters.
+#: Tokens that may exist only because the text was cut: pieces of a word or special token, and
+#: tokens that the tokenizer adds at the ends. WordPiece has one token for any word over 100
+#: characters.
 _CUT_TOKENS = 128
 
 
 class Prompts(ABC):
-    """The half of a codec that makes token ids, whatever the tokenizer."""
+    """The encoding half of a codec, for any tokenizer."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
 
     @abstractmethod
     def _ids(self, text: str, special: bool) -> list[int]:
-        """Token ids; with `special` those that belong at a text's ends are added."""
+        """Return token ids; with `special` the tokens of a text's beginning and end are added."""
 
     @property
     def chat(self) -> bool:
@@ -70,11 +71,12 @@ class Prompts(ABC):
         return self._ids_within(limit, text, special=False)
 
     def _ids_within(self, limit: int | None, text: str, *, special: bool) -> list[int]:
-        """Token ids; TooManyTokens as soon as a beginning has too many, for each takes 200 bytes.
+        """Return token ids; raise TooManyTokens as soon as a beginning of the text has too many.
 
-        Only twice as many are too many: in one long word without a break, what follows changes
-        how the beginning is split, but not into half as many. White space at the cut does not
-        count, for a special token behind it may swallow any amount.
+        This saves memory: each token id takes 200 bytes. Only more than twice the limit is too
+        many: in one long word, the text after the cut changes how the beginning is split, but not
+        into half as many tokens. White space at the cut does not count, because a special token
+        after it may swallow any amount.
         """
         reach = len(text) if limit is None else min(_FIRST_CHARS * max(limit, 1), _MOST_FIRST_CHARS)
         while limit is not None and reach < len(text):
@@ -86,7 +88,7 @@ class Prompts(ABC):
 
 
 class TokenizerCodec(Prompts):
-    """Codec over a `transformers` tokenizer; see `base.Codec`."""
+    """A codec for a `transformers` tokenizer; see `base.Codec`."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(ChatTemplate(tokenizer))
@@ -100,19 +102,19 @@ class TokenizerCodec(Prompts):
         return list(tokenized["input_ids"])
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of `texts` that are tokens of their own, added to the vocabulary, special or not.
+        """Return those of `texts` that are added tokens, special or not, with their ids.
 
-        A grammar takes them only as tokens, never letter by letter.
+        A grammar must match them as tokens, never letter by letter.
         """
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(piece): int(token) for token, piece in added.items() if str(piece) in texts}
 
     def token_bytes(self) -> int:
-        """Bytes of text, white space left out, that one token stands for at most; 0: not known.
+        """Return the most bytes of text, without white space, that a token stands for; 0: unknown.
 
-        It is known where each byte comes to be in some token: for tokenizers over bytes, or with
-        bytes for what they do not know, that leave nothing out before. At most they compose
-        characters (NFC), three code points into one.
+        It is known if each byte of the text becomes part of some token: for byte-level tokenizers
+        and those with byte fallback, unless their normalizers drop text. Composing characters (NFC)
+        may turn three code points into one.
         """
         backend: Any = self._backend
         if backend is None or not (is_byte_level(backend) or _falls_back_to_bytes(backend)):
@@ -144,15 +146,15 @@ def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
 
 
 def is_byte_level(backend: Any) -> bool:
-    """Whether its tokens are written in GPT-2's stand-ins for bytes."""
+    """Return whether the tokens are spelled in GPT-2's byte alphabet."""
     return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
 
 
 def _falls_back_to_bytes(backend: Any) -> bool:
-    """SentencePiece's kind: whatever is not in the vocabulary becomes a token for each byte.
+    """Return whether each byte of text outside the vocabulary becomes a token, as in SentencePiece.
 
-    Without them any number of unknown characters is one token. Of a Unigram model it is not asked:
-    those come with a normalizer that shortens text.
+    Without byte fallback, any number of unknown characters may be one token. Unigram models are
+    excluded, because their normalizers shorten text.
     """
     if not getattr(backend.model, "byte_fallback", False):
         return False
@@ -166,7 +168,7 @@ def _falls_back_to_bytes(backend: Any) -> bool:
 
 
 def _steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as its file has them; `name` is a sequence's."""
+    """Return the steps of a normalizer or pre-tokenizer; `name` is the key of a list of steps."""
     if component is None:
         return []
     stated = json.loads(component.__getstate__())
@@ -174,22 +176,20 @@ def _steps(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """A normalizer changes white space at most, or composes characters."""
+    """Return whether a normalizer changes at most white space or composes characters."""
     if step["type"] == "Replace":
         return not step["pattern"].get("String", "a").strip()
     return step["type"] in ("Prepend", "NFC")
 
 
 class _BytePieces:
-    """The bytes of each token, looked up once per token id and shared by all decoders."""
+    """A lazy map of token ids to bytes, shared by all decoders."""
 
     def __init__(self, backend: Any, silent: Collection[int]) -> None:
         self._backend = backend
         self._silent = silent  # tokens without text
         self._known: dict[int, bytes] = {}
-        self.texts: dict[
-            int, str
-        ] = {}  # of those that have been looked up and are text by themselves
+        self.texts: dict[int, str] = {}  # tokens looked up so far that are valid text
 
     def of(self, token: int) -> bytes:
         piece = self._known.get(token)
@@ -207,7 +207,7 @@ class _BytePieces:
 
 
 def from_alphabet(text: str) -> bytes:
-    """The bytes of a byte-level token, or of an added one, which is written as plain text."""
+    """Return the bytes of a byte-level token, or of an added token, which is plain text."""
     try:
         return bytes(_byte_alphabet()[character] for character in text)
     except KeyError:
@@ -216,19 +216,19 @@ def from_alphabet(text: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest from U+0100."""
+    """Return GPT-2's byte alphabet: printable Latin-1 as itself, other bytes from U+0100 on."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(itself)]
     alphabet = {chr(byte): byte for byte in itself}
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-#: What an incremental decoder says that has nothing of a character.
+#: State of an incremental UTF-8 decoder between two characters.
 _SETTLED = (b"", 0)
 
 
 class ByteDecoder:
-    """Joins the tokens' bytes and decodes UTF-8 as it completes."""
+    """A decoder that joins the tokens' bytes and decodes complete UTF-8 characters."""
 
     def __init__(self, pieces: _BytePieces) -> None:
         self._pieces = pieces
@@ -246,7 +246,7 @@ class ByteDecoder:
         return text
 
     def flush(self) -> str:
-        self._utf8.reset()  # what waits is the beginning of a character that will never come
+        self._utf8.reset()  # drops an incomplete last character
         self._waits = False
         return ""
 
@@ -255,18 +255,18 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """Decodes a window of tokens; what it says beyond its settled part is the new text.
+    """A decoder that decodes a window of tokens and returns the text beyond its settled part.
 
-    The window keeps the tokens before the new ones, because a token's text may depend on its
-    neighbour (a leading space that is dropped at the start, bytes that make a character).
+    The window keeps tokens before the new ones, because a token's text may depend on its neighbours
+    (a leading space that is dropped at the start, bytes that form a character).
     """
 
     def __init__(self, tokenizer: Any, silent: Collection[int] | None = None) -> None:
-        """Of the special tokens those in `silent` have no text; None: all of them."""
+        """Store the special tokens to omit, `silent`; None omits all special tokens."""
         self._tokenizer = tokenizer
         self._silent = silent
         self._window: list[int] = []
-        self._settled = 0  # tokens of the window whose text has been handed out
+        self._settled = 0  # tokens of the window whose text was returned
         self._settled_text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""How a model writes tool calls and thoughts, found out from its chat template.
+"""Detection of a model's tool call and thought formats from its chat template.
 
-A turn in which the assistant calls a sentinel tool, and one in which it thinks, are rendered by
-the template itself; what it writes around them is what the model has learnt to write. A template
-that renders no calls, but tells the model how to write them, is known by the markers it names.
+The template renders a turn in which the assistant calls a sentinel tool, and one in which it
+thinks; the text around them is the format that the model was trained on. A template that renders no
+calls, but explains them to the model, is recognised by the markers it contains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUESTION = SENTINEL_TURNS[0]
 _ANSWER = "sentinel_answer"
 _THOUGHT = "sentinel_thought"
 _TAG = r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,30}\])"
-#: A rendered call in one of the shapes that need no markers to be recognised.
+#: A rendered call in a JSON shape that is recognised without markers.
 _JSON = re.compile(
     rf'\[?\s*\{{"name": "{SENTINEL}", "(?:arguments|parameters)": (?P<value>\{{[^{{}}]*\}})'
     r"[^{}]*\}\s*\]?"
@@ -68,7 +68,7 @@ class _Calls(NamedTuple):
     end: str = ""
 
 
-#: Of templates that tell of calls without rendering any: all of these name the family.
+#: Formats of templates that explain calls without rendering any, by markers that must all occur.
 _NAMED: list[tuple[_Calls, tuple[str, ...]]] = [
     (_Calls("qwen3_coder"), ("<tool_call>", "<function=")),
     (_Calls("glm"), ("<tool_call>", "<arg_key>")),
@@ -85,10 +85,10 @@ _NAMED: list[tuple[_Calls, tuple[str, ...]]] = [
 
 
 def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") -> Dialect:
-    """The dialect of a model with this template, its `tokens` left empty.
+    """Return the dialect of a model with this template, with `tokens` left empty.
 
-    `tools`, a key of MARKERS, and `thoughts`, a key of THOUGHTS, are the file's own words on it;
-    "none" is one, too. "" leaves it to the template.
+    `tools`, a key of MARKERS, and `thoughts`, a key of THOUGHTS, are configured formats; "none"
+    turns a format off, "" detects it from the template.
     """
     if not template.source:
         return Dialect()
@@ -102,22 +102,25 @@ def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") ->
 
 
 def takes_tools(template: ChatTemplate) -> bool:
-    """Whether the template tells the model of the tools it is given."""
+    """Return whether the template renders tool definitions."""
     return template.takes_tools
 
 
 def tool_capabilities(
     template: ChatTemplate, dialect: Dialect, parser: str, *, grammars: bool
 ) -> tuple[Capability, ...]:
-    """What a model can be served with. `parser`: `tool_parser` of the file, "none" leaves calls in
-    the text. Where a template has no tools, a grammar can still make the model call them."""
+    """Return the tool capabilities of a model; `parser` is the configured `tool_parser`.
+
+    With the parser "none" calls stay in the text. If the template has no tools, a grammar can still
+    force the model to call them.
+    """
     if takes_tools(template) and (dialect.tools or parser == "none"):
         return ("tools",)
     return ("forced_tools",) if grammars and template.source and parser != "none" else ()
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """The special token with which the chat template closes the assistant's turn, if it does.
+    """Return the special token with which the chat template closes the assistant's turn, if any.
 
     A model ends its answers with it, whether or not its generation config says so.
     """
@@ -128,13 +131,13 @@ def turn_ends(tokenizer: Any) -> list[int]:
     template = ChatTemplate(tokenizer)
     turns = [_QUESTION, ChatMessage("assistant", _ANSWER)]
     rest = _turn(_rendered(lambda: template.render_turns(turns))).partition(_ANSWER)[2].lstrip()
-    # Of two that begin alike the longer one is meant.
+    # the longer of two that begin alike
     found = max((text for text in special if rest.startswith(text)), key=len, default="")
     return [special[found]] if found else []
 
 
 def _rendered(render: Callable[[], str]) -> str:
-    """What a template makes of a sentinel; "" where it refuses."""
+    """Render a sentinel; "" if the template refuses."""
     try:
         return render()
     except Exception:  # the template is the model's code, and may raise anything
@@ -152,18 +155,18 @@ def _calls(template: ChatTemplate) -> _Calls:
             return _Calls(family, *_outer(template, family, found))
     if found := _JSON.search(body):
         return _json(template, found)
-    if SENTINEL in body:  # rendered, in a way that nobody here reads
+    if SENTINEL in body:  # rendered in a format that no parser here reads
         return _Calls()
     return _named(template) if takes_tools(template) else _Calls()
 
 
 def _turn(text: str) -> str:
-    """What comes after the question: the assistant's turn, header included."""
+    """Return the text after the question: the assistant's turn with its header."""
     return text.rpartition(_QUESTION.content)[2]
 
 
 def _outer(template: ChatTemplate, family: str, found: re.Match[str]) -> tuple[str, str]:
-    """The outer markers, where they are not the family's usual ones."""
+    """Return the outer markers if they differ from the family's usual ones."""
     begin = found.group(1) if found.groups() else None
     if not begin or begin in MARKERS[family]:
         return "", ""
@@ -177,25 +180,25 @@ def _json(template: ChatTemplate, found: re.Match[str]) -> _Calls:
         return _Calls("llama3_json" if tag or not before.strip() else "")
     begin = tag.group(1)
     if begin in _rendered(lambda: template.render_turns([_QUESTION, ChatMessage("user", _ANSWER)])):
-        return _Calls()  # it begins any turn
+        return _Calls()  # the marker begins every turn
     if begin == MARKERS["hermes"][0]:
         return _Calls("hermes")
     return _Calls("template", begin, _closing(template, found))
 
 
 def _header(template: ChatTemplate, turn: str) -> str:
-    """How the turn begins where the model itself begins: by the generation prompt."""
+    """Return the beginning of the turn that the generation prompt already contains."""
     prompt = _turn(_rendered(lambda: template.render([_QUESTION], [SENTINEL_TOOL])))
     same = (at for at, (one, other) in enumerate(zip(turn, prompt, strict=False)) if one != other)
     common = turn[: next(same, min(len(turn), len(prompt)))]
-    for left, right in ("<>", "[]"):  # never a part of a marker
+    for left, right in ("<>", "[]"):  # never cut within a marker
         if common.rfind(left) > common.rfind(right):
             common = common[: common.rfind(left)]
     return common
 
 
 def _closing(template: ChatTemplate, found: re.Match[str]) -> str:
-    """The marker that ends calls: a tag behind the last that does not end every turn."""
+    """Return the tag after the last call, unless it ends every turn."""
     rest = found.string[found.end() :].lstrip()
     plain = [_QUESTION, ChatMessage("assistant", _ANSWER)]
     every = _rendered(lambda: template.render_turns(plain)).rpartition(_ANSWER)[2].strip()
@@ -214,7 +217,7 @@ def _named(template: ChatTemplate) -> _Calls:
 
 
 def _thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:
-    if family == "harmony":  # its channels say what is thought
+    if family == "harmony":  # its channels separate thoughts
         return "", ""
     turn = [_QUESTION, ChatMessage("assistant", _ANSWER, reasoning=_THOUGHT)]
     found = re.search(

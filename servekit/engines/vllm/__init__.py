@@ -1,18 +1,23 @@
-"""vLLM as an engine: its scheduler and model in processes of their own, its front end left out.
+"""The vLLM engine: vLLM's scheduler and model run in processes of their own, without its front end.
 
-vLLM's `AsyncLLM` is a client of an engine core, which runs elsewhere, and a loop that turns the
-core's outputs into text and hands each request's to a queue and a task of its own. The worker makes
-text itself, so this engine is a client of the same core and takes its outputs as they come: one
-list for each step, of all requests.
+vLLM's `AsyncLLM` is a client of an engine core, which runs in another process, and a loop that
+detokenises the core's outputs and passes them to a queue and a task per request. The worker
+detokenises itself, so this engine is a client of the same core and takes its outputs directly: one
+list per step, for all requests.
 
-    library      all that is used of vLLM, and the releases that were tried
-    arguments    from a WorkerSpec to vLLM's own
-    core         the core's client, and its death
-    causes       why it has died, told by its own process
-    requests     jobs as the core takes them, and what it brings as the worker takes it
-    engine       the life of the core, and its loop
-    adapters     LoRA
-    scheduler    what has to be done inside the core
-    ranks        and inside the processes that run the model
-    activity     whether the core's processes do anything while they load
+    library              the parts of vLLM that are used, and the tested releases
+    engine_args          a WorkerSpec as vLLM's arguments
+    core_client          the client of the core, and the detection of its death
+    causes               the cause of a core's death, reported by its process
+    requests             jobs as requests of the core, and its outputs as outputs of the engine
+    request_table        the requests in flight
+    engine               the life cycle of the core, and the loop
+    embedding_batches    the sender of embedding jobs
+    probes               requests of the engine itself
+    sleep                sleep and wake-up
+    generation_defaults  stop tokens and sampling of the model's files
+    adapters             LoRA
+    scheduler            extensions inside the core's process
+    worker_extension     extensions inside the processes that run the model
+    liveness             progress of the core's processes while they load
 """

@@ -1,6 +1,6 @@
-"""LoRA adapters in vLLM: read and judged as for the transformers engine, and tried before served.
+"""LoRA adapters in vLLM: checked as for the transformers engine, and tried before they are served.
 
-vLLM mixes them in one batch by kernels of its own. Another tuner it does not know, nor DoRA.
+vLLM mixes them in one batch with kernels of its own. It supports neither other tuners nor DoRA.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import WorkerSpec
 
-#: Token ids, and the scores of what follows them, one tuple for each token: a probe's answer.
+#: The result of a probe: for each generated token, the log probabilities of the best candidates.
 Scores = list[tuple[float, ...]]
-#: Asks the engine for the scores of the tokens after a prompt, with an adapter's id or without.
+#: Function that returns the scores after a prompt, with an adapter's id or 0.
 Probe = Callable[[list[int], int], Scores]
 
 _PROMPT_TOKENS = 11
@@ -26,7 +26,7 @@ WHY = "vLLM mixes LoRA adapters in one batch."
 
 
 class Adapters:
-    """Those that are loaded. `load` and `unload` come from one thread at a time."""
+    """The loaded adapters. `load` and `unload` are called from one thread at a time."""
 
     def __init__(
         self, spec: WorkerSpec, names: Collection[str], max_rank: int, core: Core, probe: Probe
@@ -40,7 +40,7 @@ class Adapters:
         self._held: dict[str, Any] = {}  # LoRARequest by name
 
     def request(self, name: str) -> Any:
-        """What a request of this adapter carries. Raises RequestError if there is none."""
+        """Return the LoRARequest of an adapter. Raises RequestError if it is not loaded."""
         found = self._held.get(name)
         if found is None:
             raise RequestError(f"This model has no adapter {name!r}.", param="model")
@@ -49,7 +49,7 @@ class Adapters:
     def load_all(
         self, specs: Sequence[AdapterSpec]
     ) -> tuple[tuple[AdapterInfo, ...], dict[str, str]]:
-        """Load what can be; what cannot is told by name."""
+        """Load the adapters; return their infos, and the reasons of failure by name."""
         loaded, refused = [], {}
         for spec in specs:
             try:
@@ -59,7 +59,7 @@ class Adapters:
         return tuple(loaded), refused
 
     def load(self, spec: AdapterSpec) -> AdapterInfo:
-        """As `Engine.load_adapter`."""
+        """Load and verify an adapter; see `Engine.load_adapter`."""
         if spec.name in self._held:
             raise RequestError(
                 f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
@@ -79,12 +79,12 @@ class Adapters:
         from vllm.lora.request import LoRARequest
 
         number, self._next = self._next, self._next + 1
-        # vLLM's prefix cache tells adapters by name: what another one of this name has left there
-        # must not be found.
+        # vLLM's prefix cache distinguishes adapters by name: entries of an earlier adapter of this
+        # name must not be found.
         request = LoRARequest(f"{spec.name}#{number}", number, str(found.folder))
         try:
             self._core.call("add_lora", request)
-        except Exception as error:  # whatever the core has raised comes as this
+        except Exception as error:  # vLLM reports every error of the core as this type
             raise RequestError(
                 f"vLLM cannot load the adapter: {str(error)[:500]}", param=PARAM
             ) from error
@@ -101,12 +101,12 @@ class Adapters:
         )
 
     def unload(self, name: str) -> None:
-        """As `Engine.unload_adapter`."""
+        """Unload an adapter; see `Engine.unload_adapter`."""
         self._core.call("remove_lora", self.request(name).lora_int_id)
         del self._held[name]
 
     def restore(self) -> None:
-        """Load all once more: the device has forgotten them."""
+        """Load all adapters again, after the device has lost them."""
         for request in self._held.values():
             self._core.call("remove_lora", request.lora_int_id)
             self._core.call("add_lora", request)
@@ -121,7 +121,7 @@ class Adapters:
 
 
 def judge(found: AdapterFiles, max_rank: int) -> None:
-    """Raise RequestError for an adapter that vLLM cannot run, by its configuration."""
+    """Raise RequestError if vLLM does not support the adapter's configuration."""
     kind = found.config.get("peft_type")
     if kind != "LORA" or found.config.get("use_dora"):
         named = "DoRA" if kind == "LORA" else str(kind)
@@ -134,9 +134,10 @@ def judge(found: AdapterFiles, max_rank: int) -> None:
 
 
 def effect(with_it: Scores, without: Scores) -> float:
-    """The largest change of a log probability. Raises RequestError if there is none, or no number.
+    """Return the largest change of a log probability by the adapter.
 
-    Only the first token is compared: what follows may go on after another one.
+    Raises RequestError if nothing changes, or if a value is not finite; LoadError if a probe
+    failed. Only the first token is compared, because the second may follow a different first one.
     """
     if not (with_it and without):
         raise LoadError("vLLM gave a probe of the adapter up; its log says why.", permanent=False)

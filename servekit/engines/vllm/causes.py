@@ -1,9 +1,9 @@
-"""Why a core has died: its process tells the worker, whose client learns no more than that it has.
+"""Causes of a core's death, reported by the core's process: vLLM's client does not know them.
 
-vLLM logs the reason as an error, with the exception where there is one, before it says that the
-core is dead. A handler in the core's process sends that to a socket of the worker's, whose name is
-made of `VllmConfig.instance_id`: both processes have it. Where vLLM words its log otherwise, only
-the detail is lost.
+vLLM logs the cause as an error, with the exception if there is one, before it reports that the core
+is dead. A handler in the core's process sends that to a socket of the worker, whose name is derived
+from `VllmConfig.instance_id`, which both processes know. If a vLLM release words its log
+differently, only the detail is lost.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 _MOST_BYTES = 4096
 _EXIT_CODE = re.compile(r"exit code: (-?\d+|None)")
-#: How long a process that has just ended may take to be one that has.
+#: Time in which the exit code of a process that has just ended becomes available.
 _ENDED_S = 0.5
-#: In the lines that vLLM logs when a core ends; other errors are of one request.
+#: Parts of the lines that vLLM logs when a core dies; other errors concern single requests.
 _OF_DEATH = ("encountered a fatal error", "died unexpectedly")
 
 
 class Causes:
-    """The worker's end. Made before the core is started."""
+    """The worker's end of the socket. Created before the core is started."""
 
     def __init__(self, config: Any) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -33,12 +33,12 @@ class Causes:
         self._first = ""
 
     def first(self, patience_s: float) -> str:
-        """The first error that the core has told, which may be on its way yet; "" if none comes."""
+        """Wait for the first error that the core reports, up to `patience_s`; "" if none comes."""
         if not self._first:
             self._socket.settimeout(patience_s)
             try:
                 self._first = self._socket.recv(_MOST_BYTES).decode(errors="replace")
-            except OSError:  # nothing was told in time, or this is closed
+            except OSError:  # nothing was reported in time, or the socket is closed
                 return ""
         return self._first
 
@@ -47,7 +47,7 @@ class Causes:
 
 
 class Teller(logging.Handler):
-    """The core's end: a handler of vLLM's log."""
+    """The core's end of the socket: a handler of vLLM's log."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(logging.ERROR)
@@ -60,27 +60,27 @@ class Teller(logging.Handler):
         if record.exc_info and record.exc_info[1] is not None:
             told = in_words(record.exc_info[1])
         elif (found := _EXIT_CODE.search(told)) and found[1] == "None":
-            told = f"exit code: {_code_of_a_child()}"  # vLLM asks sooner than the kernel knows
+            told = f"exit code: {_code_of_a_child()}"  # vLLM asks before the kernel knows
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as teller:
                 teller.setblocking(False)
                 teller.sendto(told.encode()[:_MOST_BYTES], self._address)
-        except OSError:  # nobody listens, or has read what was told before
+        except OSError:  # nobody listens, or the socket's buffer is full
             pass
 
 
 def tell(config: Any) -> None:
-    """Have this process, a core's, tell its errors."""
+    """Make this process, a core's, report its errors."""
     logging.getLogger("vllm").addHandler(Teller(config))
 
 
 def _code_of_a_child() -> int | None:
-    """The exit code of a child that has ended, which is left to be asked for by whoever waits."""
+    """Return the exit code of an ended child, without reaping it."""
     until = time.monotonic() + _ENDED_S
     while time.monotonic() < until:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody has asked for it
+        except ChildProcessError:  # the child was reaped already
             return None
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -89,20 +89,20 @@ def _code_of_a_child() -> int | None:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception's kind and the first line of what it says."""
+    """Return an exception's type and the first line of its message."""
     said = first_line(error)
     kind = type(error).__name__
     return said if kind in (said, "RuntimeError", "Exception") else f"{kind}: {said}"
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of what an error says."""
+    """Return the first line of an error's message, or its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:500]
 
 
 def of_exit(code: int | None) -> str:
-    """What has ended a process: "was killed by SIGKILL", "ended with exit code 1"."""
+    """Describe the end of a process: "was killed by SIGKILL", "ended with exit code 1"."""
     if code is None:
         return "has died"
     if code >= 0:
@@ -114,7 +114,7 @@ def of_exit(code: int | None) -> str:
 
 
 def sentence(told: str, code: int | None) -> str:
-    """Why a core has died, of what it has told and of its exit code, None while it is not known."""
+    """Describe a core's death by its reported error and its exit code, None if unknown."""
     if code is not None and code < 0:
         return f"vLLM's engine core {of_exit(code)}."
     if not told:

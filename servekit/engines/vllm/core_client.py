@@ -1,7 +1,7 @@
-"""The engine core's client: vLLM's own for programs without asyncio, used from several threads.
+"""A thread-safe client of the engine core, based on vLLM's client for programs without asyncio.
 
-Its socket is one, so what is sent goes under a lock; what comes is read by a thread of vLLM's and
-waits in a queue.
+There is a single socket, so sending requires a lock; a thread of vLLM reads the outputs into a
+queue.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from servekit.errors import EngineFailed, LoadError
 
 log = logging.getLogger(__name__)
 
-#: How long the core may take for what is no request: to load an adapter, to sleep, to wake.
+#: Time limit of calls that are not requests: loading an adapter, sleeping, waking.
 _CALL_S = 600.0
-#: How often it is looked whether it is alive meanwhile.
+#: Interval of the checks that the core is alive during a call.
 _LOOK_EVERY_S = 0.2
-#: How long a process that has ended may take to say how, and what it has told to arrive.
+#: Time in which a dead process's exit code and reported error become available.
 _CAUSE_S = 1.0
 
 
 class Core:
-    """One vLLM engine core in processes of its own, of this process group."""
+    """A vLLM engine core, in processes of its own within this process group."""
 
     def __init__(self, asked: dict[str, Any], model: str) -> None:
-        """Start it, and wait until it has loaded. `asked` are `vllm.EngineArgs`.
+        """Start the core with `asked`, arguments of `vllm.EngineArgs`, and wait for its load.
 
         Raises LoadError.
         """
@@ -44,12 +44,12 @@ class Core:
         self._calls = itertools.count(1)
         self._closing = False
         self._exit_code: int | None = None
-        self._gone = threading.Event()  # a process of the core's has ended by itself
+        self._gone = threading.Event()  # set when a process of the core has ended by itself
         threading.Thread(target=self._watch, name="core watch", daemon=True).start()
 
     @property
     def config(self) -> Any:
-        """vLLM's `VllmConfig`, with what the core has found out."""
+        """vLLM's `VllmConfig`, with the values that the core has determined."""
         return self._client.vllm_config
 
     @property
@@ -57,14 +57,14 @@ class Core:
         return self._gone.is_set() or bool(self._client.resources.engine_dead)
 
     def death(self) -> EngineFailed:
-        """Why it is dead, in a sentence."""
+        """Return the cause of the core's death as an error."""
         told = self._causes.first(_CAUSE_S if self._exit_code is None else 0.0)
         return EngineFailed(causes.sentence(told, self._exit_code))
 
     def _watch(self) -> None:
-        """Wake the engine's loop as soon as a process of the core's ends.
+        """Wake the engine's loop as soon as a process of the core ends.
 
-        vLLM's own monitor does that late: it puts the remaining processes away first.
+        vLLM's own monitor reports it late: it ends the remaining processes first.
         """
         processes = {one.sentinel: one for one in self._client.resources.engine_manager.processes}
         ends = select.poll()
@@ -75,7 +75,8 @@ class Core:
             return
         process = processes[ended]
         until = time.monotonic() + _CAUSE_S
-        # vLLM's monitor waits for the same process: who asks second is told in a moment
+        # vLLM's monitor waits for the same process; if it reaps first, the exit code appears a
+        # moment later
         while (code := process.exitcode) is None and time.monotonic() < until:
             time.sleep(0.001)
         self._exit_code = code
@@ -83,9 +84,9 @@ class Core:
         self._client.outputs_queue.put(self.death())
 
     def add(self, made: Sequence[Any]) -> None:
-        """Send requests. Raises what vLLM does where the core is dead, or one cannot be sent.
+        """Send requests. Raises vLLM's error if the core is dead or a request cannot be sent.
 
-        Those that were sent before are aborted then.
+        In that case the requests that were already sent are aborted.
         """
         with self._sending:
             for at, request in enumerate(made):
@@ -96,21 +97,21 @@ class Core:
                     raise
 
     def abort(self, names: list[str]) -> None:
-        """Give requests up; names that the core does not know are ignored, and so is its death."""
+        """Abort requests; unknown names and the core's death are ignored."""
         with self._sending:
             self._abort(names)
 
     def _abort(self, names: list[str]) -> None:
         try:
             self._client.abort_requests(names)
-        except Exception as error:  # it dies just now, and its requests with it
+        except Exception as error:  # the core is dying, and its requests with it
             log.warning("cannot abort: %s", first_line(error))
 
     def call(self, method: str, *args: Any) -> Any:
-        """Have the core do something else, and wait for it.
+        """Call a method of the core and wait for the result.
 
-        As `SyncMPClient.call_utility`, which would hold the socket until it is answered. Raises
-        Exception with the core's own words, EngineFailed if it dies over it.
+        Replaces `SyncMPClient.call_utility`, which would block the socket meanwhile. Raises
+        Exception with the core's own message, EngineFailed if the core dies.
         """
         from vllm.v1.engine import EngineCoreRequestType
 
@@ -125,7 +126,7 @@ class Core:
             raise self.death() from None
 
     def next(self, timeout_s: float) -> Any | None:
-        """What the next step has brought, an `EngineCoreOutputs`; None if nothing has come.
+        """Return the `EngineCoreOutputs` of the next step; None if none comes within `timeout_s`.
 
         Raises EngineFailed once the core is dead.
         """
@@ -137,7 +138,7 @@ class Core:
             return None
         if isinstance(found, EngineFailed):
             raise found
-        if isinstance(found, Exception):  # vLLM's, which says that the core is dead and no more
+        if isinstance(found, Exception):  # vLLM's error, which only says that the core is dead
             raise self.death() from found
         return found
 
@@ -146,7 +147,7 @@ class Core:
         processes = self._client.resources.engine_manager.processes
         self._client.shutdown()
         for process in processes:
-            process.join(_CAUSE_S)  # vLLM kills what is late and does not wait for it
+            process.join(_CAUSE_S)  # vLLM kills slow processes without waiting for them
         self._causes.close()
 
 
@@ -159,7 +160,7 @@ def _start(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
 
     try:
         config = EngineArgs(**asked).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except Exception as error:  # vLLM raises many kinds for what it does not support
+    except Exception as error:  # vLLM raises many types for unsupported settings
         raise LoadError(f"vLLM refuses {model}: {first_line(error)}") from error
     ahead = config.scheduler_config.async_scheduling
     kind = "Ahead" if ahead else "InStep"
@@ -177,7 +178,7 @@ def _start(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
 
 
 def wait_for(answer: Future[Any], dead: Callable[[], bool], limit_s: float) -> Any:
-    """What the core answers. vLLM leaves open for good what a core has died over."""
+    """Return the core's answer. vLLM never completes the future if the core dies, so this polls."""
     until = time.monotonic() + limit_s
     while not futures.wait([answer], _LOOK_EVERY_S).done:
         if dead():

@@ -1,7 +1,7 @@
-"""The texts of EmbedJobs on their way to the core: each is a message of its own there.
+"""A sender thread for the texts of EmbedJobs, each of which is a request of its own to the core.
 
-A job may have thousands, which would hold the worker's event loop for as long as it takes to check
-and to send them; so they are sent from a thread, a few at a time.
+A job may have thousands of texts; checking and sending them at once would block the worker's event
+loop. So a thread sends them in small batches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from servekit.errors import RequestError
 
 log = logging.getLogger(__name__)
 
-#: After so many it is looked whether anybody still wants them; the socket is free for others then.
+#: Texts sent before the next check for cancellation; the socket is free for other senders in
+#: between.
 BATCH = 16
 
 
 class Texts:
-    """Sends jobs one after the other.
+    """A sender of embedding jobs, one after the other.
 
-    `make` makes the core's request of a name and token ids; what goes wrong is told by `fail`.
+    `make` builds the core's request from a name and token ids; `fail` reports a failure.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class Texts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     def send(self, job: EmbedJob, names: Sequence[str]) -> None:
-        """Queue the texts of a job that is held, under their names."""
+        """Queue the texts of a registered job, with their request names."""
         self._thread.submit(self._send, job, names)
 
     def close(self) -> None:
-        """Send nothing more; returns when what is being sent is."""
+        """Stop sending; returns after the current batch."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _send(self, job: EmbedJob, names: Sequence[str]) -> None:
@@ -61,11 +62,11 @@ class Texts:
             self._fail(StepOutput(job.id, [], error=error.message, param=error.param))
         except Exception as error:
             log.warning("cannot send texts: %s", first_line(error))
-            if not self._core.dead:  # else the job goes on in another worker
+            if not self._core.dead:  # if the core is dead, the job continues in another worker
                 self._fail(StepOutput(job.id, [], error=why(error)))
         if job.id not in self._held:
-            # Given up meanwhile, and the abort may have come before the last of them. To the core
-            # what it does not know, or has done, is nothing.
+            # Cancelled meanwhile; the abort may have come before the last texts. The core ignores
+            # unknown and finished requests.
             self._core.abort(list(names))
 
     def _send_all(self, job: EmbedJob, names: Sequence[str]) -> None:
@@ -77,5 +78,5 @@ class Texts:
 
 
 def why(error: Exception) -> str:
-    """What to say of a request that could not be sent."""
+    """Return the error text for a request that could not be sent."""
     return f"vLLM cannot be sent this request: {first_line(error)}"

@@ -1,8 +1,8 @@
-"""The vLLM engine: jobs to the core, and what each step brings as one list.
+"""The vLLM engine: sends jobs to the core, and emits the outputs of each step as one list.
 
-The worker's I/O thread submits and cancels; a thread here takes the core's outputs and emits them.
-Should the core die, `fatal` is set, which ends the worker and the core's other processes with it;
-the requests under way go on in other workers.
+The worker's I/O thread submits and cancels; a thread of the engine receives and emits the core's
+outputs. If the core dies, the engine sets `fatal`, which ends the worker and the core's other
+processes; the requests in flight continue in other workers.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words", "prompt_logprobs"),
 )
-#: How often it is looked whether the core is alive, while it brings nothing.
+#: Interval of the checks that the core is alive while it sends nothing.
 _LOOK_EVERY_S = 0.2
 CLOSE_TIMEOUT_S = 5.0
 
 
 class VllmEngine(Engine):
-    """See the module's docstring; options are `config.engines.VllmOptions`."""
+    """The vLLM engine; its options are `config.engines.VllmOptions`."""
 
     _core: Core
     _probes: Probes
@@ -85,9 +85,9 @@ class VllmEngine(Engine):
         self._closing = False
         self._serial = itertools.count()
         self._progress_at = time.monotonic()
-        self._running, self._kv_used = 0, 0.0  # as the core has told last
+        self._running, self._kv_used = 0, 0.0  # as last reported by the core
         self._adapters: Adapters | None = None
-        self._prompts: dict[int, list[int]] = {}  # by job: those that wait for log probabilities
+        self._prompts: dict[int, list[int]] = {}  # by job: prompts that wait for log probabilities
 
     # ---------------------------------------------------------------- loading
 
@@ -114,11 +114,14 @@ class VllmEngine(Engine):
             name: value for name, value in self.spec.sampling.items() if value is not None
         }
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()  # its own questions are answered there
+        self._thread.start()  # receives the answers to the engine's own probes
         return self._embedding() if self._embeds else self._generating(folder, tokenizer)
 
     def _memory(self) -> tuple[int, int]:
-        """Total and free bytes of what it is to run on. Raises LoadError for the other build."""
+        """Return total and free bytes of the device.
+
+        Raises LoadError if vLLM is built for the other kind.
+        """
         library.check()
         on_cpu = self.spec.device == "cpu"
         if on_cpu and not library.is_for_cpus():
@@ -216,7 +219,7 @@ class VllmEngine(Engine):
         except Exception as error:
             self._held.forget(job.id)
             self._prompts.pop(job.id, None)
-            if self._core.dead:  # of which the loop will say so
+            if self._core.dead:  # the loop reports the core's death
                 raise WorkerLost(GONE) from error
             raise EngineFailed(why(error)) from error
 
@@ -227,12 +230,12 @@ class VllmEngine(Engine):
         asked = requests.sampling_arguments(job, sampling, self._stated.eos, self._stated.primary)
         try:
             params = SamplingParams(**asked)
-        except Exception as error:  # a ValueError, from 0.28 on of a kind of vLLM's own
+        except Exception as error:  # a ValueError; from 0.28 on an exception type of vLLM
             raise RequestError(f"vLLM refuses this: {first_line(error)}") from error
         params.update_from_generation_config({}, self._stated.primary)
-        if job.banned:  # what `update_from_tokenizer` would make of `bad_words`
+        if job.banned:  # as `update_from_tokenizer` would derive it from `bad_words`
             params._bad_words_token_ids = [list(word) for word in job.banned]
-        if job.constraint is not None:  # which `scheduler` takes from `extra_args`
+        if job.constraint is not None:  # `scheduler` takes it from `extra_args`
             params.structured_outputs = StructuredOutputsParams(regex=".*")
             params.structured_outputs._backend = "guidance"
         requests.check_room(params)
@@ -290,7 +293,7 @@ class VllmEngine(Engine):
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def fail_step(self) -> None:
-        """Have the core's next step raise, in the process that runs the model."""
+        """Make the core's next step raise, in the process that runs the model."""
         told = ("collective_rpc", "fail_next_step", None, (), None)
         threading.Thread(target=self._core.call, args=told, daemon=True).start()
 
@@ -311,7 +314,7 @@ class VllmEngine(Engine):
             self._adapters.restore()
 
     def _turn(self, what: Callable[[], None]) -> None:
-        """One of the above; a core that is left between the two is given up."""
+        """Run a sleep or wake; if the core ends up in between, treat it as dead."""
         if self.fatal is not None:
             raise LoadError(GONE, permanent=False)
         try:
@@ -327,7 +330,7 @@ class VllmEngine(Engine):
             while not self._closing:
                 if (found := self._core.next(_LOOK_EVERY_S)) is not None:
                     self._take_step(found)
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             if not self._closing:
                 self._die(error)
 
@@ -347,15 +350,15 @@ class VllmEngine(Engine):
             self._held.tell(made, left, self._emit)
 
     def _moved(self) -> None:
-        """Something went on; and what was idle until now is not late."""
+        """Record progress; also resets the clock after idle time."""
         self._progress_at = time.monotonic()
 
     def _take(self, output: Any, job_id: int | None) -> StepOutput | None:
-        if job_id is None:  # cancelled, or a question of our own
+        if job_id is None:  # cancelled, or one of the engine's own probes
             self._probes.take(output)
             return None
         if self._embeds:
-            embedding = self._held.embeddings.get(job_id)  # None: cancelled just now
+            embedding = self._held.embeddings.get(job_id)  # None: just cancelled
             return None if embedding is None else self._take_vector(job_id, embedding, output)
         made = requests.output_of(job_id, output, self._stated.eos, self._pieces.of)
         if self._prompts and (ids := self._prompts.get(job_id)) is not None:
@@ -363,17 +366,17 @@ class VllmEngine(Engine):
         return made
 
     def _take_prompt(self, made: StepOutput, found: Any, prompt_ids: list[int]) -> None:
-        """Let a job's first output tell of its prompt."""
+        """Add the prompt's log probabilities to the job's first output."""
         if found is not None:
             made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.of)
-        elif len(prompt_ids) == 1:  # there is nothing before its only token
+        elif len(prompt_ids) == 1:  # its only token has no predecessor
             made.prompt = [PromptToken(prompt_ids[0], self._pieces.of(prompt_ids[0]))]
         if made.prompt is not None or made.finish or made.error:
             self._prompts.pop(made.id, None)
 
     def _take_vector(self, job_id: int, embedding: Embedding, output: Any) -> StepOutput | None:
         if output.pooling_output is None:
-            self._core.abort(list(embedding.places))  # the others are of no use
+            self._core.abort(list(embedding.places))  # the other texts are useless now
             return StepOutput(job_id, [], error="vLLM made no embedding; its log says why.")
         vector = output.pooling_output.float().cpu().numpy()
         embedding.vectors[embedding.places[output.request_id]] = vector.astype("<f4").tobytes()
@@ -381,7 +384,7 @@ class VllmEngine(Engine):
         return None if embedding.left else make_embedding_output(job_id, embedding.vectors)
 
     def _fail(self, output: StepOutput) -> None:
-        """Tell one job, if it is held, that it has failed."""
+        """Report the failure of a job, if it is still registered."""
         self._held.tell([output], -1, self._emit)
 
     def _die(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""From what a worker is told to the arguments that vLLM takes (`vllm.EngineArgs`)."""
+"""The arguments of vLLM (`vllm.EngineArgs`), derived from a WorkerSpec."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.protocol.messages import WorkerSpec
 
-#: What a process holds on a GPU beyond what vLLM accounts for: the CUDA context and its modules,
-#: 0.5 to 0.7 GiB on an H100, and NCCL's buffers where there are several.
+#: Memory of a process on a GPU that vLLM does not count: the CUDA context with its modules, and the
+#: buffers of NCCL with several GPUs.
 OVERHEAD_BYTES = 3 * 2**28
 NCCL_BYTES = 2**30
-#: Of a GPU never more; the rest is for what others take while it loads, and for its own peaks.
+#: Upper limit of the fraction of a GPU; the rest is for other processes and for memory peaks.
 SHARE = 0.95
-#: LoRA adapters in one batch, where the file names some and says nothing else.
+#: LoRA adapters in one batch, if the configuration names adapters but no number.
 LORAS = 8
-#: KV cache on a CPU for a model whose configuration does not tell what a token takes.
+#: KV cache on a CPU for a model whose cache size per token is unknown.
 CPU_CACHE_BYTES = 2**30
 
 
 def arguments(
     spec: WorkerSpec, folder: Path, memory: tuple[int, int], *, embeds: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.EngineArgs`.
+    """Return keyword arguments for `vllm.EngineArgs`.
 
-    `memory` is total and free on the smallest of the worker's GPUs, or of the host for one on the
-    CPU, in bytes. Raises LoadError if what the worker may take is not enough for anything.
+    `memory` is the total and free memory, in bytes, of the worker's smallest GPU, or of the host
+    for a worker on the CPU. Raises LoadError if the worker's share of the memory is too small.
     """
     made = _common(spec, folder, embeds=embeds)
     made |= _on_cpu(spec, folder, memory[1]) if spec.device == "cpu" else _on_gpus(spec, memory)
@@ -50,13 +50,13 @@ def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
     return {
         "model": str(folder),
         "runner": "pooling" if embeds else "generate",
-        "max_model_len": spec.max_context or -1,  # -1: the longest that there is room for
+        "max_model_len": spec.max_context or -1,  # -1: the longest that fits
         "trust_remote_code": spec.trust_remote_code,
         "tensor_parallel_size": spec.gpus,
         "enable_prefix_caching": bool(options.get("prefix_caching", True)) and not embeds,
         "load_format": options.get("load_format", "auto"),
         "structured_outputs_config": {"backend": "guidance"},
-        "disable_log_stats": False,  # from which its load is known
+        "disable_log_stats": False,  # the statistics contain the load
     }
 
 
@@ -71,10 +71,10 @@ def _on_gpus(spec: WorkerSpec, memory: tuple[int, int]) -> dict[str, Any]:
 
 
 def _on_cpu(spec: WorkerSpec, folder: Path, free_bytes: int) -> dict[str, Any]:
-    """As the transformers engine there: float32, few slots, and a cache that these can use.
+    """Return arguments for a CPU, like the transformers engine's: float32, few slots, small cache.
 
-    Compiling takes a C++ compiler and a minute, for little. There is no sleep mode, and vLLM runs
-    its model in a process of its own.
+    Compilation is off: it needs a C++ compiler and a minute, for little gain. Sleep mode does not
+    exist there, and vLLM runs the model in a process of its own.
     """
     return {
         "dtype": "float32" if spec.dtype == "auto" else spec.dtype,
@@ -86,35 +86,35 @@ def _on_cpu(spec: WorkerSpec, folder: Path, free_bytes: int) -> dict[str, Any]:
 
 
 def cpu_cache_bytes(spec: WorkerSpec, folder: Path, free_bytes: int) -> int:
-    """A KV cache for all slots or for one full context, within the memory that there is."""
+    """Return the KV cache size for all slots or one full context, limited by free memory."""
     room = int(min(free_bytes, spec.host_memory_bytes or free_bytes) * kv_cache.CPU_FRACTION)
     try:
         shape = kv_cache_shape.of_config(json.loads((folder / "config.json").read_bytes()))
-    except (OSError, ValueError):  # recurrent, or of a kind that is not known
+    except (OSError, ValueError):  # recurrent, or of an unknown type
         return min(room, CPU_CACHE_BYTES)
     context = spec.max_context or shape.max_context
     slots = spec.options.get("slots") or kv_cache.CPU_SLOTS
-    # rounded up: vLLM's blocks there have 128 tokens, of which the last is never full
+    # rounded up: vLLM's blocks on a CPU have 128 tokens, and the last one is never full
     tokens = max(slots * kv_cache.CPU_TOKENS_PER_SLOT, context + 2 * 128)
     number = 4 if spec.dtype in ("auto", "float32") else 2
     return min(room, tokens * shape.numbers(1024, latent=True) // 1024 * number)
 
 
 def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:
-    """Those of adapters; none where the model takes none."""
+    """Return the arguments for LoRA; empty if the model takes no adapters."""
     slots = spec.options.get("max_loras") or (LORAS if spec.adapters else 0)
     if not slots or embeds:
         return {}
     return {
         "enable_lora": True,
         "max_loras": slots,
-        "max_cpu_loras": max(slots, 256),  # a capacity, not memory: beyond, they are read again
+        "max_cpu_loras": max(slots, 256),  # a capacity, not memory; beyond it adapters are reread
         "max_lora_rank": spec.options.get("max_lora_rank", 64),
     }
 
 
 def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
-    """The part of a GPU for weights, activations and KV cache. Raises LoadError."""
+    """Return the fraction of a GPU for weights, activations and KV cache. Raises LoadError."""
     overhead = OVERHEAD_BYTES + (NCCL_BYTES if spec.gpus > 1 else 0)
     claim = min(spec.memory_bytes or total_bytes, int(total_bytes * SHARE))
     room = min(claim, free_bytes) - overhead
@@ -129,9 +129,9 @@ def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
 
 
 def memory_of(visible: str) -> tuple[int, int]:
-    """Total and free bytes of the smallest of the GPUs that CUDA_VISIBLE_DEVICES names.
+    """Return total and free bytes of the smallest GPU in `visible`, a CUDA_VISIBLE_DEVICES value.
 
-    By NVML, which makes no CUDA context in this process. Raises LoadError where there is none.
+    Uses NVML, which creates no CUDA context in this process. Raises LoadError if there is no GPU.
     """
     import pynvml
 

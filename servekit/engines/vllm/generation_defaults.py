@@ -1,4 +1,4 @@
-"""What a model's files say of how it ends and samples, without the model."""
+"""End-of-sequence tokens and default sampling from a model's files, without loading the model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """`eos` are all ids that end a completion, `primary` the one that vLLM treats as such.
+    """The stop tokens and sampling defaults of a model.
 
-    `sampling` is what the model asks for, by `Sampling` field.
+    `eos` are all ids that end a completion, `primary` is vLLM's end-of-sequence token, `sampling`
+    has the model's defaults by `Sampling` field.
     """
 
     eos: frozenset[int]
@@ -31,11 +32,11 @@ class Stated:
 
 
 def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
-    """From the generation config, the config and the tokenizer, whichever say something."""
+    """Read the generation config, the model config and the tokenizer."""
     kind: Any = transformers.GenerationConfig
     try:
         own = kind.from_pretrained(folder, local_files_only=True)
-    except OSError:  # none: the model has the library's
+    except OSError:  # no file: use the library's defaults
         own = kind()
     config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     found: list[Any] = []
@@ -50,17 +51,17 @@ def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
 
 
 def parameters(folder: Path) -> int:
-    """How many numbers its weights have, by their headers; 0 where there are none to read."""
+    """Return the number of parameters in the safetensors headers; 0 if there are none."""
     try:
         return sum(safetensors.elements(folder).values())
-    except (OSError, ValueError):  # random ones, or of another format
+    except (OSError, ValueError):  # random weights, or another format
         return 0
 
 
 def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
-    """What compiles grammars; None for a tokenizer that llguidance cannot read."""
+    """Create the grammar compiler; None for a tokenizer that llguidance cannot read."""
     try:
         return Grammars(tokenizer, vocab_size, eos)
-    except Exception as error:  # the library's own, of many kinds; the model serves without
+    except Exception as error:  # the library raises many types; the model serves without grammars
         log.warning("no structured output: %s", error)
         return None

@@ -1,9 +1,8 @@
-"""All that servekit uses of vLLM, in one place: the releases that were tried, and what they have.
+"""The parts of vLLM that servekit uses, and the tested releases.
 
 `REQUIRED` is checked when a model is loaded. A release outside of `TRIED` that has all of it is
-used with a warning; one that lacks something is refused with a sentence that names it. What runs
-inside the core's processes is looked up in vLLM's source files, since to import it would take
-seconds.
+used with a warning; one that lacks something is refused with an error that names it. Code that runs
+inside the core's processes is checked in vLLM's source files, because importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from servekit.errors import LoadError
 
 log = logging.getLogger(__name__)
 
-#: The first release that was tried, and the first that was not; pyproject.toml says the same.
+#: The first tested release, and the first untested one; pyproject.toml says the same.
 TRIED = ((0, 26), (0, 33))
 INSTALL = "pip install 'servekit[vllm]'"
 
 
 @dataclass(frozen=True, slots=True)
 class Required:
-    """A class or function of vLLM's, and what servekit uses of it."""
+    """A class or function of vLLM, and the parts of it that servekit uses."""
 
     at: str  # module:name
-    #: Fields, methods and attributes of a class; parameters of what is called.
+    #: Fields, methods and attributes of a class; parameters of a function.
     has: tuple[str, ...] = ()
-    #: It belongs to the core's processes: its source file is read, and it is not imported.
+    #: It belongs to the core's processes: its source file is parsed, not imported.
     inside: bool = False
 
 
@@ -144,14 +143,14 @@ def version() -> str:
 
 
 def is_for_cpus() -> bool:
-    """Whether the vLLM that is installed was built for CPUs."""
+    """Return whether the installed vLLM was built for CPUs."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def check() -> None:
-    """Raise LoadError unless the vLLM that is installed can be used; warn where it is untried."""
+    """Raise LoadError unless the installed vLLM can be used; warn if it is untested."""
     try:
         here = version()
     except ImportError as error:
@@ -177,13 +176,13 @@ def _tried() -> str:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version: (0, 32) of "0.32.0+cpu"."""
+    """Return the first two numbers of a version: (0, 32) for "0.32.0+cpu"."""
     numbers = text.split("+")[0].split(".")[:2]
     return tuple(int(number) if number.isdecimal() else 0 for number in numbers)
 
 
 def missing(one: Required) -> Iterator[str]:
-    """Sentences on what is not as servekit needs it; none where all is there."""
+    """Yield an error text for each missing part."""
     module, _, name = one.at.partition(":")
     try:
         known = _read(module, name) if one.inside else _imported(module, name)
@@ -195,7 +194,7 @@ def missing(one: Required) -> Iterator[str]:
 
 
 def _imported(module: str, name: str) -> Collection[str]:
-    """Attributes, fields and parameters of a class or a function."""
+    """Return the attributes, fields and parameters of a class or function."""
     found: Any = getattr(importlib.import_module(module), name)
     fields = {
         *getattr(found, "__dataclass_fields__", ()),
@@ -203,13 +202,13 @@ def _imported(module: str, name: str) -> Collection[str]:
     }
     try:
         parameters = set(inspect.signature(found).parameters)
-    except (TypeError, ValueError):  # it has none to be read
+    except (TypeError, ValueError):  # it has no readable signature
         parameters = set()
     return {*dir(found), *fields, *parameters}
 
 
 def _read(module: str, name: str) -> Collection[str]:
-    """What a class has by its source: what it inherits is not looked for."""
+    """Return the members of a class from its source, without inherited ones."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         raise ImportError("there is no such module")

@@ -1,7 +1,7 @@
-"""Whether the processes of this process group work: vLLM says little while it loads.
+"""Load progress of the processes in this process group, because vLLM reports little while it loads.
 
-What they have used of the CPU and read from files is progress, however slow; a load that hangs uses
-neither. Source: proc(5), /proc/PID/stat and /proc/PID/io.
+CPU time used and bytes read count as progress, however slow; a load that hangs uses neither.
+Source: proc(5), /proc/PID/stat and /proc/PID/io.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from servekit.engines.api.base import Report
 from servekit.protocol.messages import Progress
 
 _LOOK_EVERY_S = 1.0
-#: Clock ticks and bytes in a look below which nothing happens: a loop that polls uses some.
+#: Clock ticks and bytes per interval up to which a process counts as idle: polling uses some.
 _IDLE_TICKS = 2
 _IDLE_BYTES = 2**20
 
 
 @contextmanager
 def reported(report: Report) -> Iterator[None]:
-    """Report a load as under way for as long as it does something."""
+    """Report load progress for as long as the processes do something."""
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(report, done), name="activity", daemon=True)
     watcher.start()
@@ -45,7 +45,7 @@ def _watch(report: Report, done: threading.Event) -> None:
 
 
 def used() -> tuple[int, int]:
-    """Clock ticks and bytes read, of all processes in this process group together."""
+    """Return the clock ticks used and bytes read by all processes of this process group."""
     group = os.getpgrp()
     ticks = read = 0
     for process in Path("/proc").iterdir():
@@ -56,13 +56,13 @@ def used() -> tuple[int, int]:
                     ticks += int(fields[11]) + int(fields[12])
                     read += _bytes_read(process)
             except (OSError, IndexError):
-                continue  # it has ended
+                continue  # the process has ended
     return ticks, read
 
 
 def _bytes_read(process: Path) -> int:
     try:
         lines = (process / "io").read_text().splitlines()
-    except OSError:  # not ours to know
+    except OSError:  # no permission
         return 0
     return int(lines[0].partition(":")[2])

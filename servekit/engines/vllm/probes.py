@@ -1,4 +1,4 @@
-"""Questions that the engine asks itself, beside the requests of its clients."""
+"""Probes: requests of the engine itself, in addition to those of clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENS = 2
 
 
 class Probes:
-    """Asks from any thread but the loop's, which brings the answers by `take`."""
+    """A sender of probes, for any thread but the engine's loop, which calls `take`."""
 
     def __init__(self, core: Core, patience_s: float = _PATIENCE_S) -> None:
         self._core = core
@@ -26,9 +26,9 @@ class Probes:
         self._open: dict[str, tuple[Future[Any], list[Any]]] = {}
 
     def scores(self, prompt: list[int], adapter: int) -> Scores:
-        """The log probabilities of the likeliest tokens after a prompt, the likeliest first.
+        """Return the log probabilities of the best tokens after a prompt, in descending order.
 
-        One tuple for each of two tokens; `adapter` is a LoRA's number, 0 for none. Raises
+        One tuple for each of two generated tokens; `adapter` is a LoRA's number, 0 for none. Raises
         LoadError if no answer comes.
         """
         from vllm.lora.request import LoRARequest
@@ -51,7 +51,7 @@ class Probes:
         ]
 
     def width(self) -> int:
-        """How many numbers an embedding has. Raises LoadError."""
+        """Return the size of an embedding. Raises LoadError."""
         from vllm.pooling_params import PoolingParams
 
         outputs = self._ask([0, 1], None, pooling_params=PoolingParams(task="embed"))
@@ -69,11 +69,11 @@ class Probes:
             raise LoadError("vLLM did not answer a probe.", permanent=False) from None
         finally:
             del self._open[name]
-            if not answer.done():  # nobody asks any more
+            if not answer.done():  # nobody waits for the answer any more
                 self._core.abort([name])
 
     def take(self, output: Any) -> None:
-        """Take an output that is no client's."""
+        """Take an output that belongs to no client's request."""
         answer, outputs = self._open.get(output.request_id, (None, []))
         if answer is not None:
             outputs.append(output)
@@ -81,7 +81,7 @@ class Probes:
                 answer.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """The core is dead: nothing will come any more."""
+        """Fail all open probes, because the core is dead."""
         for answer, _ in list(self._open.values()):
             if not answer.done():
                 answer.set_exception(error)

@@ -1,8 +1,8 @@
-"""Requests under way, by the names that the core has for them, and by their jobs.
+"""The requests in flight, by their names in the core and by job.
 
-The worker's I/O thread begins and cancels, the engine's thread tells what has come. Once `cancel`
-has returned, nothing more of its job is told: a step is told under a lock that a cancellation
-takes, and nobody else; what a step has brought is made up before, outside it.
+The worker's I/O thread adds and cancels, the engine's thread emits outputs. After `cancel` has
+returned, no output of its job is emitted: outputs are emitted under a lock that only cancellations
+share; they are built before, outside the lock.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GONE = "The engine has stopped; the worker is being restarted."
 
 @dataclass(slots=True)
 class Embedding:
-    """A job with texts: where each one's vector belongs, and those that have come."""
+    """The state of an embedding job: the position of each text and the vectors received so far."""
 
-    places: dict[str, int]  # by the core's names
+    places: dict[str, int]  # by request name
     vectors: list[bytes]
     left: int
 
@@ -31,17 +31,20 @@ class Embedding:
 
 
 class RequestTable:
-    """All requests of one engine. `on_first` is called when it has been idle and gets one."""
+    """The requests of one engine.
+
+    `on_first` is called when the first request comes after idle time.
+    """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
-        self.jobs: dict[str, int] = {}  # job by the core's name; to be read by any thread
-        self.embeddings: dict[int, Embedding] = {}  # by job; likewise
-        self._names: dict[int, Collection[str]] = {}  # of a job
+        self.jobs: dict[str, int] = {}  # job by request name; any thread may read it
+        self.embeddings: dict[int, Embedding] = {}  # by job; any thread may read it
+        self._names: dict[int, Collection[str]] = {}  # request names by job
         self._on_first = on_first
         self._changing = threading.Lock()
-        self._telling = threading.RLock()  # who is told may cancel
+        self._telling = threading.RLock()  # reentrant: the receiver may cancel
         self._over = False
-        self.left = 0  # cancelled so far
+        self.left = 0  # number of cancellations so far
 
     def __len__(self) -> int:
         return len(self._names)
@@ -50,7 +53,10 @@ class RequestTable:
         return job_id in self._names
 
     def begin(self, job_id: int, names: Sequence[str], texts: Embedding | None = None) -> None:
-        """Raises WorkerLost once it is over, RequestError for a job that is held already."""
+        """Register a job.
+
+        Raises WorkerLost after `end`, RequestError if the job is registered already.
+        """
         with self._changing:
             if self._over:
                 raise WorkerLost(GONE)
@@ -64,7 +70,7 @@ class RequestTable:
             self.jobs.update(dict.fromkeys(names, job_id))
 
     def forget(self, job_id: int) -> list[str]:
-        """The names that the core had for it; none where it is not held."""
+        """Remove a job and return its request names; empty if it is not registered."""
         with self._changing:
             names = self._names.pop(job_id, ())
             self.embeddings.pop(job_id, None)
@@ -73,14 +79,14 @@ class RequestTable:
         return list(names)
 
     def cancel(self, job_id: int) -> list[str]:
-        """As `forget`; waits for a step that is being told."""
+        """Remove a job as `forget` does, after any step that is being emitted."""
         with self._telling:
             names = self.forget(job_id)
-            self.left += 1  # not before: who reads it next must not find the job
+            self.left += 1  # must follow `forget`: a later reader must not find the job
             return names
 
     def tell(self, made: Sequence[StepOutput], since: int, emit: Emit) -> None:
-        """Hand on what came, but for jobs that are gone; `since` is `left` when it was made."""
+        """Emit outputs, without those of removed jobs; `since` is `left` when they were built."""
         with self._telling:
             if self.left != since:
                 made = [output for output in made if output.id in self._names]
@@ -91,7 +97,7 @@ class RequestTable:
                 emit(made)
 
     def end(self) -> None:
-        """Forget all, tell nothing more of it, and take nothing more."""
+        """Remove all jobs; emit nothing more, and accept no more jobs."""
         with self._telling, self._changing:
             self._over = True
             self.left += 1

@@ -1,7 +1,7 @@
-"""Jobs as vLLM's engine core takes them, and what it brings as the worker takes it.
+"""Conversion of jobs into requests of vLLM's engine core, and of its outputs into StepOutputs.
 
-The core knows a request by a text. Of its sampling only what servekit does not do itself is used:
-no stop strings and no text, for both are the worker's.
+The core identifies a request by a string. It handles only the sampling that servekit does not do
+itself: no stop strings and no text, which are the worker's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from servekit.engines.text.structured_output import Constraint, serialized
 from servekit.errors import RequestError
 from servekit.protocol.messages import PromptToken, TokenLogprob
 
-#: Under which a request's `extra_args` hold its grammar, the tokens that it goes on after, for its
-#: noise how many they are, and for its bad words the last of them.
+#: Keys of a request's `extra_args`: its grammar, the tokens emitted by another worker, their number
+#: (for the noise of a seed), and the last of them (for bad words).
 GRAMMAR, EMITTED, DONE = "servekit_grammar", "servekit_emitted", "servekit_done"
 BEFORE = "servekit_before"
-#: Of `vllm.v1.engine.FinishReason`; the others are failures.
+#: Values of `vllm.v1.engine.FinishReason`; the others are failures.
 _STOP, _LENGTH = 0, 1
 _MASK = 2**63 - 1
-#: What vLLM's second model runner has room for in a request; with one more its core dies.
+#: Limits of vLLM's second model runner per request; beyond them its core dies.
 MOST_BIASES = 1024
 MOST_STOP_TOKENS = 128
 MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS = 128, 1024
@@ -35,9 +35,9 @@ _TWICE = "each counts twice, with a space before it and without"
 
 
 def request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any) -> Any:
-    """An `EngineCoreRequest`, which shares prefixes with those of the same `salt`.
+    """Create an `EngineCoreRequest`, which shares prefixes with requests of the same `salt`.
 
-    One of `sampling_params` and `pooling_params` is given.
+    `params` is one of `sampling_params` and `pooling_params`.
     """
     from vllm.v1.engine import EngineCoreRequest
 
@@ -57,11 +57,11 @@ def request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any)
 def sampling_arguments(
     job: Job, sampling: Sampling, eos: Collection[int], primary_eos: int | None
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.SamplingParams`.
+    """Return keyword arguments for `vllm.SamplingParams`.
 
-    Tokens that another worker has produced are a part of the prompt here. Penalties of the
-    completion count them by a bias, exactly until a token occurs again; a seed's noise goes on
-    after them (`ranks`).
+    Tokens that another worker generated are a part of the prompt here. A bias stands for their
+    presence and frequency penalties, which is exact until a token occurs again; the noise of a seed
+    continues after them (see `worker_extension`).
     """
     done = len(job.emitted)
     made: dict[str, Any] = {
@@ -81,7 +81,7 @@ def sampling_arguments(
         "skip_clone": True,
     }
     if job.params.seed is not None:
-        made["seed"] = job.params.seed & _MASK  # to vLLM -1 is none at all
+        made["seed"] = job.params.seed & _MASK  # -1 means no seed in vLLM
     own = set(job.params.stop_token_ids)
     ends = own if made["ignore_eos"] else own | (set(eos) - {primary_eos})
     if ends:
@@ -94,7 +94,7 @@ def sampling_arguments(
 
 
 def _brought(job: Job) -> dict[str, Any]:
-    """What is for servekit's own parts in the core."""
+    """Return the `extra_args` for servekit's extensions in the core."""
     brought: dict[str, Any] = {}
     if isinstance(job.constraint, Constraint):
         brought[GRAMMAR] = serialized(job.constraint.grammar)
@@ -118,9 +118,9 @@ def _bias(job: Job, sampling: Sampling) -> dict[int, float]:
 
 
 def _strongest(bias: dict[int, float], sampling: Sampling) -> dict[int, float]:
-    """As many as there is room for: those that were asked for, and the strongest penalties.
+    """Return the requested biases, and the strongest penalties that fit in addition.
 
-    Raises RequestError where what was asked for are too many.
+    Raises RequestError if too many biases were requested.
     """
     asked = dict(sampling.logit_bias)
     if len(asked) > MOST_BIASES:
@@ -133,7 +133,7 @@ def _strongest(bias: dict[int, float], sampling: Sampling) -> dict[int, float]:
 
 
 def check_room(params: Any) -> None:
-    """Raise RequestError for `SamplingParams` that the second model runner has no room for."""
+    """Raise RequestError for `SamplingParams` that exceed the limits of the second model runner."""
     words = params.bad_words_token_ids or ()
     for name, what, count, most in (
         ("stop_token_ids", "tokens", len(params.all_stop_token_ids), MOST_STOP_TOKENS),
@@ -146,7 +146,7 @@ def check_room(params: Any) -> None:
 
 
 def is_plain(output: Any) -> bool:
-    """Whether an `EngineCoreOutput` brings tokens and nothing else, as most of most steps do."""
+    """Return whether an `EngineCoreOutput` has only tokens, as most outputs do."""
     told = output.finish_reason is None and output.new_logprobs is None
     return told and output.prefill_stats is None and output.new_prompt_logprobs_tensors is None
 
@@ -154,12 +154,12 @@ def is_plain(output: Any) -> bool:
 def output_of(
     job_id: int, output: Any, eos: Collection[int], piece: Callable[[int], bytes]
 ) -> StepOutput:
-    """What an `EngineCoreOutput` brings to a job; `piece` has the bytes of a token."""
+    """Convert an `EngineCoreOutput` of a job; `piece` returns the bytes of a token."""
     ids: list[int] = output.new_token_ids
     logprobs = None
     if output.new_logprobs is not None:
         logprobs = scores(output.new_logprobs, len(ids), piece)
-    stats = output.prefill_stats  # told once, with the first token
+    stats = output.prefill_stats  # reported once, with the first token
     cached = 0 if stats is None else int(stats.num_cached_tokens)
     match output.finish_reason:
         case None:
@@ -167,7 +167,7 @@ def output_of(
         case reason if reason == _LENGTH:
             return StepOutput(job_id, ids, "length", logprobs=logprobs, cached_tokens=cached)
         case reason if reason == _STOP:
-            # of several ends vLLM names those that were not its primary one
+            # vLLM names the token that ended it unless it was the primary one
             ended = output.stop_reason if isinstance(output.stop_reason, int) else -1
             if ids and (ids[-1] in eos or ids[-1] == ended):
                 ids, logprobs = ids[:-1], logprobs and logprobs[:-1]
@@ -178,7 +178,7 @@ def output_of(
 
 
 def scores(found: Any, count: int, piece: Callable[[int], bytes]) -> list[TokenLogprob]:
-    """From vLLM's `LogprobsLists`: of each token its own first, and then the best."""
+    """Convert vLLM's `LogprobsLists`, which has the chosen token first, then the best ones."""
     rows = zip(found.logprob_token_ids[:count], found.logprobs[:count], strict=True)
     return [
         _score(np.asarray(ids).tolist(), np.asarray(logs).tolist(), piece) for ids, logs in rows
@@ -188,9 +188,9 @@ def scores(found: Any, count: int, piece: Callable[[int], bytes]) -> list[TokenL
 def prompt_scores(
     found: Any, prompt_ids: Sequence[int], piece: Callable[[int], bytes]
 ) -> list[PromptToken]:
-    """From vLLM's `LogprobsTensors`, which begin with the second token of what it has read.
+    """Convert vLLM's `LogprobsTensors`, which begins with the second token of vLLM's prompt.
 
-    It has read what another worker had produced, too, which is no prompt here.
+    That prompt includes tokens emitted by another worker, which are not part of the prompt here.
     """
     count = len(prompt_ids) - 1
     told = [PromptToken(prompt_ids[0], piece(prompt_ids[0]))]

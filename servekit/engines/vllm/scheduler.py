@@ -1,8 +1,8 @@
-"""What has to be done inside vLLM's engine core, which imports this by name.
+"""Schedulers with servekit's extensions, imported by name in vLLM's engine core.
 
-Grammars come compiled, in llguidance's own form, which no parameter of vLLM's takes. And a request
-that goes on after tokens of another worker has them at the end of its prompt, while its grammar
-starts anew: it is led through them first.
+Grammars arrive in llguidance's own format, for which vLLM has no parameter. If a request continues
+after tokens of another worker, these are at the end of its prompt, and its grammar is advanced over
+them first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from servekit.engines.vllm.requests import EMITTED, GRAMMAR
 
 
 class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not installed
-    """vLLM's, which schedules a step ahead."""
+    """vLLM's scheduler that plans one step ahead."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not i
 
 
 class InStep(Scheduler):  # type: ignore[misc] # as above
-    """vLLM's for what cannot be scheduled ahead."""
+    """vLLM's scheduler for models that cannot be scheduled ahead."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ class InStep(Scheduler):  # type: ignore[misc] # as above
 
 
 def take_grammars(manager: Any) -> None:
-    """Have a `StructuredOutputManager` make its grammars of what our requests bring."""
+    """Make a `StructuredOutputManager` create grammars from a request's `extra_args`."""
 
     def create(request: Any) -> Any:
         brought = request.sampling_params.extra_args

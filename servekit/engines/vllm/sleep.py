@@ -1,9 +1,9 @@
-"""The core asleep, and awake again.
+"""Sleep and wake-up of the core.
 
-vLLM takes the memory again piece by piece, and where a piece is not to be had it stops: the pieces
-before are taken, its own notes say that it sleeps, and every further try fails at the first piece.
-So it is asked first whether there is room, on every GPU. What fails after that leaves a core that
-neither sleeps nor serves, for which there is no way back but a new one.
+On wake-up vLLM allocates the memory piece by piece and stops at a piece that does not fit: the
+earlier pieces stay allocated, vLLM still considers itself asleep, and every further attempt fails
+at the first piece. So the free memory of every GPU is checked first. A failure after that leaves a
+core that neither sleeps nor serves and must be restarted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from servekit.errors import LoadError
 
 
 class Broken(LoadError):
-    """The core is half awake: it must be started anew."""
+    """The core is half awake and must be restarted."""
 
     def __init__(self, what: str, error: Exception) -> None:
         super().__init__(
@@ -25,9 +25,9 @@ class Broken(LoadError):
 
 
 class SleepControl:
-    """`level` as vLLM counts: 1 keeps the weights in the host's memory, 2 reads them again.
+    """The sleep state of a core. vLLM's `level` 1 keeps weights in host memory, 2 reloads them.
 
-    `restore` gives the core back what it was given since, which level 2 forgets.
+    `restore` loads adapters again, which are lost at level 2.
     """
 
     def __init__(self, core: Core, level: int, restore: Callable[[], None]) -> None:
@@ -36,14 +36,17 @@ class SleepControl:
         self._restore = restore
 
     def sleep(self) -> None:
-        """Raises Broken: some of the memory may have been given back."""
+        """Put the core to sleep. Raises Broken, as some of the memory may have been freed."""
         try:
             self._core.call("sleep", self._level)
-        except Exception as error:  # whatever the core has raised comes as this
+        except Exception as error:  # vLLM reports every error of the core as this type
             raise Broken("go to sleep", error) from error
 
     def wake(self) -> None:
-        """Raises LoadError where there is no room; it sleeps on. Broken where it fails later."""
+        """Wake the core.
+
+        Raises LoadError if memory is lacking; it stays asleep. Broken if it fails later.
+        """
         self._find_room()
         try:
             if self._level == 1:

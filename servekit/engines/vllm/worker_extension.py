@@ -1,14 +1,14 @@
-"""vLLM's worker, with what servekit has to do inside the processes that run the model.
+"""vLLM's worker with servekit's extensions, for the processes that run the model.
 
-vLLM imports it by name; one runs on each GPU, or on the CPU. vLLM's own worker does not say whether
-there is memory to wake up in, and does not go on where another worker stopped: neither with a seed
-nor in the middle of a bad word. vLLM has two model runners, and draws the noise of a seeded request
-in two ways:
+vLLM imports it by name; one runs on each GPU, or on the CPU. vLLM's own worker cannot tell whether
+there is enough memory to wake up, and cannot continue exactly where another worker stopped, neither
+with a seed nor in the middle of a bad word. vLLM has two model runners, which draw the noise of a
+seeded request differently:
 
-    V1      from a generator that is seeded once; each token moves it on by the same step. So it is
-            put where the next token finds the very noise that it would have had
-    V2      by seed and position in the text: tokens of another worker are a part of the prompt, so
-            the noise goes on by itself
+    V1      from a generator that is seeded once and advances by a fixed amount per token. It is
+            advanced to the position of the next token
+    V2      by seed and position in the text. Tokens of another worker are a part of the prompt, so
+            the noise continues by itself
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ban_in_a_row = bad_words._apply_bad_words_single_batch
 
 
 class BadWords(list[list[int]]):
-    """Bad words of a request, and the last tokens of another worker, after which it goes on."""
+    """Bad words of a request, and the last tokens of another worker after which it continues."""
 
     def __init__(self, words: Sequence[list[int]], before: Sequence[int]) -> None:
         super().__init__(words)
@@ -45,9 +45,9 @@ class BadWords(list[list[int]]):
 
 
 def _ban(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
-    """Ban the last token of each bad word that `past` ends with, but for that token.
+    """Ban the last token of each bad word whose other tokens `past` ends with.
 
-    The first model runner takes for `past` what it has produced itself.
+    In the first model runner `past` has only the tokens that it generated itself.
     """
     before = words.before if isinstance(words, BadWords) else []
     _ban_in_a_row(logits, words, before + past if before else past)
@@ -57,10 +57,11 @@ bad_words._apply_bad_words_single_batch = _ban
 
 
 def take_up_bad_words() -> None:
-    """Have the second model runner ban a bad word that another worker has begun.
+    """Make the second model runner ban a bad word that began in another worker.
 
-    It compares in a kernel, and begins where the prompt ends: here as many tokens before that as
-    another worker's may belong to a bad word. To all but the bad words the prompt stays as it is.
+    Its kernel compares tokens from the end of the prompt on. Here that comparison starts earlier,
+    by the number of another worker's tokens that may belong to a bad word. Other code sees the real
+    prompt length.
     """
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
     from vllm.v1.worker.gpu.sample import sampler
@@ -92,9 +93,9 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     _fails = False
 
     def lacking_bytes(self) -> int:
-        """How much less is free on the GPU than was given back by sleeping; 0 where it is enough.
+        """Return how many bytes of GPU memory are missing for the wake-up; 0 if there is enough.
 
-        Asked for while it sleeps.
+        Called during sleep.
         """
         from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -102,7 +103,7 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
         return max(0, int(CuMemAllocator.get_instance().get_current_usage()) - int(free))
 
     def fail_next_step(self) -> None:
-        """Raise in the next step: `servekit chaos` wishes to see what becomes of it."""
+        """Make the next step raise, for `servekit chaos`."""
         self._fails = True
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -129,7 +130,7 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
             take_up_bad_words()
         loaded = super().load_model(*args, **kwargs)
         if self._on_cpu and hasattr(topk_topp_sampler, "compiled_random_sample"):
-            # up to 0.28 that ignores seeds as soon as one request of the batch has none
+            # up to 0.28 it ignores seeds if one request of the batch has none
             sampler = self.model_runner.sampler.topk_topp_sampler
             sampler.forward = sampler.forward_native
         if self._on_cpu and self.vllm_config.lora_config is not None:
@@ -140,11 +141,11 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
         return loaded
 
     def _one_prompt_at_a_time(self, score: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-        """Score prompts where there are adapters, on a CPU.
+        """Wrap the scoring of prompts for adapters on a CPU.
 
-        vLLM computes the logits of a prompt's tokens while its adapters are told of one token for
-        each request: the numbers differ, and it raises, which loses all requests. So the adapters
-        are told of each prompt before it is scored.
+        vLLM computes the logits of all prompt tokens while the adapter mapping has one token per
+        request: the lengths differ, and the error loses all requests. So the mapping is set for
+        each prompt before it is scored.
         """
         runner = self.model_runner
 
@@ -160,7 +161,7 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
                     runner._set_active_loras(mapping, mapping, {lora} if lora else set())
                 runner.num_prompt_logprobs = {name: wanted[name]}
                 scored |= score(hidden, scheduled)
-                if name not in runner.num_prompt_logprobs:  # it is scored whole
+                if name not in runner.num_prompt_logprobs:  # the prompt is scored completely
                     del wanted[name]
             runner.num_prompt_logprobs = wanted
             return scored
@@ -173,10 +174,10 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
 
     @contextmanager
     def _unread_draw_nothing(self) -> Iterator[None]:
-        """Keep the generators of prompts that are read in part only out of a step, on a CPU.
+        """Hide the generators of partly read prompts from a step, on a CPU.
 
-        vLLM draws for them as well and moves the generator back after, which one of a CPU cannot
-        do: it raises, and all requests are lost.
+        vLLM draws for them too and then rewinds the generator, which a CPU generator does not
+        support: the error loses all requests.
         """
         if not self._on_cpu or self.use_v2_model_runner:
             yield
@@ -201,12 +202,12 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
             generator.set_offset(done * self._stride)
             return
         logits = torch.zeros(1, int(self.model_config.get_vocab_size()))
-        for _ in range(done):  # as the sampler draws: how far that goes is its own business
+        for _ in range(done):  # draw as the sampler does: the amount is its implementation detail
             self.model_runner.sampler.topk_topp_sampler(logits.clone(), {0: generator}, None, None)
 
     @cached_property
     def _stride(self) -> int:
-        """How far one token's noise moves a generator: it depends on the vocabulary and the GPU."""
+        """Amount by which one token's noise advances a generator; depends on vocabulary and GPU."""
         generator = torch.Generator(device=self.device).manual_seed(0)
         size = int(self.model_config.get_vocab_size())
         torch.empty(size, device=self.device).exponential_(generator=generator)
