@@ -152,10 +152,10 @@ def _size_of(layers: Iterable[nn.Linear]) -> int:
 
 @contextlib.contextmanager
 def _alone(spec: WorkerSpec) -> Iterator[None]:
-    """Hold the packing lock of this instance and machine, so that no two workers count the same
-    free memory.
+    """Hold the packing lock of this instance and machine.
 
-    The wait for the lock is limited: a worker that hangs must not keep the others from serving.
+    The lock keeps two workers from counting on the same free memory. The wait for it is limited: a
+    worker that hangs must not keep the others from serving.
     """
     folder = Path(spec.socket).parent
     if not spec.socket.startswith("/") or not folder.is_dir():
