@@ -84,7 +84,7 @@ class Runner:
         self._adapted: dict[int, str] = {}  # job id → adapter; ended jobs remain until pruned
         self._prune_at = ADAPTED
         self._on_idle = on_idle
-        # With the name of each gateway
+        # Called with each gateway's name.
         self.on_greeting: Callable[[str], None] = lambda gateway: None
         # Called with the number of tokens and of ended requests of each engine step.
         self.on_step: Callable[[int, int], None] = lambda tokens, ends: None
@@ -221,7 +221,7 @@ class Runner:
     def cleared(self, held: QueuedRequest) -> bool:
         """Return whether a suspect that was started need not run alone any more."""
         if held.peer.jobs.get(held.request.id) != held.job_id:
-            # A cancelled request may still be in a step
+            # A cancelled request may still be in a step.
             return self.loop.time() >= self._stepped_at
         task = self._tasks.get(held.job_id)
         return task is not None and task.proven and held.request.alone_until == "proven"
@@ -432,7 +432,7 @@ class Runner:
         self.loop.call_soon_threadsafe(self._drain_steps)
 
     def _drain_steps(self) -> None:
-        # Later outputs wait, so that pings and cancellations are served
+        # Later outputs wait, so that pings and cancellations are served.
         for _ in range(len(self._steps)):
             self._deliver(self._steps.popleft())
 

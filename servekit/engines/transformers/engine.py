@@ -58,7 +58,7 @@ NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
 class TransformersEngine(LoopedEngine):
-    """The transformers engine; its options are `config.schema.TransformersOptions`."""
+    """The transformers engine; its options are `config.engines.options.TransformersOptions`."""
 
     fills_context = True
 

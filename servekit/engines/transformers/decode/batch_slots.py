@@ -59,9 +59,9 @@ class BatchSlots:
     vocab_size: int
     device: torch.device
     taken: dict[str, BatchSlot] = field(default_factory=dict)  # by key, in order of arrival
-    ints: Tensor = field(init=False)  # [seats, 7] int64
-    floats: Tensor = field(init=False)  # [seats, 3]
-    table: Tensor = field(init=False)  # [seats, pages] int32
+    ints: Tensor = field(init=False)  # [slots, 7] int64
+    floats: Tensor = field(init=False)  # [slots, 3]
+    table: Tensor = field(init=False)  # [slots, pages] int32
     _table: Any = field(init=False)
     _free: list[int] = field(init=False)
     _moved: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)

@@ -36,7 +36,7 @@ def check(model: Any, spec: WorkerSpec) -> None:
             "This build of torch has no torch.distributed, which tensor parallel needs."
         )
     instead = f"`parallel: device_map` for {spec.model}"
-    # Rank 0 runs a part of these by itself
+    # Rank 0 runs a part of these models by itself.
     if not model.tp_plan or model.config.is_encoder_decoder:
         raise LoadError(
             f"transformers {transformers.__version__} has no plan for tensor parallelism of "
