@@ -1,5 +1,6 @@
-"""The worker process: exactly one engine, behind a socket of its own.
+"""The worker process: one engine behind its own socket.
 
-`worker` is the process, `runner` the requests in flight; requests are checked and prepared before
-the engine, and text is made of tokens after it. Nothing outside may import from here.
+`worker` holds the process life cycle and `runner` the requests in flight. Requests are validated
+and prepared before they reach the engine, and tokens are decoded to text after it. Code outside
+this package must not import from here.
 """

@@ -1,10 +1,13 @@
-"""`python -m servekit.worker`: started by the supervisor only, its pin already in place."""
+"""Entry point `python -m servekit.worker`, started only by the supervisor.
+
+CPU and GPU pinning is already applied.
+"""
 
 from __future__ import annotations
 
 import time
 
-began_s = time.monotonic()  # before all that is imported here
+began_s = time.monotonic()  # before the imports below
 
 from servekit.system.parent_death import die_with  # noqa: E402
 
@@ -45,7 +48,7 @@ if __name__ == "__main__":
     from servekit.worker.worker import run
 
     faulthandler.enable()
-    # Written by a handler in C, so that the stacks come out also while the GIL is held.
+    # The handler is written in C, so stack traces are printed even while the GIL is held.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging_config.configure(args.name, json=True)
     if args.listen is not None:

@@ -1,7 +1,7 @@
-"""Adapters that come and go while the worker serves: one at a time, in the order of the messages.
+"""Loading and unloading of adapters while the worker serves, one at a time and in message order.
 
-The engine loads in a thread, so that pings are answered meanwhile. What goes is first closed to
-new requests, then waited for, and only then taken from the engine.
+The engine loads in a thread, so pings are still answered. An adapter to be unloaded is first closed
+to new requests; once its last request has ended, the engine unloads it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log: Any = structlog.get_logger("servekit.worker")
 Order = LoadAdapter | UnloadAdapter
 Answer = AdapterLoaded | AdapterUnloaded | AdapterRefused
 
-#: Between looks whether an adapter's last request is done.
+#: Interval between checks whether an adapter's last request has ended.
 _LOOK_EVERY_S = 0.02
 
 
 class Adapters:
-    """Carries out what the supervisor orders, and answers each order."""
+    """Executor of the supervisor's adapter commands; answers each command."""
 
     def __init__(self, runner: Runner, send: Callable[[Answer], None]) -> None:
         self._runner = runner
@@ -41,7 +41,7 @@ class Adapters:
         self._working = asyncio.get_running_loop().create_task(self._work())
 
     def take(self, order: Order) -> None:
-        """An order of the supervisor; those before it are carried out first."""
+        """Queue a command of the supervisor behind those not yet carried out."""
         self._orders.put_nowait(order)
 
     def close(self) -> None:
@@ -83,11 +83,11 @@ class Adapters:
         taken = runner.adapters.pop(name)
         while runner.uses(name):  # noqa: ASYNC110 - jobs end in many ways
             await asyncio.sleep(_LOOK_EVERY_S)
-        await asyncio.sleep(STEP_S)  # one that was cancelled may be in the step that runs
+        await asyncio.sleep(STEP_S)  # a cancelled request may still be in the current step
         try:
             await asyncio.to_thread(runner.engine.unload_adapter, name)
         except Exception:
-            runner.adapters[name] = taken  # it is there yet: it serves on
+            runner.adapters[name] = taken  # still loaded: it continues to serve
             raise
         log.info("adapter unloaded", adapter=name)
         return AdapterUnloaded(order.seq, name)

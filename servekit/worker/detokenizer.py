@@ -1,4 +1,4 @@
-"""From an engine's token ids to the text that may leave: decoding and stop strings."""
+"""Decoding of an engine's token ids to text, with stop strings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from servekit.engines.api.base import Decoder
 
 
 class StopScanner:
-    """Finds the first stop string in a stream of text, wherever the pieces are cut.
+    """Search for the first stop string in a stream of text, however the text is split.
 
-    Text that could be the beginning of a stop string is held back until it is certain.
+    Text that could be the beginning of a stop string is held back until that is decided.
     """
 
     __slots__ = ("_held", "_include", "_longest", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`include`: a stop string that was found is a part of the text."""
+        """Prepare the search; with `include`, a stop string that is found remains in the text."""
         self._stops = tuple(stops)
         self._include = include
         self._longest = max(map(len, stops)) if stops else 0
@@ -24,7 +24,7 @@ class StopScanner:
         self.found = ""  # the stop string that was found
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that may leave, and whether a stop string was found right after it."""
+        """Return the text that may be sent, and whether a stop string was found right after it."""
         if not self._stops:
             return text, False
         text = self._held + text
@@ -38,12 +38,12 @@ class StopScanner:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """Return what was held back: no stop string will complete it."""
+        """Return the text held back, once no stop string can complete it."""
         held, self._held = self._held, ""
         return held
 
     def _could_begin(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest suffix of `text` that begins a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stops):
@@ -52,10 +52,10 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one completion, from its token ids.
+    """Incremental decoder of one completion's token ids to text.
 
-    A continuation is primed with the ids another worker had reported: their text is made anew,
-    and the `sent_chars` characters that have already gone to the client are left out.
+    A continuation is primed with the ids that another worker has reported: their text is decoded
+    again, and the `sent_chars` characters that the client already has are skipped.
     """
 
     __slots__ = ("_decoder", "_include", "_scanner", "_skip", "_stops", "decode", "stopped")
@@ -63,7 +63,7 @@ class TextStream:
     def __init__(
         self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0, include: bool = False
     ) -> None:
-        """`include`: what ends the text, a stop string or token, is a part of it."""
+        """Set up the decoding; with `include`, the stop string or token remains in the text."""
         self._decoder, self.decode = decoder, decoder.push
         self._scanner = StopScanner(stops, include)
         self._include = include
@@ -73,21 +73,21 @@ class TextStream:
 
     @property
     def plain(self) -> bool:
-        """From here on each piece leaves as it is: `decode` does all that `push` would."""
+        """Return whether `push` would return the output of `decode` unchanged from here on."""
         return not (self._skip or self._stops)
 
     @property
     def stop(self) -> str:
-        """The stop string that has been found; "" while there is none."""
+        """Return the stop string that was found, or ""."""
         return self._scanner.found
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that may leave; `stopped` is set once a stop string has been found."""
+        """Return the text that may be sent; `stopped` is set once a stop string has been found."""
         text = self.decode(token_ids)
         return text if self.plain else self._scan(text)
 
     def finish(self, stop_token: int = -1) -> str:
-        """Return the rest, once no further token comes; `stop_token` is the one that ended it."""
+        """Return the remaining text after the last token; `stop_token` ended the completion."""
         text = self.decode([stop_token]) if self._include and stop_token >= 0 else ""
         text += self._decoder.flush()
         if self.plain:
@@ -96,7 +96,7 @@ class TextStream:
         return text if self.stopped else text + self._unsent(self._scanner.flush())
 
     def _scan(self, decoded: str) -> str:
-        if self.stopped:  # for good: what comes after a stop string is not part of the answer
+        if self.stopped:  # text after a stop string is not part of the answer
             return ""
         text, self.stopped = self._scanner.push(decoded)
         return self._unsent(text)
@@ -110,7 +110,7 @@ class TextStream:
 
 
 class CountedText(TextStream):
-    """Also counts characters: those decoded, and those of them that are certain to leave."""
+    """A `TextStream` that counts the decoded characters and those certain to be sent."""
 
     __slots__ = ("certain", "decoded")
 

@@ -1,12 +1,12 @@
-"""A worker to be: it has done all that takes long and touches no device, and forks when told to.
+"""A fork server: does all slow preparation that touches no device, then forks workers on command.
 
-What it forks is a worker of its own right: a child of the supervisor (the process between them has
-ended, and the supervisor is the reaper of its descendants), with its own session, output, control
-channel and mark. Only the interpreter with what it has imported is inherited; it was started with
-the environment that the worker needs, its pin among it.
+A forked worker is a child of the supervisor: the intermediate process exits, and the supervisor is
+the subreaper of its descendants. The worker has its own session, output, control channel and
+process mark. It inherits only the interpreter and its imported modules. The fork server was started
+with the environment that the worker needs, including CPU and GPU pinning.
 
-CUDA does not survive a fork. Nothing here initialises it, and what has been forked looks before it
-says that it is in order: if a library did after all, the supervisor starts a fresh interpreter.
+CUDA does not survive a fork, so nothing here initialises it. The forked process checks this before
+it reports success; if a library has initialised CUDA, the supervisor starts a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from servekit.protocol.messages import BootFailed, Load
 from servekit.system.parent_death import CHILD_MARK, die_with, end_group
 
 EXIT_NOT_PREPARED = 3
-#: How long the supervisor may take to become the parent of what was forked.
+#: How long the supervisor may take to become the parent of a forked process.
 _ADOPTED_S = 5.0
-#: Has torch ask NVML, not CUDA, how many GPUs there are: asking CUDA would initialise it.
+#: Makes torch ask NVML for the number of GPUs; asking CUDA would initialise it.
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class ForkedChild(Exception):
-    """Raised in the forked process, up to where a worker begins: `name` and `control`."""
+    """Raised in the forked process to unwind to the worker's entry point."""
 
     def __init__(self, name: str, control: socket.socket) -> None:
         super().__init__(name)
@@ -44,7 +44,10 @@ class ForkedChild(Exception):
 
 
 def run(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
-    """Wait and fork until told to stop; returns the exit code. Raises Born in every worker."""
+    """Wait and fork until told to stop; return the exit code.
+
+    Raises ForkedChild in each forked worker.
+    """
     message = fork_server.receive(control)
     if not isinstance(message, Load):
         return 0
@@ -58,7 +61,7 @@ def run(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
     if own_way:
         del os.environ[_ASK_NVML]
     gc.collect()
-    gc.freeze()  # a collection would write to every page that is shared
+    gc.freeze()  # garbage collection would write to every shared page
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     fork_server.send(control, Prepared())
     return _serve(control, orders, supervisor)
@@ -80,7 +83,10 @@ def _serve(control: socket.socket, orders: socket.socket, supervisor: int) -> in
 
 
 def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervisor: int) -> None:
-    """Fork twice, so that the worker is the supervisor's; the parent waits for the one between."""
+    """Fork twice, so that the worker becomes a child of the supervisor.
+
+    The parent waits for the intermediate process.
+    """
     between = os.fork()
     if between:
         os.waitpid(between, 0)
@@ -91,7 +97,7 @@ def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervis
     control, orders = ours
     try:
         born = _become(order, fds, between, supervisor)
-    except Exception as error:  # whatever it is, a fresh interpreter does instead
+    except Exception as error:  # on any failure the supervisor starts a fresh interpreter
         orders.send(fork_server.encode(NotForked(str(error)[:1000])))
         os._exit(1)
     orders.send(fork_server.encode(Forked(os.getpid())))
@@ -101,7 +107,7 @@ def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervis
 
 
 def _become(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedChild:
-    """Be in every respect what a fresh worker is. Raises OSError, LoadError."""
+    """Turn the forked process into an equivalent of a fresh worker. Raises OSError, LoadError."""
     os.setsid()
     _await_adoption(between, supervisor)
     die_with(supervisor)
@@ -125,7 +131,7 @@ def _await_adoption(between: int, supervisor: int) -> None:
 
 
 def _rename(name: str) -> None:
-    """Be shown by `ps` as a fresh worker would be, as far as there is room for it."""
+    """Make `ps` show the worker's name if the fork server's command line has room for it."""
     shown = Path("/proc/self/cmdline").read_bytes()
     words = shown.rstrip(b"\0").split(b"\0")
     if b"--name" not in words:
@@ -138,9 +144,9 @@ def _rename(name: str) -> None:
 
 
 def _mark(mark: str) -> None:
-    """Write the worker's mark over the standby's, where /proc shows it. Raises LoadError.
+    """Overwrite the fork server's mark with the worker's in /proc/PID/environ. Raises LoadError.
 
-    What a process began with stands in its memory, and /proc/PID/environ is a view of that.
+    /proc/PID/environ is a view of the memory in which the process received its initial environment.
     """
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
@@ -150,7 +156,7 @@ def _mark(mark: str) -> None:
             f"{CHILD_MARK} is not in the environment as the supervisor had put it there"
         )
     ctypes.memmove(at, mark.encode(), len(mark))
-    os.environ[CHILD_MARK] = mark  # what this process starts
+    os.environ[CHILD_MARK] = mark  # inherited by child processes
     shown = Path("/proc/self/environ").read_bytes().split(b"\0")
     if f"{CHILD_MARK}={mark}".encode() not in shown:
         raise LoadError("this system does not show a process's environment as it is")

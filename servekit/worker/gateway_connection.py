@@ -1,4 +1,4 @@
-"""One connection to this worker, and what its gateway has in flight here."""
+"""A gateway's connection to this worker, with its requests in flight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log: Any = structlog.get_logger("servekit.worker")
 
 
 class GatewayConnection:
-    """One connection to this worker: a gateway, or the worker's own warm-up probe."""
+    """A connection to this worker, from a gateway or from the worker's own warm-up probe."""
 
     def __init__(self, runner: Runner, connection: Connection[Any] | None = None) -> None:
         self.runner = runner
@@ -40,20 +40,20 @@ class GatewayConnection:
         self.connection: Connection[GatewayToWorker] = connection
         connection.on_turn = self.flush
         self._deltas: list[Delta] = []
-        self._told: set[int] = set()  # the requests that these are of
+        self._told: set[int] = set()  # ids of the requests in `_deltas`
         self._plain = TokenBatch([], [], [])
         self.greeted = False
 
     def add(self, delta: Delta) -> None:
-        """Send a delta with the others of this turn of the loop, in one message."""
+        """Send a delta in one message with the others of this event-loop tick."""
         if not self._deltas:
             self.connection.gather()
         self._told.add(delta.id)
         self._deltas.append(delta)
 
     def add_one(self, id: int, text: str, token_id: int) -> None:
-        """As `add`, of one more token, where there is nothing else to say."""
-        if self._told and id in self._told:  # deltas follow what is plain
+        """Send one token of a request that has nothing else to report; cheaper than `add`."""
+        if self._told and id in self._told:  # keep the order of the request's output
             self.flush()
         plain = self._plain
         if not plain.ids:
@@ -65,11 +65,11 @@ class GatewayConnection:
     def fail(self, request_id: int, error: RequestError) -> None:
         self.jobs.pop(request_id, None)
         told = (error.code, error.message, error.param, error.retry_after_s)
-        self.flush()  # what this turn has brought before it went wrong
+        self.flush()  # first send what this tick produced before the failure
         self.connection.send(Failed(request_id, *told))
 
     def flush(self) -> None:
-        """Send the deltas now."""
+        """Send the queued tokens and deltas now."""
         if self._plain.ids:
             plain, self._plain = self._plain, TokenBatch([], [], [])
             self.connection.send(plain)
@@ -82,7 +82,10 @@ class GatewayConnection:
                 self._flush_apart(deltas)
 
     def _flush_apart(self, deltas: list[Delta]) -> None:
-        """Together they are too long for a message; one that is by itself is refused."""
+        """Send each delta in its own message, as all together exceed the message size limit.
+
+        A delta that is too long by itself fails its request.
+        """
         for delta in deltas:
             try:
                 self.connection.send(DeltaBatch([delta]))
@@ -91,7 +94,7 @@ class GatewayConnection:
                 self.connection.send(Failed(delta.id, RequestError.code, said))
 
     def close(self) -> None:
-        """Send what is left and close."""
+        """Send everything queued, then close the connection."""
         self.flush()
         self.connection.close()
 
@@ -108,7 +111,7 @@ class GatewayConnection:
             raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
 
     def meet(self, hello: Hello) -> None:
-        """Answer its Hello; requests may come after, unless the engine has died."""
+        """Answer the peer's Hello and accept its requests, or hang up if the engine has died."""
         if self.runner.dead:
             self.connection.abort()
             return

@@ -1,22 +1,24 @@
-"""Where a request that is suspected of killing workers is run alone: the turns that requests take.
+"""Queue that runs a request suspected of killing workers in isolation.
 
 A gateway marks a suspect with `Generate.alone_until`. Only the worker sees the requests of all
-gateways, so it alone can keep them apart:
+gateways, so only the worker can separate them:
 
-    the line is empty     what comes is started at once; nothing here costs it anything
-    a suspect comes       it stands in line, and so does all that comes after it, of any gateway
-    a suspect is first    it waits until all that runs is proven or done; then all gateways are told
-                          `IsolationStarted`, and once its own has that, it is started
-    it is proven or done  the next suspect follows in the same way; before anything else is started
-                          the gateways are told `IsolationEnded`
+    queue empty           requests start at once, at no cost
+    suspect arrives       it is queued, and so is every later request of any gateway
+    suspect is first      it waits until all running requests are proven or done; then all gateways
+                          are sent `IsolationStarted`, and the suspect starts once its own gateway
+                          has the message
+    suspect proven, done  the next suspect follows in the same way; before any other request starts,
+                          the gateways are sent `IsolationEnded`
 
-So whichever way the worker dies, the gateways know whose death it was (`gateway.fate`). To know a
-thing is to have it in one's socket: this process may be killed by the very next thing it does. A
-gateway that does not read is waited for, but not for long where others stand in line: its suspect
-goes to the end, and what it does not know costs its own requests a death that wasn't theirs, which
-is not enough for quarantine.
+So whenever the worker dies, the gateways can attribute the death to a request
+(`gateway.routing.retry_policy`). A message counts as delivered when it is in the gateway's socket,
+because the worker may be killed by its very next action. A gateway that does not read is waited for
+only briefly while other requests are queued: its suspect goes to the end of the queue. A gateway
+that missed the message may count a death against its own requests by mistake, which is not enough
+for quarantine.
 
-What is held is not in the engine, and so has no part in the engine's progress.
+Queued requests are not in the engine, so they do not count in the engine's progress.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from servekit.worker.gateway_connection import GatewayConnection
     from servekit.worker.runner import Runner
 
-#: How long a gateway may take to read what it is told, before the others go on without it.
+#: How long a gateway may take to read the message before the others continue without it.
 HEARD_WITHIN_S = 1.0
-#: How often it is looked whether a suspect's turn has come, where nothing says so.
+#: How often a suspect's turn is polled, when no event signals it.
 _LOOK_EVERY_S = 0.02
 
 
@@ -47,18 +49,18 @@ class QueuedRequest(NamedTuple):
 
 
 class IsolationQueue:
-    """The line, and who is alone. All of it on the worker's event loop."""
+    """The queue and the request that runs alone. Used only on the worker's event loop."""
 
     def __init__(self, runner: Runner) -> None:
-        self.closed = False  # what comes now stands in line
+        self.closed = False  # new requests are queued
         self._runner = runner
-        self._line: dict[int, QueuedRequest] = {}  # by job id, in the order in which they came
-        self._alone: QueuedRequest | None = None  # as the gateways were told
+        self._line: dict[int, QueuedRequest] = {}  # by job id, in order of arrival
+        self._alone: QueuedRequest | None = None  # as last sent to the gateways
         self._changed = asyncio.Event()
-        self._serving: asyncio.Task[None] | None = None  # the loop itself keeps no reference
+        self._serving: asyncio.Task[None] | None = None  # the loop's reference is weak
 
     def hold(self, held: QueuedRequest) -> None:
-        """Have a request stand in line."""
+        """Queue a request."""
         self._line[held.job_id] = held
         if not self.closed:
             self.closed = True
@@ -66,23 +68,23 @@ class IsolationQueue:
             self._serving.add_done_callback(self._served)
 
     def withdraw(self, job_id: int) -> None:
-        """A request is cancelled, wherever it is."""
+        """Remove a cancelled request, whether it is queued or running."""
         self._line.pop(job_id, None)
         self.wake()
 
     def wake(self) -> None:
-        """Something was proven, or has ended."""
+        """Signal that a request was proven or has ended."""
         self._changed.set()
 
     def greet(self, peer: GatewayConnection) -> None:
-        """A gateway has just connected: it has to know, too."""
+        """Inform a gateway that has just connected of the request that runs alone."""
         if self._alone is not None:
             peer.connection.send(self._word(peer))
 
     # ---- the turns
 
     async def _serve(self) -> None:
-        """Until the line is empty, and the gateways know it."""
+        """Serve until the queue is empty and the gateways know that isolation has ended."""
         while self._line or self._alone is not None:
             first = next(iter(self._line.values()), None)
             if first is not None and first.request.alone_until:
@@ -94,18 +96,18 @@ class IsolationQueue:
         self.closed = False
 
     def _served(self, task: asyncio.Task[None]) -> None:
-        """A worker that would hold its requests for ever is one to be replaced."""
+        """Fail the engine if the queue's task failed, so that the worker is replaced."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._runner.engine.fatal = error
 
     async def _try(self, suspect: QueuedRequest) -> None:
-        """A suspect's turn, until nothing more has to be held for it."""
+        """Run a suspect, and return when no other request has to wait for it any more."""
         await self._until(lambda: self._runner.settled or suspect.job_id not in self._line)
         if suspect.job_id not in self._line:
-            return  # it was cancelled
+            return  # cancelled while it waited
         heard = await _heard(suspect.peer) and await self._tell(suspect)
         if self._line.pop(suspect.job_id, None) is None:
-            return  # it was cancelled now
+            return  # cancelled while the gateways were told
         if heard:
             self._runner.start(*suspect)
             await self._until(lambda: self._runner.cleared(suspect))
@@ -115,7 +117,7 @@ class IsolationQueue:
             await self._tell(None)
 
     def _start_others(self) -> None:
-        """Start all up to the next suspect."""
+        """Start all queued requests up to the next suspect."""
         for held in list(self._line.values()):
             if held.request.alone_until:
                 break
@@ -128,14 +130,14 @@ class IsolationQueue:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LOOK_EVERY_S)
 
-    # ---- what the gateways are told
+    # ---- messages to the gateways
 
     async def _tell(self, alone: QueuedRequest | None) -> bool:
-        """Tell all gateways who is alone; whether that one's own gateway has heard it."""
+        """Tell all gateways which request runs alone; return whether its own gateway knows."""
         self._alone = alone
         peers = [peer for peer in self._runner.peers if peer.greeted]
         for peer in peers:
-            peer.flush()  # what was proven before is known before
+            peer.flush()  # results that prove a request must arrive before the message
             peer.connection.send(self._word(peer))
         heard = await asyncio.gather(*map(_heard, peers))
         return alone is None or (alone.peer, True) in zip(peers, heard, strict=True)
@@ -147,7 +149,7 @@ class IsolationQueue:
 
 
 async def _heard(peer: GatewayConnection) -> bool:
-    """Whether all that a gateway was told is in its socket."""
+    """Return whether all messages to a gateway are in its socket."""
     try:
         async with asyncio.timeout(HEARD_WITHIN_S):
             return await peer.connection.drained()

@@ -1,4 +1,4 @@
-"""One request under way in a worker: what each step of the engine brings it."""
+"""State of one request in the worker, updated with every step of the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class OutputState:
-    """A request, and how far it is."""
+    """A request and its progress."""
 
     __slots__ = (
         "adapter",
@@ -51,32 +51,36 @@ class OutputState:
         self.peer = peer
         self.id = request.id
         self.prompt_tokens = prompt_tokens
-        self.begins: tuple[list[int], int] | None = None  # prompt and limit, until they are told
+        self.begins: tuple[list[int], int] | None = None  # prompt and token limit, until reported
         self.adapter, self.chats = request.adapter, request.messages is not None
         self.completion = self.began = len(request.emitted)
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
-        self.cached = 0  # tokens of the prompt that the engine did not have to read
-        self.prompt: Prompt | None = None  # what its first delta is to tell of the prompt
-        self.plain = False  # what comes next may be told as one token, and no more: its text
-        self.decode = text.decode  # is what this says, and nothing else is to be thought of
+        self.cached = 0  # prompt tokens served from the engine's cache
+        self.prompt: Prompt | None = None  # prompt data to send with the first delta
+        self.plain = False  # later tokens may be sent by `add_one`: only their text and id
+        self.decode = text.decode  # used for tokens sent by `add_one`, without stop strings
 
     @property
     def proven(self) -> bool:
-        """It has shown that it is not what kills workers."""
+        """Return whether the request has produced enough tokens to be no longer suspect."""
         return self.completion - self.began >= PROOF_TOKENS
 
     def continuation(self, generation: Callable[[str], str]) -> Continuation:
-        """What another worker needs to go on with it; told once, with its first tokens.
+        """Return the state that another worker needs to continue; sent once, with the first tokens.
 
-        `generation` is of an adapter, or of "". A plain prompt makes the same tokens anywhere.
+        `generation` maps an adapter's name, or "" for the base model, to its generation. A plain
+        prompt is left out: every worker tokenises it alike.
         """
         assert self.begins is not None
         (ids, limit), self.begins = self.begins, None
         return Continuation(generation(self.adapter), limit, packed(ids) if self.chats else b"")
 
     def pass_on(self, output: StepOutput) -> bool:
-        """Send one more token, if that is all that the step has brought; where `plain` is set."""
+        """Send the step's output if it is exactly one token; requires `plain`.
+
+        Returns False if the output holds anything else.
+        """
         token_ids = output.token_ids
         if len(token_ids) != 1 or output.finish is not None or output.error is not None:
             return False
@@ -87,7 +91,7 @@ class OutputState:
         return True
 
     def delta(self, output: StepOutput) -> Delta:
-        """What the step brought, as the gateway gets it."""
+        """Return the step's output as the message for the gateway."""
         self.completion += len(output.token_ids)
         if output.cached_tokens:
             self.cached = min(output.cached_tokens, self.prompt_tokens)
@@ -116,7 +120,7 @@ class OutputState:
 
 
 class SilentTask(OutputState):
-    """A request that asks for no tokens. Its engine makes one, which nobody is told of."""
+    """A request for zero tokens. The engine generates one, which is not sent."""
 
     def delta(self, output: StepOutput) -> Delta:
         self.completion += PROOF_TOKENS
@@ -126,7 +130,7 @@ class SilentTask(OutputState):
 
 
 def failure(output: StepOutput) -> RequestError | None:
-    """Why a step has ended a request without an answer, if it has."""
+    """Return the error with which a step ended a request, if any."""
     if output.error is not None:
         message, param = output.error, output.param
         return EngineFailed(message) if param is None else RequestError(message, param=param)
@@ -134,22 +138,22 @@ def failure(output: StepOutput) -> RequestError | None:
 
 
 class TextTask(OutputState):
-    """A request to an engine that brings text. What has come shows that it does not kill."""
+    """A request to an engine that returns text. Any output proves that the request is harmless."""
 
     def __init__(self, peer: GatewayConnection, request: Generate) -> None:
         super().__init__(peer, request, 0, TextStream(_NoDecoder(), ()))
 
     def delta(self, output: StepOutput) -> Delta:
-        """What the step brought, as the gateway gets it."""
+        """Return the step's output as the message for the gateway."""
         assert isinstance(output, TextOutput)
-        self.completion += PROOF_TOKENS  # one step is proof: nothing of it runs here
+        self.completion += PROOF_TOKENS  # one step is proof: the model runs elsewhere
         counts = (output.prompt_tokens, output.completion_tokens)
         lists = (output.logprobs or [], output.vectors or [])
         return Delta(self.id, output.text, [], output.finish, *counts, *lists, output.stop)
 
 
 class _NoDecoder:
-    """There are no tokens."""
+    """A decoder for engines that return no tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
@@ -161,8 +165,8 @@ class _NoDecoder:
 class ScoredTask(OutputState):
     """A request for log probabilities that has stop strings.
 
-    A token is told once some of its text is certain to leave. One that may yet turn out to be of a
-    stop string is kept back, id and all: a continuation elsewhere samples it again.
+    A token is sent once part of its text is certain to be sent. A token that may still belong to a
+    stop string is held back with its id; a continuation in another worker samples it again.
     """
 
     __slots__ = ("_counted", "_kept", "_told")
@@ -172,16 +176,16 @@ class ScoredTask(OutputState):
     ) -> None:
         super().__init__(peer, request, prompt_tokens, text)
         self._counted = text
-        self._kept: deque[tuple[int, int, TokenLogprob]] = deque()  # where it begins, id, score
+        self._kept: deque[tuple[int, int, TokenLogprob]] = deque()  # start in the text, id, score
         self._told = 0
 
     @property
     def proven(self) -> bool:
-        """As the gateway counts: by tokens that it was told."""
+        """Return whether enough tokens have been sent, as the gateway counts."""
         return self._told >= PROOF_TOKENS
 
     def delta(self, output: StepOutput) -> Delta:
-        """As `OutputState.delta`, of the tokens that may be told by now."""
+        """Return the tokens that may be sent by now, as the message for the gateway."""
         text = self.held + self._read(output)
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
@@ -197,7 +201,7 @@ class ScoredTask(OutputState):
         return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest, stop_token=ended)
 
     def _read(self, output: StepOutput) -> str:
-        """The text that may leave; each token's place is noted."""
+        """Decode the step's tokens, record where each begins, and return the text to send."""
         self.completion += len(output.token_ids)
         text = ""
         for id, logprob in zip(output.token_ids, output.logprobs or (), strict=True):
@@ -206,7 +210,7 @@ class ScoredTask(OutputState):
         return text
 
     def _certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
-        """Those that begin before the end of what is certain, or the rest."""
+        """Return the held tokens that begin before the end of the certain text, or all."""
         told = []
         while self._kept and (all_of_them or self._kept[0][0] < self._counted.certain):
             told.append(self._kept.popleft())

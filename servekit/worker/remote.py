@@ -1,7 +1,8 @@
-"""The line of a worker whose supervisor is on another machine: one TCP port for all who may come.
+"""Channel of a worker whose supervisor is on another machine: one TCP port for all peers.
 
-Gateways bring requests, a supervisor takes the control channel (`wire.port`), and the worker comes
-itself, to see whether it can be reached.
+Gateways send requests, a supervisor takes over the control channel
+(`protocol.transport.remote_server`), and the worker connects to itself to verify that it is
+reachable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def posted(args: argparse.Namespace) -> TcpChannel:
-    """As the command line says. Raises StartError, OSError for what is not there to be read."""
+    """Create the channel from the command line. Raises StartError, OSError."""
     if not is_tcp(args.listen):
         raise StartError(f"{args.listen!r} is not of the form tcp://HOST:PORT")
     grace_s = GRACE_S if args.grace_s is None else args.grace_s
@@ -39,7 +40,7 @@ def posted(args: argparse.Namespace) -> TcpChannel:
 
 
 class TcpChannel(TcpServer):
-    """The line of a worker whose supervisor is elsewhere. All of it on the worker's event loop."""
+    """The TCP channel of a remote worker. Used only on the worker's event loop."""
 
     role = "worker"
     incoming = ToWorker
@@ -55,7 +56,7 @@ class TcpChannel(TcpServer):
         self._runner = runner
 
     def stop_serving(self) -> None:
-        """Nothing to do: the port is the supervisor's, too, and no dead engine greets gateways."""
+        """Do nothing: the supervisor uses the port too, and a dead worker rejects gateways."""
 
     async def dial(self, factory: Factory) -> Connection[object]:
         host, _ = host_and_port(self._post.listen)
@@ -82,15 +83,15 @@ class TcpChannel(TcpServer):
                 self._summary.added = added
                 return
             case Load() if self._spec is not None:
-                return  # whoever adopts a worker looks at what it has, in Attached
+                return  # an adopting supervisor reads the worker's spec from Attached
             case Load(spec):
                 self._spec = spec
         super().hear(message)
 
-    # ---- the others
+    # ---- gateways and the probe
 
     def admit(self, connection: Connection[Any], hello: Hello) -> None:
-        """A gateway, or the worker's own probe. Raises WireError before the model is loaded."""
+        """Accept a gateway or the worker's probe. Raises WireError before the model is loaded."""
         if self._runner is None:
             raise WireError("the model is not loaded yet")
         peer = GatewayConnection(self._runner, connection)

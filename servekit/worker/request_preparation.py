@@ -1,9 +1,9 @@
-"""What a request is before the engine gets it: token ids, a compiled grammar, or a refusal.
+"""Preparation of requests for the engine: token ids and compiled grammars, or a refusal.
 
-What takes long is done in threads: long prompts one after the other in one, for each may take a
-gigabyte while it is tokenised; long texts of which only the tokens are asked in another; grammars
-in others. The engine bounds what a grammar may take, and how many wait for others to be compiled;
-no clock runs here while a request waits for its turn, or for its prompt.
+Slow work runs in threads. Long prompts are tokenised one after another in a single thread, because
+each may take a gigabyte meanwhile. Long texts to be only tokenised have another thread, and
+grammars have others. The engine limits the cost of a grammar and the number of requests that wait
+for compilation; no timeout runs here while a request waits for its turn or its prompt.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from servekit.errors import ContextLengthExceeded, RequestError
 from servekit.protocol.messages import ChatMessage, Continuation, Generate, ModelInfo
 from servekit.worker.request_validation import check
 
-#: Prompts longer than this are tokenised off the event loop: about 5 ms of work.
+#: Prompts longer than this are tokenised off the event loop (about 5 ms of work).
 LONG_PROMPT_CHARS = 16_384
-#: Tokens of a text that are told one by one, as many as a client may send: each is an object here
-#: and at the gateway.
+#: Maximum number of tokens listed one by one, equal to the maximum that a client may send: each is
+#: an object here and in the gateway.
 MAX_TOKENS_TOLD = 2**20
-#: What is wrong with a prompt that is too long, by the tokens that were asked for.
+#: Parameter named in the error about a prompt that is too long, by the requested `max_tokens`.
 _PARAMS = {None: "messages", 0: "prompt"}
-#: Threads that compile grammars, or, most of them, wait until some other is compiled.
+#: Number of threads that compile grammars; most of them wait for another compilation.
 COMPILERS = 64
 
 
 class Prepared(msgspec.Struct):
-    """What a task needs: `ids` and `constraint` to generate, `inputs` to embed, or an answer."""
+    """A prepared request: `ids` and `constraint` to generate, `inputs` to embed, or an answer."""
 
     ids: list[int] = []
     constraint: object | None = None
@@ -43,7 +43,7 @@ class Prepared(msgspec.Struct):
 
 
 class RequestPreparer:
-    """Prepares requests for one engine; `room` is how many tokens the context has for one."""
+    """Preparer of requests for one engine; `room` returns a request's context size in tokens."""
 
     def __init__(self, engine: Engine, info: ModelInfo, room: Callable[[Generate], int]) -> None:
         self._engine = engine
@@ -54,12 +54,12 @@ class RequestPreparer:
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
 
     def takes_long(self, request: Generate) -> bool:
-        """Whether it is too much work for the event loop."""
+        """Return whether preparation is too slow for the event loop."""
         slow = request.params.grammar is not None or bool(request.tools)
         return slow or _length(request) > LONG_PROMPT_CHARS
 
     def prepare(self, request: Generate) -> Prepared:
-        """From any thread. Raises RequestError."""
+        """Validate and prepare a request, in any thread. Raises RequestError."""
         check(request, self._info, self._engine.spec)
         match request.task:
             case "detokenize":
@@ -74,9 +74,9 @@ class RequestPreparer:
                 )
 
     async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
-        """In another thread, unless it is not `wanted` any more at its turn. Raises RequestError.
+        """Prepare a request in another thread. Raises RequestError.
 
-        `wanted` is called in that thread. What is not wanted is prepared as nothing.
+        `wanted` is called in that thread; if it returns False, an empty result is returned.
         """
 
         def prepare() -> Prepared:
@@ -99,13 +99,16 @@ class RequestPreparer:
         return prepared
 
     def _thread_for(self, request: Generate) -> ThreadPoolExecutor | None:
-        """None: one of the event loop's own, where the text is short and something else is not."""
+        """Return the executor for a request; None stands for the event loop's default executor.
+
+        The default executor serves short texts that are slow for another reason.
+        """
         if _length(request) <= LONG_PROMPT_CHARS:
             return None
         return self._reader if request.task in ("generate", "embed") else self._teller
 
     def _prompt(self, request: Generate) -> list[int]:
-        """What is to be gone on with; refused early where it is far longer than the context."""
+        """Return the prompt's ids, with an early error if it is far longer than the context."""
         context, params = self._room(request), request.params
         if params.truncate_prompt:
             return self._truncated(request, context)
@@ -119,7 +122,7 @@ class RequestPreparer:
             raise _too_long(context, found, params.max_tokens) from None
 
     def _truncated(self, request: Generate, context: int) -> list[int]:
-        """The end of the prompt: as many tokens as are asked for, or as there is room for."""
+        """Return the last tokens of the prompt: as many as requested, or as fit."""
         kept = request.params.truncate_prompt
         if kept < 0:
             asked = request.params.max_tokens
@@ -134,7 +137,7 @@ class RequestPreparer:
         return ids
 
     def _banned(self, request: Generate) -> tuple[tuple[int, ...], ...]:
-        """The tokens of bad words, as they begin a text and as they follow a space in it."""
+        """Return the token sequences of bad words, at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in request.params.bad_words:
             for text in (word, " " + word.lstrip(" ")):
@@ -146,7 +149,7 @@ class RequestPreparer:
         if (began := request.continuation) is not None:
             if began.prompt:
                 return unpacked(began.prompt)
-            limit = None  # it has fitted where it began; what fits here is for its length to say
+            limit = None  # `limit_of_continuation` decides whether it fits
         if request.messages is not None:
             return self._engine.codec.render_chat(
                 request.messages, request.tools, request.template, request.continues, limit
@@ -212,10 +215,10 @@ def completion_limit(
     clamp: bool = False,
     fills: bool = False,
 ) -> int:
-    """How many tokens may be generated; raises RequestError where none or too few fit.
+    """Return how many tokens may be generated; raise RequestError if none or too few fit.
 
-    `clamp`: as many as fit, where that is fewer than asked for. Where none are asked for the engine
-    makes one that is not told; `fills`: its `fills_context`.
+    With `clamp`, a request for more tokens than fit is reduced. For a request of zero tokens the
+    engine generates one that is not sent; `fills` is the engine's `fills_context`.
     """
     context, default = limits
     if not prompt:
@@ -233,14 +236,16 @@ def completion_limit(
 
 
 def limit_of_continuation(prompt: int, began: Continuation, limits: tuple[int, int | None]) -> int:
-    """How many tokens may be generated in all of what another worker has begun: what it settled,
-    or as many as there is room for. 0 or less where the prompt itself does not fit.
+    """Return the total token limit of a completion that another worker has begun.
+
+    The limit is the first worker's, or what fits here. It is 0 or less if the prompt itself does
+    not fit.
     """
     return min(began.max_tokens, limits[0] - prompt)
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Token ids as `Continuation.prompt` has them."""
+    """Pack token ids for `Continuation.prompt`, as little-endian 32-bit integers."""
     found = array("I", ids)
     if sys.byteorder == "big":
         found.byteswap()
@@ -248,7 +253,7 @@ def packed(ids: Sequence[int]) -> bytes:
 
 
 def unpacked(ids: bytes) -> list[int]:
-    """What `packed` has packed. Raises ValueError."""
+    """Return the ids that `packed` has packed. Raises ValueError."""
     found = array("I", ids)
     if sys.byteorder == "big":
         found.byteswap()
@@ -270,7 +275,7 @@ def _too_long(
 
 
 def _check_told(tokens: int, each: int) -> None:
-    """Raise RequestError where a prompt has more log probabilities than are told at once."""
+    """Raise RequestError if a prompt has more log probabilities than may be sent at once."""
     if tokens * each > MAX_TOKENS_TOLD:
         raise RequestError(
             f"the prompt has {tokens} tokens, and {each} log probabilities of each are over the "
@@ -294,7 +299,7 @@ def _input_too_long(name: str, tokens: str, limit: int) -> ContextLengthExceeded
 
 
 def _length(request: Generate) -> int:
-    """Characters, and for ids that are to become text, as many tokens."""
+    """Return the number of characters, or the number of token ids to be decoded."""
     if request.inputs:
         return sum(map(len, request.inputs))
     if request.messages is not None:

@@ -1,4 +1,4 @@
-"""What the loaded model and its engine do not serve is refused by name, never passed over."""
+"""Validation of requests: an unsupported task or parameter is refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TASKS: dict[Capability, str] = {
 }
 
 
-#: Repetition penalties that ask for nothing.
+#: Repetition penalties without effect.
 _NEUTRAL = (None, 1.0)
-#: A grammar that is made of tools: strict ones, or one that has to be called.
+#: A grammar derived from tools: strict ones, or one whose call is required.
 _ORDERED = ("grammar", "tools")
 
 
 def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
-    """Raise Unsupported for a task or parameter that is not among `info.serves`."""
+    """Raise Unsupported for a task or parameter that is not in `info.serves`."""
     if request.task not in info.serves:
         raise Unsupported(
             f"model: the {spec.engine} engine of '{spec.model}' does not {_TASKS[request.task]}"
@@ -38,7 +38,7 @@ def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
 
 
 def _forced(capability: Capability, request: Generate, info: ModelInfo) -> bool:
-    """Whether calls that a grammar asks for are all that is needed."""
+    """Return whether tool calls are served because a grammar forces them."""
     return (
         capability == "tools"
         and "forced_tools" in info.serves
@@ -48,7 +48,7 @@ def _forced(capability: Capability, request: Generate, info: ModelInfo) -> bool:
 
 
 def check_text(request: Generate, spec: WorkerSpec) -> None:
-    """Raise Unsupported for what needs tokens, to an engine that takes text only."""
+    """Raise Unsupported if a request needs tokens from an engine that takes only text."""
     ids = isinstance(request.prompt, list) or any(isinstance(one, list) for one in request.inputs)
     if ids:
         param = "prompt" if isinstance(request.prompt, list) else "input"
@@ -76,7 +76,7 @@ def _hint(request: Generate, info: ModelInfo) -> str:
 
 
 def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
-    """The optional capabilities that a request needs, and the parameters that do."""
+    """Yield the optional capabilities that a request needs, each with its parameter's name."""
     params = request.params
     if params.logprobs is not None:
         yield "logprobs", "logprobs"

@@ -1,6 +1,6 @@
-"""Requests in a worker: from the wire to the engine and back, one message per engine step.
+"""Requests in a worker, from gateway to engine and back, with one message per engine step.
 
-Everything here runs on the worker's event loop; only `emit` may be called from another thread.
+All of this runs on the worker's event loop; only `emit` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from servekit.worker.trace_timing import Stopwatch
 
 log: Any = structlog.get_logger("servekit.worker")
 
-#: A request that was cancelled may be in the step that runs, and kill yet.
+#: How long a cancelled request may remain in the current step, where it can still kill the worker.
 STEP_S = 0.1
-#: How long gateways may take to read what an engine brought before it died.
+#: How long gateways may take to read the output that preceded the engine's death.
 LAST_WORDS_S = 1.0
-#: The same, where the engine has nothing else to do: a step that began with it may be a long one.
+#: The equivalent of STEP_S when the engine is idle: a step that began with the request may be long.
 IDLE_S = 1.0
-#: Requests of adapters that are noted before ended ones are looked for.
+#: Number of adapter requests recorded before ended ones are pruned.
 ADAPTED = 256
 
 
 class Runner:
-    """All requests of this worker. `on_idle` is called after a drain, when all is sent."""
+    """All requests of this worker. After a drain, `on_idle` is called once all output is sent."""
 
     def __init__(self, engine: Engine, info: ModelInfo, on_idle: Callable[[], None]) -> None:
         self.engine = engine
@@ -75,17 +75,18 @@ class Runner:
         self.lending = Lending(self)
         self.draining = False
         self.dead = False  # the engine has died
-        self.asleep = False  # or about to be
-        self.engine_turn = asyncio.Lock()  # for what changes the engine beside its jobs
-        # Those that take requests, and how much of the context their virtual tokens take.
+        self.asleep = False  # set before the engine sleeps
+        self.engine_turn = asyncio.Lock()  # held while the engine is changed outside its jobs
+        # Adapters that take requests, with the context tokens that their virtual tokens use.
         self.adapters = {adapter.name: adapter.virtual_tokens for adapter in info.adapters}
-        self.portable = False  # generations are compared across machines
-        self._adapter_files: dict[str, str] = {}  # by adapter, which files it is of
-        self._adapted: dict[int, str] = {}  # job id → adapter; ended ones stay until it is pruned
+        self.portable = False  # makes generations comparable across machines
+        self._adapter_files: dict[str, str] = {}  # adapter name → identity of its files
+        self._adapted: dict[int, str] = {}  # job id → adapter; ended jobs remain until pruned
         self._prune_at = ADAPTED
         self._on_idle = on_idle
-        self.on_greeting: Callable[[str], None] = lambda gateway: None  # by each that connects
-        # How many tokens and ends each step of the engine has brought.
+        # Called with each gateway's name.
+        self.on_greeting: Callable[[str], None] = lambda gateway: None
+        # Called with the number of tokens and of ended requests of each engine step.
         self.on_step: Callable[[int, int], None] = lambda tokens, ends: None
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, OutputState] = {}  # job id → task
@@ -93,18 +94,18 @@ class Runner:
         self._stopwatch = Stopwatch()
         self._intake = RequestPreparer(engine, info, self._context)
         self._encoding: set[asyncio.Task[None]] = set()
-        self._going: dict[tuple[GatewayConnection, int], float] = {}  # cancelled, and since when
+        self._going: dict[tuple[GatewayConnection, int], float] = {}  # time of cancellation
         self._watching: asyncio.Task[None] | None = None
         self._steps: deque[Sequence[StepOutput]] = deque()
         self._thread = threading.get_ident()
-        self._stepped_at = 0.0  # when the last step is over in which a cancelled request may be
+        self._stepped_at = 0.0  # by then no unproven cancelled request is in a step
 
     @property
     def busy(self) -> bool:
         return any(peer.jobs for peer in self.peers)
 
     def connect(self) -> Connection[GatewayToWorker]:
-        """A connection factory for `wire.connection.listen`."""
+        """Return a new connection; used as factory by `protocol.transport.connection.listen`."""
         peer = GatewayConnection(self)
         self.peers.add(peer)
         return peer.connection
@@ -137,10 +138,10 @@ class Runner:
             self.start(peer, request, self._next_job)
 
     def start(self, peer: GatewayConnection, request: Generate, job_id: int) -> None:
-        """Start a request: nothing of it has been touched before, its prompt neither."""
+        """Begin to process a request, including the preparation of its prompt."""
         if self._speaks is None and self._intake.takes_long(request):
             task = self.loop.create_task(self._start_later(peer, request, job_id))
-            self._encoding.add(task)  # the loop itself keeps no reference
+            self._encoding.add(task)  # the loop's reference is weak
             task.add_done_callback(self._encoding.discard)
             return
         try:
@@ -152,33 +153,38 @@ class Runner:
             self._refuse(peer, request, job_id, error)
 
     def _takes_no_more(self, request: Generate) -> bool:
-        """While it drains, and has something left to do, it finishes for its like what they began:
-        there may be no other.
+        """Return whether a new request must be refused.
+
+        A draining worker that still has work accepts continuations of requests that other workers
+        began, because there may be no other worker for them.
         """
         begun = request.continuation is not None and self._leaving is None
         dead = self.engine.fatal is not None
         return dead or self.asleep or (self.draining and not begun)
 
     def _refuse_generation(self, request: Generate) -> RequestError | None:
-        """Why what another worker has begun is not gone on with."""
+        """Return the error for a continuation that a different model or adapter began."""
         began = request.continuation
         if began is None or began.generation == self.generation(request.adapter):
             return None
         return ModelChanged("this worker has loaded another model than the one that began")
 
     def generation(self, adapter: str) -> str:
-        """What decides what it says, to requests of an adapter or, with "", of the model."""
+        """Return the identity of the weights that serve an adapter, or the model for ""."""
         known = self.info.generation
         return f"{known}+{self._adapter_files.get(adapter, '')}" if adapter else known
 
     def identify_adapters(self, adapters: Sequence[AdapterSpec]) -> None:
-        """Look which files these have been loaded from; reads them."""
+        """Read and record the identity of the files that the adapters were loaded from."""
         for one in adapters:
             found = self.engine.identify_adapter(one, portable=self.portable)
             self._adapter_files[one.name] = found
 
     def _refuse_adapter(self, request: Generate) -> RequestError | None:
-        """Why an adapter cannot answer this. Tokens are the base model's, whoever asks."""
+        """Return the error for a request that an adapter cannot serve.
+
+        Tokenisation is the base model's for every adapter.
+        """
         name = request.adapter
         if request.task == "embed":
             return Unsupported(f"the adapter {name!r} makes no embeddings", param="model")
@@ -187,13 +193,15 @@ class Runner:
         return None
 
     def uses(self, adapter: str) -> bool:
-        """Whether a request that names the adapter is under way."""
+        """Return whether a request of the adapter is in flight."""
         self._prune()
         return adapter in self._adapted.values()
 
     def _adapt(self, job_id: int, adapter: str) -> None:
-        """Note whose request it is. Jobs end in many ways, so that ended ones are dropped at times:
-        no more of them are kept than run, or ADAPTED.
+        """Record the adapter of a request.
+
+        Jobs end in many ways, so ended ones are pruned from time to time: at most ADAPTED of them,
+        or as many as run, are kept.
         """
         self._adapted[job_id] = adapter
         if len(self._adapted) > self._prune_at:
@@ -206,14 +214,15 @@ class Runner:
 
     @property
     def settled(self) -> bool:
-        """All that runs is proven: none of it is what kills workers."""
+        """Return whether all running requests are proven harmless."""
         proven = not self._encoding and all(task.proven for task in self._tasks.values())
         return proven and self.loop.time() >= self._stepped_at
 
     def cleared(self, held: QueuedRequest) -> bool:
-        """A suspect that was started need not be alone any more."""
+        """Return whether a suspect that was started need not run alone any more."""
         if held.peer.jobs.get(held.request.id) != held.job_id:
-            return self.loop.time() >= self._stepped_at  # cancelled, it may be in a step yet
+            # A cancelled request may still be in a step.
+            return self.loop.time() >= self._stepped_at
         task = self._tasks.get(held.job_id)
         return task is not None and task.proven and held.request.alone_until == "proven"
 
@@ -231,11 +240,12 @@ class Runner:
     def _refuse(
         self, peer: GatewayConnection, request: Generate, job_id: int, error: Exception
     ) -> None:
-        """Whatever a request does wrong is answered to it alone.
+        """Fail a single request after an error.
 
-        What an engine that has just died says is no such answer: the request runs elsewhere.
+        An error raised by an engine that has just died is replaced by WorkerLost, so that the
+        request runs in another worker.
         """
-        # in a frame of its own: one that the error went through would be held by it, and hold it
+        # A separate method: a frame that the traceback refers to would form a cycle with the error.
         if self.engine.fatal is not None and not _is_clients(error):
             error = WorkerLost("the engine died before it took this request")
         elif not isinstance(error, RequestError):
@@ -326,14 +336,14 @@ class Runner:
         self.engine.embed(EmbedJob(job_id, prepared.inputs))
 
     def _answer(self, peer: GatewayConnection, request: Generate, prepared: Prepared) -> None:
-        """What needs no engine is answered at once."""
+        """Answer a request that needs no engine."""
         ids = prepared.ids if request.task == "tokenize" else []
         peer.add(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
         del peer.jobs[request.id]
         self._check_idle()
 
     def _decoder(self, request: Generate) -> Decoder:
-        """Of a chat's text the gateway reads calls and thoughts: their markers stay in it."""
+        """Return a request's decoder; in chats it keeps the markers that the gateway parses."""
         dialect = self.info.dialect
         if request.messages is None or not dialect.tokens:
             return self.engine.codec.decoder()
@@ -341,7 +351,7 @@ class Runner:
         return self.engine.codec.decoder([text for text, _ in dialect.tokens] if reads else ())
 
     def _context(self, request: Generate) -> int:
-        """Tokens of prompt and completion that there is room for."""
+        """Return the number of tokens available to prompt and completion."""
         return self.info.max_context - self.adapters.get(request.adapter, 0)
 
     def _limits(self, request: Generate) -> tuple[int, int | None]:
@@ -349,7 +359,7 @@ class Runner:
         return self._context(request), None if default is None else int(default)
 
     def cancel(self, peer: GatewayConnection, request_id: int, *, tells: bool = False) -> None:
-        """Nobody wants it any more. `tells`: say so once it can do no harm in the engine."""
+        """Cancel a request; with `tells`, send Cancelled once it can do no harm in the engine."""
         if tells:
             self._going[peer, request_id] = self.loop.time()
             if self._watching is None:
@@ -369,8 +379,8 @@ class Runner:
     async def _watch_going(self) -> None:
         """Tell gateways which of their cancelled requests have left the engine.
 
-        The engine does not say when: the step that ran has ended when the engine has made progress
-        since; one that has nothing to do makes none, and is given a second.
+        The engine does not report this. The step that ran has ended once the engine has made
+        progress since; an idle engine makes none, so a second is allowed.
         """
         while self._going:
             await asyncio.sleep(STEP_S)
@@ -386,7 +396,7 @@ class Runner:
         self._watching = None
 
     def forget(self, peer: GatewayConnection) -> None:
-        """The gateway is gone, and with it everybody who could want its answers."""
+        """Cancel all requests of a gateway that has disconnected."""
         for request_id in list(peer.jobs):
             self.cancel(peer, request_id)
         self.peers.discard(peer)
@@ -395,11 +405,11 @@ class Runner:
     # ---- from the engine
 
     async def lose(self) -> None:
-        """The engine has died: send what its completed steps brought, and hang up on all gateways.
+        """Send the dead engine's completed output, and disconnect all gateways.
 
-        The end of its connection is how a gateway learns of a death, so that what ran is counted
-        and goes on elsewhere. What had not reached the engine is given back before, uncounted.
-        Returns once the kernel has all of it, or a gateway has not read it in time.
+        A gateway learns of a death from the end of its connection; requests that ran are then
+        counted and continue in another worker. Requests that had not reached the engine are
+        returned first, uncounted. Returns once the kernel has all data, or after LAST_WORDS_S.
         """
         self.dead = True
         self._drain_steps()
@@ -414,7 +424,7 @@ class Runner:
                 await asyncio.gather(*(peer.connection.closed for peer in peers))
 
     def emit(self, outputs: Sequence[StepOutput]) -> None:
-        """Take one engine step's outputs; from any thread."""
+        """Take the outputs of one engine step; callable from any thread."""
         if threading.get_ident() == self._thread:
             self._deliver(outputs)
             return
@@ -422,11 +432,12 @@ class Runner:
         self.loop.call_soon_threadsafe(self._drain_steps)
 
     def _drain_steps(self) -> None:
-        for _ in range(len(self._steps)):  # what comes meanwhile waits: so do pings and cancels
+        # Later outputs wait, so that pings and cancellations are served.
+        for _ in range(len(self._steps)):
             self._deliver(self._steps.popleft())
 
     def _deliver(self, outputs: Sequence[StepOutput], *, stepped: bool = True) -> None:
-        """`stepped`: it is the engine's doing, which shows that it is of use."""
+        """Pass outputs on to their requests; `stepped` if an engine step produced them."""
         tasks, tokens, ends = self._tasks, 0, 0
         for output in outputs:
             tokens += len(output.token_ids)
@@ -438,7 +449,7 @@ class Runner:
             try:
                 if not (task.plain and task.pass_on(output)):
                     self._tell(task, output)
-            except Exception:  # of this request alone: the others have their tokens all the same
+            except Exception:  # fails only this request
                 log.exception("an answer cannot be told", request=task.id)
                 self._spoil(output.id, task)
         if stepped:
@@ -460,14 +471,14 @@ class Runner:
         if delta.finish is not None:
             self._end(output.id, task)
             if output.finish is None:
-                self._cancel(output.id, task)  # a stop string ended it, not the engine
+                self._cancel(output.id, task)  # ended by a stop string, not by the engine
         if delta.text or delta.token_ids or delta.finish or delta.prompt:
             if task.begins is not None and delta.token_ids and delta.finish is None:
                 delta = replace(delta, continuation=task.continuation(self.generation))
             task.peer.add(delta)
 
     def _spoil(self, job_id: int, task: OutputState) -> None:
-        """End a request whose tokens cannot be made into an answer."""
+        """Fail a request whose tokens cannot be decoded."""
         if job_id in self._tasks:
             self._end(job_id, task)
             self._cancel(job_id, task)
@@ -486,7 +497,7 @@ class Runner:
             self._leaving = self.loop.create_task(self._leave())
 
     async def _leave(self) -> None:
-        """Say that it is idle once the last answers are out, not merely made."""
+        """Close all connections, and report idleness once the last answers are sent."""
         peers = list(self.peers)
         for peer in peers:
             peer.close()
@@ -495,5 +506,5 @@ class Runner:
 
 
 def _is_clients(error: Exception) -> bool:
-    """The request itself is wrong, whoever is asked."""
+    """Return whether the request itself is invalid, for any worker."""
     return isinstance(error, RequestError) and error.status < 500

@@ -1,8 +1,9 @@
-"""A worker that gives its device's memory back for a while, and takes it again.
+"""Sleep and wake-up of a worker: its device memory is released for a while and taken again.
 
-It first takes no more requests, then finishes those that run, and only then has the engine sleep,
-in a thread: pings are answered meanwhile. Awake it first brings a token back along the path that
-requests take. What reaches it between is returned to its gateway, which keeps it waiting.
+The worker first refuses new requests, then finishes the running ones, and only then lets the engine
+sleep, in a thread so that pings are still answered. After waking, it first generates a token along
+the path of ordinary requests. Requests that arrive meanwhile are returned to their gateway, which
+keeps them waiting.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ log: Any = structlog.get_logger("servekit.worker")
 Order = Sleep | Wake
 Answer = Asleep | Awake | SleepFailed
 
-#: Between looks whether the last request is done.
+#: Interval between checks whether the last request has ended.
 _LOOK_EVERY_S = 0.02
 
 
 class SleepControl:
-    """Carries out what the supervisor orders, and answers each order.
+    """Executor of the supervisor's sleep and wake commands; answers each command.
 
-    `probe` brings a token back; an engine that has been woken and cannot do that is `broken`.
+    `probe` generates a token; `broken` is called if the engine cannot do that after waking.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SleepControl:
         self._working: asyncio.Task[None] | None = None
 
     def take(self, order: Order) -> None:
-        """An order of the supervisor, who gives the next one when this is answered."""
+        """Carry out a command; the supervisor sends the next one only after the answer."""
         self._working = asyncio.get_running_loop().create_task(self._carry_out(order))
 
     async def _carry_out(self, order: Order) -> None:
@@ -68,12 +69,12 @@ class SleepControl:
         runner = self._runner
         runner.asleep = True
         try:
-            # one that was cancelled may be in the step that runs
+            # A cancelled request may still be in the current step.
             while runner.busy or not runner.settled:  # noqa: ASYNC110 - requests end in many ways
                 await asyncio.sleep(_LOOK_EVERY_S)
             await asyncio.to_thread(runner.engine.sleep)
         except BaseException:
-            runner.asleep = False  # it goes on awake
+            runner.asleep = False  # it continues to serve
             raise
         log.info("asleep")
 

@@ -1,11 +1,11 @@
-"""The worker's slots that gateways do not use, lent to those whose requests wait.
+"""Lending of the worker's slots that some gateways do not use to gateways with waiting requests.
 
-Each gateway may use its share of the slots without asking. One that has more to do says `Borrow`;
-what the others do not use is divided among the borrowers, who are told `Lent`. When another
-gateway's requests come they are started as far as there are slots, the borrowers are lent as many
-fewer, and these make room as their own requests end: nothing that runs is taken back.
+Each gateway may use its share of the slots without asking. A gateway with more work sends `Borrow`;
+unused slots are divided among the borrowers, who receive `Lent`. Requests of other gateways then
+start as long as there are slots; the borrowers are lent fewer, and free those slots as their own
+requests end. Running requests are never preempted.
 
-While nobody borrows a request costs nothing here.
+A request costs nothing here while no gateway borrows.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class Lending:
-    """Who borrows, and what each was told. All of it on the worker's event loop."""
+    """The borrowing gateways and the slots lent to each. Used only on the worker's event loop."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._shares: dict[GatewayConnection, int] = {}  # of those who borrow
+        self._shares: dict[GatewayConnection, int] = {}  # of the borrowers
         self._lent: dict[GatewayConnection, int] = {}
         self._due = False
 
     @property
     def active(self) -> bool:
-        """Somebody borrows: `change` is to be called when a request begins or ends."""
+        """Return whether a gateway borrows; requests must then call `change` at start and end."""
         return bool(self._shares)
 
     def borrow(self, peer: GatewayConnection, share: int) -> None:
-        """A gateway has more to do than its `share`; with 0 it has not any more."""
+        """Register a gateway that needs more than its `share` of slots; 0 withdraws it."""
         if share > 0:
             self._shares[peer] = share
         else:
@@ -43,12 +43,12 @@ class Lending:
         self.change()
 
     def forget(self, peer: GatewayConnection) -> None:
-        """A gateway borrows nothing any more."""
+        """Remove a gateway from the borrowers."""
         self._shares.pop(peer, None)
         self._lent.pop(peer, None)
 
     def change(self) -> None:
-        """Divide anew at the end of this turn of the loop."""
+        """Divide the slots again at the end of this event-loop tick."""
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_soon(self._divide)

@@ -1,4 +1,4 @@
-"""What a supervisor has to be told that has not heard a worker from its beginning."""
+"""Summary of a worker's state for a supervisor that connects later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 
 
 class Summary:
-    """Made of what the worker has said so far. As long as the worker's state is, not its life."""
+    """Summary of the messages that the worker has sent so far.
+
+    Its size is bounded by the worker's state, not by its uptime.
+    """
 
     def __init__(self) -> None:
         self._phases: dict[str, PhaseReport] = {}
@@ -28,10 +31,10 @@ class Summary:
         self._failed: BootFailed | None = None
         self._adapters: dict[str, AdapterInfo] = {}
         self._asleep: Asleep | None = None
-        self.added: tuple[AdapterSpec, ...] = ()  # by operators, as the last supervisor knew it
+        self.added: tuple[AdapterSpec, ...] = ()  # by operators, as last set by the supervisor
 
     def note(self, message: Any) -> None:
-        """The worker says something."""
+        """Record a message of the worker to the supervisor."""
         match message:
             case PhaseReport(phase):
                 self._phases[phase.name] = message
@@ -54,7 +57,7 @@ class Summary:
                 self._asleep = None
 
     def state(self, *, loading: bool) -> Literal["empty", "loading", "ready", "failed"]:
-        """How far it has come."""
+        """Return the worker's stage of start-up."""
         if self._failed is not None:
             return "failed"
         if self._ready is not None:
@@ -62,7 +65,7 @@ class Summary:
         return "loading" if loading else "empty"
 
     def told(self) -> list[Any]:
-        """The messages that say it all."""
+        """Return the messages that reproduce the worker's state."""
         told: list[Any] = list(self._phases.values())
         if self._failed is not None:
             return [*told, self._failed]

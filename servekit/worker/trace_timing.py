@@ -1,4 +1,4 @@
-"""When the requests that are traced came, went to the engine, and brought something."""
+"""Timestamps of traced requests: acceptance, submission to the engine and output."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from servekit.protocol.messages import Delta
 
 
 class Stopwatch:
-    """Unix times in ns of the jobs that were accepted here; of all others nothing is noted."""
+    """Unix times in ns of traced jobs; other jobs are not recorded."""
 
     __slots__ = ("_times",)
 
     def __init__(self) -> None:
-        self._times: dict[int, list[int]] = {}  # accepted, given to the engine, first token
+        self._times: dict[int, list[int]] = {}  # accepted, submitted to the engine, first token
 
     @property
     def runs(self) -> bool:
-        """Some job is timed."""
+        """Return whether any job is timed."""
         return bool(self._times)
 
     def accept(self, job_id: int) -> None:
-        """Time a job from now on."""
+        """Start timing a job."""
         self._times[job_id] = [time.time_ns()]
 
     def note(self, job_id: int) -> None:
-        """A job goes to the engine now."""
+        """Record the time at which a job is submitted to the engine."""
         if (times := self._times.get(job_id)) is not None:
             times.append(time.time_ns())
 
     def stamp(self, job_id: int, delta: Delta) -> Delta:
-        """Note that this came; the last one tells all times, see `Delta.times_ns`."""
+        """Record the time of a delta; the last one of a job carries all times (`times_ns`)."""
         times = self._times.get(job_id)
         if times is None:
             return delta
@@ -44,5 +44,5 @@ class Stopwatch:
         return replace(delta, times_ns=(*times, now))
 
     def forget(self, job_id: int) -> None:
-        """A job is over."""
+        """Drop the times of a job that has ended."""
         self._times.pop(job_id, None)

@@ -1,8 +1,8 @@
 """The channels of a worker to its supervisor and to the gateways.
 
-On its supervisor's own machine it is an `InheritedChannel`: a socket that the worker was started
-with, whose end is the worker's end; gateways connect to a Unix socket. On another machine it is
-`remote.TcpChannel`.
+On the supervisor's machine this is an `InheritedChannel`: a socket that the worker was started
+with, whose end is also the worker's end; gateways connect to a Unix socket. On another machine it
+is `remote.TcpChannel`.
 """
 
 from __future__ import annotations
@@ -22,43 +22,46 @@ from servekit.protocol.transport.connection import Connection, Factory, adopt, d
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
 
-#: For the last words to reach the supervisor.
+#: Time allowed for the last messages to reach the supervisor.
 _CLOSE_S = 1.0
 
 log: Any = structlog.get_logger("servekit.worker")
 
-#: How often a worker looks whether its socket is still there.
+#: How often a worker checks that its socket file still exists.
 _LOOK_EVERY_S = 1.0
 OnMessage = Callable[[ToWorker], None]
 OnEnd = Callable[[Exception | None], None]
 
 
 class Channel(Protocol):
-    """Both ways into a worker. `is_remote`: its like may be on other machines."""
+    """Interface of a worker's channels.
+
+    `is_remote`: workers of the same model may be on other machines.
+    """
 
     is_remote: bool
 
     async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
-        """Hear the supervisor from now on. `on_end` is called when it is gone for good."""
+        """Connect to the supervisor; `on_end` is called when it is gone for good."""
 
     def send(self, message: FromWorker) -> None:
-        """Tell the supervisor."""
+        """Send a message to the supervisor."""
 
     async def serve(self, spec: WorkerSpec, runner: Runner) -> None:
-        """Let gateways in. Raises OSError."""
+        """Accept gateways. Raises OSError."""
 
     def stop_serving(self) -> None:
-        """Let no more gateways in."""
+        """Stop accepting gateways."""
 
     async def dial(self, factory: Factory) -> Connection[object]:
-        """Reach itself as gateways do. Raises OSError."""
+        """Connect to this worker as gateways do. Raises OSError."""
 
     async def close(self) -> None:
-        """Send what is left, and close."""
+        """Send everything queued, then close."""
 
 
 class InheritedChannel:
-    """The line of a worker whose supervisor is on this machine."""
+    """The channel of a worker on the supervisor's machine."""
 
     is_remote = False
 
@@ -79,19 +82,19 @@ class InheritedChannel:
 
     async def serve(self, spec: WorkerSpec, runner: Runner) -> None:
         self._path = spec.socket
-        # Kept: the server lives as long as its reference.
+        # The server lives only as long as a reference to it.
         self._server = await listen(spec.socket, runner.connect)
         self._keeping = asyncio.get_running_loop().create_task(self._keep(runner))
 
     async def _keep(self, runner: Runner) -> None:
-        """Make the socket anew when somebody has removed it: gateways that come later need it."""
+        """Create the socket again if its file was removed, for gateways that connect later."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             if os.path.exists(self._path):  # noqa: ASYNC240, PTH110 - one quick call
                 continue
             if self._server is not None:
-                self._server.close()  # first, for some event loops remove the path as they close
-            with contextlib.suppress(OSError):  # the supervisor makes the directory anew
+                self._server.close()  # first, as some event loops remove the path on close
+            with contextlib.suppress(OSError):  # the supervisor recreates the directory
                 self._server = await listen(self._path, runner.connect)
                 log.warning("the socket was removed, and is made anew", path=self._path)
 

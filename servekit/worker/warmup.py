@@ -1,4 +1,4 @@
-"""A worker's own request, along the path that all others take."""
+"""The worker's own probe request, along the path of ordinary requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from servekit.protocol.transport.connection import Connection, Factory
 async def warm_up(
     dial: Callable[[Factory], Awaitable[Connection[Any]]], info: ModelInfo, timeout_s: float = 600.0
 ) -> None:
-    """Bring one answer back along the path that requests take; raises LoadError if none comes."""
+    """Complete one request along the path of ordinary requests. Raises LoadError on failure."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_message(message: WorkerToGateway) -> None:
@@ -51,7 +51,7 @@ async def warm_up(
 
 
 def _probe_request(info: ModelInfo) -> Generate:
-    """A token or two, or an embedding from a model that makes nothing else."""
+    """Return a request for two tokens, or for an embedding if the model does not generate."""
     if "generate" in info.serves:
         return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
     return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])

@@ -1,11 +1,12 @@
-"""The life of a worker: load the engine, listen, warm up, say Ready, serve, drain.
+"""The life cycle of a worker: load the engine, listen, warm up, send Ready, serve, drain.
 
-starting ── Load ──▶ loading ── warm-up token came back ──▶ ready ── Drain ──▶ draining ──▶ 0
+starting ── Load ──▶ loading ── warm-up token returned ──▶ ready ── Drain ──▶ draining ──▶ 0
     └── error ──▶ BootFailed, exit 3         │ ▲ └── engine died ──▶ exit 70
                                        Sleep ▼ │ Wake, and a token
                                             asleep
-EOF on the control connection at any time: the process group is killed. (On another machine than
-the supervisor's that is when none has come back for a while: see `worker.remote`.)
+
+When the control connection ends, the process group is killed. A worker on another machine than its
+supervisor does so only if no supervisor has reconnected for a while: see `worker.remote`.
 """
 
 from __future__ import annotations
@@ -56,32 +57,32 @@ log: Any = structlog.get_logger("servekit.worker")
 
 EXIT_BOOT_FAILED = 3
 EXIT_ENGINE_DIED = os.EX_SOFTWARE
-#: Progress is reported at most this often.
+#: Minimum interval between progress reports.
 REPORT_EVERY_S = 0.1
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
-#: So many tokens are worth a completed request, to the policy that restarts workers: a few steps
-#: of decoding have gone well then, and some client has what they brought.
+#: This many tokens count as a completed request in the restart policy: a few decode steps have
+#: succeeded, and a client has their output.
 TOKENS_OF_USE = 8
 
 
 def run(name: str, line: Channel, began_s: float) -> int:
-    """Run a worker until it is told to stop; returns the exit code.
+    """Run a worker until it is told to stop; return the exit code.
 
-    `began_s` is when this process was a worker's, on the monotonic clock.
+    `began_s` is the monotonic time at which this process became a worker.
     """
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code, stuck = runner.run(_live(name, line, began_s))
-        if stuck:  # it loads, or hangs in a broken device: nobody waits for that
+        if stuck:  # still loading, or hanging in a broken device: do not wait for the thread
             sys.stderr.flush()
             os._exit(code)
         return code
 
 
 async def _live(name: str, line: Channel, began_s: float) -> tuple[int, bool]:
-    """The exit code, and whether a thread may be left that cannot be ended."""
+    """Return the exit code, and whether a thread that cannot be stopped may be left."""
     worker = Worker(name, line, began_s)
     code = await worker.live()
     return code, worker.loads or code == EXIT_ENGINE_DIED
@@ -106,11 +107,11 @@ class Worker:
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
-        self._dying: asyncio.Task[None] | None = None  # since its engine has died
+        self._dying: asyncio.Task[None] | None = None  # set once the engine has died
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
         self._probes = 0
-        self._of_use = False  # as the supervisor has been told, unasked
+        self._of_use = False  # reported to the supervisor without a ping
 
     async def live(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,7 +129,7 @@ class Worker:
 
     @property
     def loads(self) -> bool:
-        """A thread of its own is at it, which goes on when the event loop has ended."""
+        """Return whether a thread is loading the engine; it outlives the event loop."""
         return self._boot_task is not None and self._runner is None and not self._boot_task.done()
 
     def _end(self, code: int) -> None:
@@ -148,10 +149,10 @@ class Worker:
             case Stop():
                 self._end(0)
             case LoadAdapter() | UnloadAdapter():
-                assert self._adapters is not None  # they come after Ready
+                assert self._adapters is not None  # sent only after Ready
                 self._adapters.take(message)
             case Sleep() | Wake():
-                assert self._slumber is not None  # as they
+                assert self._slumber is not None  # sent only after Ready
                 self._slumber.take(message)
 
     def _on_eof(self, error: Exception | None) -> None:
@@ -176,7 +177,7 @@ class Worker:
 
     @property
     def _served(self) -> int:
-        # A long answer counts before its end, so that a life cut short by chance was of use.
+        # Tokens of an unfinished long answer count, so that a life cut short was still useful.
         return max(self._completed, self._tokens // TOKENS_OF_USE)
 
     def _drain(self) -> None:
@@ -188,7 +189,7 @@ class Worker:
             self._end(0)
 
     def _fail_step(self) -> None:
-        """An experiment wishes to see the engine die."""
+        """Make the engine's next step fail, for chaos tests."""
         if self._runner is not None and self._engine is not None:
             try:
                 self._engine.fail_step()
@@ -198,7 +199,7 @@ class Worker:
     # ---- the engine's death
 
     def _hear_death_from_any_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is over, and the process with it
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and so does the process
             self._loop.call_soon_threadsafe(self._on_death)
 
     def _on_death(self) -> None:
@@ -209,7 +210,7 @@ class Worker:
         self._die(f"the health probe failed: {error}")
 
     def _die(self, cause: str) -> None:
-        """Die as a worker, because the engine has: the supervisor hears why, gateways see EOF."""
+        """Report the engine's death to the supervisor, disconnect the gateways and exit."""
         if self._dying is None and not self._exit.done():
             log.error("the engine died", cause=cause)
             self._line.send(EngineDied(cause))
@@ -246,7 +247,10 @@ class Worker:
 
     @property
     def _watches_itself(self) -> bool:
-        """Its engine has had an answer when it is loaded, and looks after itself: each costs."""
+        """Return whether the engine checks itself, so that the worker sends no probes.
+
+        Text engines query a remote endpoint on load and monitor it; every probe would cost money.
+        """
         return isinstance(self._engine, TextEngine)
 
     async def _probe(self, info: ModelInfo) -> None:
@@ -254,10 +258,11 @@ class Worker:
         await warm_up(self._line.dial, info)
 
     async def _probe_when_idle(self, info: ModelInfo) -> None:
-        """Send a request of our own whenever nobody else's has completed for a while.
+        """Send a probe request whenever no other request has completed for PROBE_EVERY_S.
 
-        Health stays true that way: an engine that would hang on the next request hangs on this
-        one, and its growing progress age has the supervisor replace it before a client asks.
+        The probe keeps the health status true: an engine that would hang on the next request hangs
+        on the probe, and its growing progress age makes the supervisor replace the worker before a
+        client is affected.
         """
         while True:
             before, runner = self._finished, self._runner
@@ -274,7 +279,7 @@ class Worker:
         self._tokens += tokens
         self._finished += ends
         if not self._of_use and self._served:
-            self._of_use = True  # and the worker may be killed before anybody asks
+            self._of_use = True  # unasked, as the worker may be killed before the next ping
             self._line.send(self._pong(0))
 
     async def _load(self, spec: WorkerSpec) -> ModelInfo:
@@ -315,7 +320,7 @@ class Worker:
 
     def _boot_failed(self, message: str, permanent: bool) -> None:
         if self._dying is not None:
-            return  # that is why
+            return  # the engine's death was reported as the cause
         self._line.send(BootFailed(message, permanent))
         self._end(EXIT_BOOT_FAILED)
 
@@ -326,7 +331,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._hear, of)
 
     def _hear(self, of: Phase) -> None:
-        """Tell the supervisor at once: it is to know how far this got, should it die now."""
+        """Report a phase at once, so that the supervisor knows the stage if the worker dies."""
         if of.ended_s is not None and not of.within:
             self._timings_s[of.name] = round(of.ended_s - of.began_s, 3)
         self._line.send(PhaseReport(of))
@@ -338,7 +343,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._report, progress)
 
     def _report(self, progress: Progress) -> None:
-        """Pass progress on; every phase's first report, then at most ten a second."""
+        """Send progress: the first report of each phase, then at most ten per second."""
         self._progress_at = now = time.monotonic()
         phase, at = self._reported
         if phase != progress.phase or now - at >= REPORT_EVERY_S or progress.done == progress.total:

@@ -1,6 +1,7 @@
-"""The transformers engine: loading, runners, and the folders that make it fast.
+"""The transformers engine: model loading, runners, and the packages that they use.
 
-`batching` is continuous batching over the library's paged cache, `decode` the fast decode path,
-`sampling` chooses tokens, `lora` adapters, `tensor_parallel` several devices, `sleep` frees them.
-Nothing else may import from here, `engines.vllm` for adapters' files excepted.
+`batching` holds continuous batching over the library's paged cache, `decode` the fast decode path,
+`sampling` the choice of tokens, `lora` adapters, `tensor_parallel` models over several devices, and
+`sleep` the release of device memory. Code outside this package must not import from here, except
+`engines.vllm` for adapter files.
 """

@@ -1,12 +1,12 @@
-"""Embeddings: texts in, one vector each out, by whatever transformer the folder holds.
+"""Embeddings: one vector per text, by any transformer with a pooling configuration.
 
-A step is one forward pass over as many texts as its budget of tokens has room for, padding
-counted. Requests take turns in that room, so that one with thousands of texts does not hold up one
-with a single text; within a request like lengths go together.
+A step is one forward pass over as many texts as fit into its token budget, padding included.
+Requests take turns, so that a request with thousands of texts does not delay one with a single
+text; within a request, texts of similar length are batched together.
 
-Texts are padded on the right, whichever side the tokenizer would take. Right of it there is nothing
-that a causal model could see, a bidirectional one is told by the mask, and positions count from
-the text's own beginning: a text has the same vector alone and in any company.
+Texts are padded on the right, whatever the tokenizer's padding side. A causal model cannot see
+tokens to the right, a bidirectional model has the attention mask, and positions count from the
+start of the text: so the vector of a text does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from servekit.engines.transformers.pooling import Pooling
 from servekit.engines.transformers.runner_factory import UNSTATED_CONTEXT, spread_how
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 
-#: Tokens in one forward pass. More of them only make a step longer, on a CPU very soon.
+#: Tokens in one forward pass. Beyond these limits a step only takes longer, on a CPU sooner.
 CPU_BATCH_TOKENS = 1024
 CUDA_BATCH_TOKENS = 16_384
 CPU_SLOTS = 32
@@ -34,7 +34,7 @@ CUDA_SLOTS = 256
 
 
 class EmbeddingRunner:
-    """Runs rows batch by batch; all calls come from the engine's thread."""
+    """Runner of embedding rows, batch by batch; called only from the engine's thread."""
 
     def __init__(
         self, model: PreTrainedModel, pooling: Pooling, pad: int, capacity: int, budget: int
@@ -65,7 +65,7 @@ class EmbeddingRunner:
         self._rows = deque(other for other in self._rows if other is not row)
 
     def step(self) -> list[tuple[EmbedRow, StepOutput]]:
-        """One batch; returns the rows that it has completed."""
+        """Run one batch; return the rows that it has completed."""
         batch = self._take()
         vectors = self.embed([row.job.inputs[index] for row, index in batch])
         for (row, index), vector in zip(batch, vectors, strict=True):
@@ -79,7 +79,7 @@ class EmbeddingRunner:
 
     @torch.no_grad()
     def embed(self, texts: list[list[int]]) -> list[bytes]:
-        """One forward pass; a vector each, float32, little-endian."""
+        """Run one forward pass; return one little-endian float32 vector per text."""
         longest = max(map(len, texts))
         ids = torch.tensor([text + [self._pad] * (longest - len(text)) for text in texts])
         lengths = torch.tensor([[len(text)] for text in texts])
@@ -91,20 +91,20 @@ class EmbeddingRunner:
         return [vector.astype("<f4").tobytes() for vector in vectors]
 
     def make_pages(self) -> None:
-        """There are none."""
+        """Do nothing: embeddings have no KV cache."""
 
     def drop_pages(self) -> None:
-        """There are none."""
+        """Do nothing: embeddings have no KV cache."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """Weights that are not the transformer's."""
+        """Return the weights of the layers that follow the transformer."""
         return self._pooling.tensors()
 
     def close(self) -> None:
         self._rows.clear()
 
     def _take(self) -> list[tuple[EmbedRow, int]]:
-        """Texts for one batch: at least one, and then while the padded batch is in budget."""
+        """Return at least one text, and more as long as the padded batch is within the budget."""
         batch: list[tuple[EmbedRow, int]] = []
         longest = 0
         for row in self._rows:
@@ -120,7 +120,7 @@ class EmbeddingRunner:
 def assemble(
     model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
 ) -> tuple[EmbeddingRunner, ModelInfo]:
-    """The runner for an embedding model, and what it can do."""
+    """Return the runner for an embedding model, and its properties."""
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     model.config.use_cache = False
@@ -147,7 +147,10 @@ def assemble(
 
 
 def _padding(model: PreTrainedModel, tokenizer: Any) -> int:
-    """What RoBERTa and its like find their positions by, so it has to be the model's own."""
+    """Return the padding token's id.
+
+    The model's own id comes first, because RoBERTa and similar models derive positions from it.
+    """
     for source in (model.config, tokenizer):
         value = getattr(source, "pad_token_id", None)
         if isinstance(value, int) and value >= 0:
@@ -156,7 +159,7 @@ def _padding(model: PreTrainedModel, tokenizer: Any) -> int:
 
 
 def _context(model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec) -> int:
-    """The least of all limits that are stated: of positions, by its makers, in the file."""
+    """Return the smallest of the stated limits, including the number of position embeddings."""
     limits = [
         _positions(model),
         pooling.max_tokens,
@@ -171,5 +174,5 @@ def _positions(model: PreTrainedModel) -> int:
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             offset = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - offset  # RoBERTa counts from behind its padding
+            return module.num_embeddings - offset  # RoBERTa's begin after its padding
     return stated if isinstance(stated, int) and stated > 0 else UNSTATED_CONTEXT

@@ -1,9 +1,9 @@
 """The transformers engine: any causal language model that the library can load, and embeddings.
 
-Requests share batches through `continuous.ContinuousRunner` where the model can, and run one by
-one through `static.StaticRunner` where it cannot. A folder that says how hidden states become a
-vector is an embedding model, run by `embedding.EmbeddingRunner`. In any case the loop is that of
-`loop.LoopedEngine`.
+Requests share batches in `batching.continuous.ContinuousRunner` if the model allows it; otherwise
+they run one at a time in `sequential.StaticRunner`. A folder with a pooling configuration is an
+embedding model, which `embedding.EmbeddingRunner` runs. The loop is always that of
+`engines.api.threaded_engine.LoopedEngine`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from servekit.protocol.tool_formats import markers
 
 log = logging.getLogger(__name__)
 
-#: What every causal model is served with.
+#: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words"),
@@ -58,7 +58,7 @@ NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
 class TransformersEngine(LoopedEngine):
-    """See the module's docstring; options are `config.schema.TransformersOptions`."""
+    """The transformers engine; its options are `config.engines.options.TransformersOptions`."""
 
     fills_context = True
 
@@ -94,7 +94,7 @@ class TransformersEngine(LoopedEngine):
         return self._speaking(loaded)
 
     def _speaking(self, loaded: loading.Loaded) -> ModelInfo:
-        """What a model that generates needs beside; returns what it can do."""
+        """Prepare grammars, dialect and adapters for a generative model; return its properties."""
         model, tokenizer = loaded.model, loaded.tokenizer
         self._eos = eos_ids(model, tokenizer)
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
@@ -124,12 +124,12 @@ class TransformersEngine(LoopedEngine):
             self.codec.template, dialect, self.spec.tool_parser, grammars=bool(grammar)
         )
         adapters: tuple[Capability, ...] = () if plan.is_spread(self.spec) else ("adapters",)
-        # a rank's head is a part of it, and run by all of them together only
+        # A tensor-parallel rank has only a part of the head, which all ranks must run together.
         scored = prompt_scores.base_of(model) is not None and not plan.over_ranks(self.spec)
         scores: tuple[Capability, ...] = ("prompt_logprobs",) if scored else ()
         return (*SERVES, *adapters, *grammar, *tools, *scores)
 
-    # ---------------------------------------------------------------- the caller's side
+    # ---------------------------------------------------------------- called by the worker
 
     def embed(self, job: EmbedJob) -> None:
         if not isinstance(self._runner, embedding.EmbeddingRunner):
@@ -162,7 +162,7 @@ class TransformersEngine(LoopedEngine):
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         try:
             return self._adapting().load(adapter)
-        except BaseChanged as error:  # this worker has to go
+        except BaseChanged as error:  # the worker must be replaced
             self.post(partial(_throw, error))
             raise EngineFailed(str(error)) from error
 
@@ -194,7 +194,7 @@ class TransformersEngine(LoopedEngine):
         self._between.between_steps(self._rest.wake)
 
     def _tensors(self) -> Iterator[Tensor]:
-        """What is on the device beside the model's own."""
+        """Yield the tensors on the device that are not the model's own."""
         yield from self._runner.tensors()
         if self._shelf is not None:
             yield from self._shelf.tensors()
@@ -205,7 +205,7 @@ class TransformersEngine(LoopedEngine):
             self._ranks.close()
 
     def _die(self, error: BaseException) -> None:
-        if self._ranks is None or not self._ranks.dying:  # else `_lose_rank` knows better
+        if self._ranks is None or not self._ranks.dying:  # otherwise `_lose_rank` has the cause
             super()._die(error)
 
     def _lose_rank(self, reason: str) -> None:
@@ -222,12 +222,12 @@ class TransformersEngine(LoopedEngine):
         return self.fatal is not None or self._closing
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have something done in the engine's thread, before its next step."""
+        """Run a command in the engine's thread before its next step."""
         with self._changed:
             self._post(command)
 
     def take_first(self, row: Row) -> None:
-        """Run a private row, before all that wait."""
+        """Run a private row before all waiting rows."""
         with self._changed:
             self._rows[row.job.id] = row
             self._post(lambda: cast(CausalRunner, self._runner).add_first(row))

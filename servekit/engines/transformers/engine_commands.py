@@ -1,7 +1,7 @@
-"""Reaching into a running engine from another thread, between two of its steps.
+"""Commands that run in the engine's thread between two steps.
 
-Nothing but the engine's thread touches the runner. Who wants something of it leaves a command
-there, and waits; while the engine has not been started, its loading thread is that thread.
+Only the engine's thread may use the runner. Another thread posts a command there and waits; before
+the engine is started, its loading thread takes the role of the engine's thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner_factory import CausalRunner
 from servekit.errors import EngineFailed
 
-#: How often who waits looks whether the engine is still there.
+#: How often a waiting thread checks that the engine is still running.
 _LOOK_S = 0.2
 
 
 class Loop(Protocol):
-    """What is needed of the engine."""
+    """The part of the engine that `EngineCommands` uses."""
 
     @property
     def started(self) -> bool: ...
@@ -30,14 +30,17 @@ class Loop(Protocol):
 
 
 class EngineCommands:
-    """See the module's docstring. Both methods raise EngineFailed if the engine ends meanwhile."""
+    """Runner of commands in the engine's thread.
+
+    Both methods raise EngineFailed if the engine ends.
+    """
 
     def __init__(self, loop: Loop, runner: CausalRunner) -> None:
         self._loop = loop
         self._runner = runner
 
     def between_steps(self, work: Callable[[], None]) -> None:
-        """Have `work` done, and return when it is; what it raises is raised here."""
+        """Run `work` and return when it is done; its exception is raised here."""
         if not self._loop.started:
             work()
             return
@@ -56,7 +59,7 @@ class EngineCommands:
             raise failure[0]
 
     def run_rows(self, rows: list[Row]) -> None:
-        """Run rows to their end in the engine's own batches; nothing of them is emitted."""
+        """Run rows to completion in the engine's batches, without emitting their output."""
         if not self._loop.started:
             for row in rows:
                 self._runner.add(row)

@@ -1,6 +1,7 @@
-"""From a specification to a model that can be run: what the transformers engine does at its start.
+"""Loading of a model from its specification, up to a runner.
 
-Several devices are another matter only here and in `spread`: whoever runs the model has one.
+Tensor parallelism matters only here and in `tensor_parallel`: to the runner, a model is on one
+device.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks, threads_each
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 
-#: torch threads beside a GPU. What is left for them is small, and more wait for each other, one
-#: worker's for another's too: verifying an adapter under traffic took 5.4 s with 32, 1.7 with 4.
+#: torch threads beside a GPU. The host's share of the work is small; more threads mostly wait for
+#: one another and for those of other workers.
 HOST_THREADS = 4
 
 
 @dataclasses.dataclass
 class Loaded:
-    """A model that can be run, and what is known of it."""
+    """A loaded model with its runner and properties."""
 
     folder: Path
     tokenizer: Any
     codec: TokenizerCodec
     model: PreTrainedModel
-    attention: str  # as the library would run it
+    attention: str  # the library's name of its implementation
     runner: Runner[Any]
     info: ModelInfo
     ranks: Ranks | None
@@ -66,7 +67,7 @@ class Loaded:
 
 
 def load(spec: WorkerSpec, report: Report) -> Loaded:
-    """Fetch and load. Raises LoadError."""
+    """Fetch and load a model. Raises LoadError."""
     threads = _threads(spec)
     torch.set_num_threads(threads)
     with phase("files"):
@@ -100,7 +101,7 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
 def bed(
     loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors
 ) -> weight_offload.WeightStore:
-    """Where the model sleeps, and on a GPU `more` with it."""
+    """Return the store for the model's tensors during sleep; on a GPU it also holds `more`."""
     embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
     again = partial(_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
     load_again = None if loaded.ranks else again
@@ -115,7 +116,7 @@ def _threads(spec: WorkerSpec) -> int:
 
 
 def _ranks(folder: Path, spec: WorkerSpec, *, for_embeddings: bool) -> Ranks | None:
-    """The other ranks, started: they import what they need while the tokenizer is loaded."""
+    """Start the other ranks, if any; they import their modules while the tokenizer is loaded."""
     if not plan.over_ranks(spec):
         return None
     with weights.explained(folder, spec):
@@ -139,7 +140,7 @@ def _model(
 
 
 def _pack(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:
-    """Returns what there is to say of it, for people."""
+    """Pack linear layers; return a description for people."""
     half = embeds and model.config.is_encoder_decoder
     with phase("packing"):
         size = packed_linear.pack(model.get_encoder() if half else model, spec)

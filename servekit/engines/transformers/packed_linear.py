@@ -1,21 +1,20 @@
-"""Linear layers of the CPU whose weights lie as its vector units read them.
+"""Linear layers on the CPU whose weights are stored in the layout of its vector units.
 
-A weight is stored row by row, and a product puts it in order first, or goes without: for the few
-rows of a step that decodes that may take as long as the product itself. Packed by oneDNN, a pass of
-SmolLM2 over 2 to 32 rows takes 0.45 to 0.75 of the time on an AMD EPYC in float32, 0.7 to 0.9 in
-bfloat16, and a prompt in float32 0.85. On an Intel Xeon, for which the library's own products are
-written, it gains little with one thread and loses with eight (`tests.bench.packed`). So it is done
-by itself where that has been seen to help; which is not tried out, as what else runs meanwhile
-would decide. A row's result is then the same whoever is beside it.
+A weight is stored row by row, and a product reorders it first or computes more slowly: for the few
+rows of a decode step this may take as long as the product itself. A weight packed by oneDNN avoids
+this. It helps on AMD CPUs; on Intel Xeons, for which the library's products are written, it gains
+little with one thread and loses with eight (`tests.bench.packed`). So packing is the default only
+where it is known to help. It is not measured at start, because other load on the machine would
+decide the result. With packing, the result of a row does not depend on the other rows of the batch.
 
-It is a copy. The weight itself stays where it is, for whoever reads it (adapters, a tied
-embedding); where it is mapped from a file, its pages are the kernel's to forget. A copy of a layer
-is a plain one, so an adapter and the base that it is compared with work alike.
+The packed weight is a copy. The original remains for other users (adapters, a tied embedding); if
+it is mapped from a file, the kernel may evict its pages. A deep copy of a packed layer is a plain
+layer, so that an adapter and the base that it is compared with compute alike.
 
-oneDNN keeps a kernel of some 0.6 MiB for each number of rows and each shape, and gives none of it
-back, so rows are filled up to one of a few numbers; four of them take less time than one or two.
+oneDNN keeps a kernel of about 0.6 MiB for each shape and number of rows, and never frees it, so
+rows are padded to one of a few numbers; four rows take less time than one or two.
 
-Source for the operators: what torch's own compiler makes of a frozen linear layer
+The operators are those that torch's compiler generates for a frozen linear layer
 (torch/_inductor/fx_passes/mkldnn_fusion.py).
 """
 
@@ -41,35 +40,36 @@ from servekit.protocol.messages import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-#: Unless it is asked for, no more of the memory that is available is taken.
+#: Maximum share of available memory to use, unless packing is requested.
 SHARE = 0.25
-#: Smaller weights, and models, are not worth it.
+#: Minimum size of weights and of models for packing.
 _LEAST_BYTES, _LEAST_MODEL_BYTES = 2**16, 2**24
-#: Of the types that a CPU has fast products for, the greatest relative error that is rounding.
+#: Dtypes with fast CPU products, with the relative error that counts as rounding.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-#: Rows of the products that are compared: with few and many, others are the kernels; and how much
-#: of a weight: a head can have more than there is memory for a third time.
+#: Row counts of the compared products (kernels differ between few and many rows), and the number of
+#: weight rows compared: there may be no memory for a third copy of a whole head.
 _ROWS = (1, 8, 48)
 _COMPARED = 4096
-#: Unless it is asked for, CPUs of this maker that can do this, and with no more threads.
+#: Without a request, only CPUs of this vendor with this feature are packed, and with at most this
+#: number of threads.
 _VENDOR, _FEATURE, _MOST_THREADS = "AuthenticAMD", "avx512f", 4
-#: What oneDNN's kernels take beside; 106 MiB were seen of SmolLM2's shapes with up to 256 rows.
+#: Memory for oneDNN's kernels.
 _KERNELS_BYTES = 128 * 2**20
-#: How long one waits for another that packs.
+#: How long a worker waits for another one that packs.
 _WAIT_S = 60.0
-#: Of a claim on the host's memory, what libraries and caches need at least.
+#: Minimum of a host memory claim that is left to libraries and caches.
 _REST_BYTES = 512 * 2**20
 
 
 class Packed:
-    """A weight's copy, for all layers that have this weight; None while there is none."""
+    """The packed copy of a weight, for all layers that share it; None before packing."""
 
     __slots__ = ("at", "share", "weight")
 
     def __init__(self, share: float) -> None:
         self.weight: Tensor | None = None
-        self.at = 0  # where the weight lay when it was packed
-        self.share = share  # of the memory available, what it may take with the others
+        self.at = 0  # address of the weight when it was packed
+        self.share = share  # maximum share of available memory for all copies
 
     def make(self, weight: Tensor) -> None:
         self.weight = _reordered(weight.detach())
@@ -80,7 +80,7 @@ class Packed:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that multiplies with `packed` while that is a copy of its own weight."""
+    """A linear layer that uses `packed` as long as that is a copy of its current weight."""
 
     packed: Packed
 
@@ -91,7 +91,7 @@ class PackedLinear(nn.Linear):
         return _product(input, packed.weight, self.bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: PEFT asks for its very class, and changes weights."""
+        """Return a plain layer: PEFT checks for that exact class, and changes weights."""
         memo[id(self)] = twin = nn.Linear.__new__(nn.Linear)
         own = {name: value for name, value in self.__dict__.items() if name != "packed"}
         twin.__dict__.update(copy.deepcopy(own, memo))
@@ -99,10 +99,10 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module, spec: WorkerSpec) -> int:
-    """Pack what can be packed, where options, memory and CPU allow it; returns the bytes it takes.
+    """Pack all suitable layers if options, memory and CPU allow it; return the bytes used.
 
-    A model on GPUs, or over several ranks, is left alone. Raises LoadError where it is asked for
-    and cannot be had.
+    A model on GPUs or over several ranks is not packed. Raises LoadError if packing is requested
+    but impossible.
     """
     wish: bool | None = spec.options.get("packed_weights")
     if wish is False or spec.device != "cpu" or spec.gpus > 1:
@@ -146,15 +146,16 @@ def _place(layer: nn.Linear) -> tuple[int, torch.Size]:
 
 
 def _size_of(layers: Iterable[nn.Linear]) -> int:
-    """Bytes of their weights, of those that share one once."""
+    """Return the bytes of the layers' weights, counting shared ones once."""
     return sum({_place(layer): layer.weight.nbytes for layer in layers}.values())
 
 
 @contextlib.contextmanager
 def _alone(spec: WorkerSpec) -> Iterator[None]:
-    """While no other worker of this instance and machine packs, and counts on the same memory.
+    """Hold the packing lock of this instance and machine.
 
-    Not for ever: one that is stuck is not to keep the others from serving.
+    The lock keeps two workers from counting on the same free memory. The wait for it is limited: a
+    worker that hangs must not keep the others from serving.
     """
     folder = Path(spec.socket).parent
     if not spec.socket.startswith("/") or not folder.is_dir():
@@ -171,20 +172,20 @@ def _alone(spec: WorkerSpec) -> Iterator[None]:
 
 
 def packed_in(model: nn.Module) -> list[PackedLinear]:
-    """The layers of a model that `pack` has made."""
+    """Return the layers of a model that `pack` has packed."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def drop(layers: Iterable[PackedLinear]) -> None:
-    """Give the copies' memory back. The layers go on with their weights as they are."""
+    """Free the packed copies; the layers continue with their plain weights."""
     for layer in layers:
         layer.packed.drop()
 
 
 def make(layers: Iterable[PackedLinear]) -> bool:
-    """Make dropped copies again, and say whether all are there.
+    """Pack dropped copies again; return whether all copies exist.
 
-    Where there is no room the layers go on with their weights as they are.
+    Without enough memory the layers continue with their plain weights.
     """
     layers = [layer for layer in layers if layer.packed.weight is None]
     size, room = _size_of(layers), kv_cache.available_host_bytes()
@@ -211,7 +212,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _obstacle(layers: list[nn.Linear]) -> str:
-    """Why these cannot be packed here, or "": one of each shape is tried."""
+    """Return why these layers cannot be packed here, or ""; one layer of each shape is tried."""
     if not layers:
         return "it has no linear layers of a kind that can be packed"
     try:
@@ -243,7 +244,7 @@ def _error(layer: nn.Linear) -> float:
 
 
 def _no_gain(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Why packing is not known to help on this CPU, or ""."""
+    """Return why packing is not known to help on this CPU, or ""."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -259,7 +260,7 @@ def _no_gain(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
-    """Why memory does not allow it, or ""."""
+    """Return why memory does not allow packing, or ""."""
     room = kv_cache.available_host_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
     if not wish:
         room = int(room * SHARE)
@@ -277,7 +278,7 @@ def _reordered(weight: Tensor) -> Tensor:
 
 
 def _product(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., in] → [..., out]."""
+    """Multiply `given` [..., in] with the packed weight; return [..., out]."""
     width = given.shape[-1]
     rows = given.numel() // width
     filled = _filled(rows)
@@ -289,7 +290,7 @@ def _product(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _filled(rows: int) -> int:
-    """The number that so many rows are filled up to: 4, 6, 8, then four to each power of two."""
+    """Return the number of rows after padding: 4, 6, 8, then four values per power of two."""
     if rows <= 4:
         return 4
     step = 1 << max(1, (rows - 1).bit_length() - 3)

@@ -1,8 +1,8 @@
-"""From a model's hidden states to one vector per text, as the model's own files say.
+"""Pooling of a model's hidden states to one vector per text, as the model's files specify.
 
-An embedding model in the layout of sentence-transformers has a `modules.json` that lists what
-follows the transformer: a pooling (`1_Pooling/config.json`), perhaps dense layers, perhaps a
-normalisation. The formulas are those of sentence-transformers 5, and so are the names in the files.
+An embedding model in the layout of sentence-transformers has a `modules.json` that lists the
+modules after the transformer: a pooling (`1_Pooling/config.json`), possibly dense layers and a
+normalisation. The formulas and the names in the files are those of sentence-transformers 5.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Mode = Callable[[Tensor, Tensor], Tensor]
 
 
 def is_embedder(folder: Path) -> bool:
-    """Whether the folder says how its model's hidden states become one vector."""
+    """Return whether the folder has a pooling configuration."""
     return (folder / "modules.json").is_file()
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """What follows the transformer, and what is said of it there."""
+    """The modules that follow the transformer, and the length limit stated in their files."""
 
     modes: tuple[Mode, ...]
     layers: tuple[Layer, ...]
     max_tokens: int | None  # of one text
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Vectors, float32 [texts, size].
+        """Return the vectors of the texts, float32 [texts, size].
 
-        `hidden` is [texts, tokens, width], `mask` [texts, tokens] with 1 for a token and 0 for the
-        padding after it.
+        `hidden` is [texts, tokens, width]; `mask` is [texts, tokens] with 1 for a token and 0 for
+        the padding after it.
         """
         states, weights = hidden.float(), mask.unsqueeze(-1).float()
         vectors = torch.cat([mode(states, weights) for mode in self.modes], dim=-1)
@@ -49,7 +49,7 @@ class Pooling:
         return vectors
 
     def tensors(self) -> list[Tensor]:
-        """Its weights."""
+        """Return the weights of the dense layers."""
         dense = [layer for layer in self.layers if isinstance(layer, _Dense)]
         return [t for layer in dense for t in (layer.weight, layer.bias) if t is not None]
 
@@ -79,12 +79,12 @@ def _mean_by_root(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weighted_mean(states: Tensor, mask: Tensor) -> Tensor:
-    """Later tokens weigh more: 1, 2, 3, …"""
+    """Weight later tokens more: 1, 2, 3, …"""
     places = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=states.dtype)
     return _mean(states, mask * places[None, :, None])
 
 
-#: In the order in which several are joined.
+#: Pooling modes in the order in which the results of several are concatenated.
 _MODES: dict[str, tuple[str, Mode]] = {
     "cls": ("pooling_mode_cls_token", _first),
     "max": ("pooling_mode_max_tokens", _maximum),
@@ -99,7 +99,7 @@ _MODES: dict[str, tuple[str, Mode]] = {
 
 
 def read(folder: Path, device: torch.device) -> Pooling:
-    """Raises LoadError for what is missing, or not known here."""
+    """Read the pooling configuration. Raises LoadError if a part is missing or not supported."""
     try:
         return _read(folder, device)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -131,7 +131,7 @@ def _read(folder: Path, device: torch.device) -> Pooling:
 
 
 def _modes(config: dict[str, Any]) -> tuple[Mode, ...]:
-    """By one name or several in `pooling_mode`, as newer files have it, or by a switch each."""
+    """Return the modes named in `pooling_mode`, or in older files those switched on one by one."""
     named = config.get("pooling_mode")
     names: Sequence[str] = [named] if isinstance(named, str) else named or ()
     unknown = set(names) - set(_MODES)
@@ -156,7 +156,7 @@ def _dense(path: Path, device: torch.device) -> Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    """A layer: `weight` [out, in], `bias` [out]."""
+    """A dense layer: `weight` [out, in], `bias` [out]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -167,7 +167,7 @@ class _Dense:
 
 
 def _activation(name: str) -> Layer:
-    """A class of torch by its dotted name; nothing else is ever imported."""
+    """Return a torch class by its dotted name; nothing else is ever imported."""
     kind = getattr(nn, name.rpartition(".")[2], None)
     if name.startswith("torch.nn.") and isinstance(kind, type) and issubclass(kind, nn.Module):
         activation: Layer = kind()
@@ -176,7 +176,7 @@ def _activation(name: str) -> Layer:
 
 
 def _max_tokens(folder: Path) -> int | None:
-    """The longest text that the model was made for; its file has had several names."""
+    """Return the longest text that the model was made for; several file names are in use."""
     for path in sorted(folder.glob("sentence_*_config.json")):
         stated = _json(path).get("max_seq_length")
         if isinstance(stated, int) and stated > 0:

@@ -1,8 +1,7 @@
-"""What a standby makes ahead of its workers: of a load, all that takes long and needs no device.
+"""Preparation in the fork server: every slow part of a load that needs no device.
 
-That is the library's imports for the model's architecture, the tokenizer, and the tables by which
-grammars are kept to: two thirds of the time in which a small model comes up. A worker that was not
-forked from a standby makes them itself.
+These are the library's imports for the model's architecture, the tokenizer, and the tables for
+grammars. A worker that was not forked from a fork server prepares them itself.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made, and of what."""
+    """Prepared objects, with the inputs that they were made from."""
 
     folder: Path
     tokenizer: Any
@@ -41,9 +40,9 @@ _prepared: Prepared | None = None
 
 
 def prepare(spec: WorkerSpec) -> None:
-    """Make all of it for `spec`. Raises LoadError."""
+    """Prepare everything for `spec`. Raises LoadError."""
     global _prepared
-    torch.set_num_threads(1)  # the threads of a pool would not be in a fork
+    torch.set_num_threads(1)  # a forked process would not have the threads of a pool
     folder = Path(resolve(spec.path, spec.revision, lambda progress: None))
     tokenizer = weights.load_tokenizer(folder, spec)
     if pooling.is_embedder(folder):
@@ -57,7 +56,7 @@ def prepare(spec: WorkerSpec) -> None:
 
 
 def tokenizer(folder: Path, spec: WorkerSpec) -> Any:
-    """The model's tokenizer, prepared or loaded now. Raises LoadError."""
+    """Return the model's tokenizer, prepared or loaded now. Raises LoadError."""
     of = (folder, spec.chat_template)
     if _prepared is not None and (_prepared.folder, _prepared.template) == of:
         return _prepared.tokenizer
@@ -65,7 +64,7 @@ def tokenizer(folder: Path, spec: WorkerSpec) -> Any:
 
 
 def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
-    """What compiles grammars for this tokenizer; None for one that llguidance cannot read."""
+    """Return the grammar compiler for a tokenizer; None if llguidance cannot read the tokenizer."""
     of = (tokenizer, vocab_size, eos)
     if (known := _prepared) and (known.tokenizer, known.vocab_size, known.eos) == of:
         return known.grammars
@@ -73,11 +72,11 @@ def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars |
 
 
 def _outline(folder: Path, spec: WorkerSpec) -> Any:
-    """The model without weights: its class is imported, and its embedding has a shape."""
+    """Return the model without weights, which imports its class and gives the embedding a shape."""
     model = weights.outline(folder, spec)
     try:
         stated: Any = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:  # none: the model has the library's
+    except OSError:  # no file: the model has the library's defaults
         return model
     model.generation_config = stated
     return model
@@ -86,6 +85,6 @@ def _outline(folder: Path, spec: WorkerSpec) -> Any:
 def _make(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
     try:
         return Grammars(tokenizer, vocab_size, eos)
-    except Exception as error:  # the library's own, of many kinds; the model serves without
+    except Exception as error:  # of many kinds; the model serves without
         log.warning("no structured output: %s", error)
         return None

@@ -1,8 +1,9 @@
-"""Log probabilities of the tokens of a prompt, for `echo` with `logprobs` and `prompt_logprobs`.
+"""Log probabilities of prompt tokens, for `echo` with `logprobs` and for `prompt_logprobs`.
 
-Batches bring logits of the last token of each request only. For a request that wants them of its
-prompt, the hidden states of the step are kept, and the model's own head (with its scaling, its
-soft-capping and all) is run on a few of them at a time: [tokens, vocabulary] is never made whole.
+Batches compute logits only for the last token of each request. For a request that needs those of
+its prompt, the hidden states of the step are kept and the model's own head (including its scaling
+and soft-capping) runs on a few of them at a time: the whole [tokens, vocabulary] tensor never
+exists.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch import Tensor, nn
 
 from servekit.engines.transformers.request_row import Row
 
-#: Logits that are made at once, in bytes of float32; their logarithms take as much again.
+#: Maximum bytes of float32 logits computed at once; their logarithms take the same again.
 PIECE_BYTES = 16 * 2**20
 
 
 def base_of(model: Any) -> nn.Module | None:
-    """The part of a causal model that makes hidden states; None where it has no such part."""
+    """Return the part of a causal model that computes hidden states; None if it has none."""
     base = getattr(model, model.base_model_prefix, None)
     return base if isinstance(base, nn.Module) and base is not model else None
 
 
 class Hidden:
-    """The hidden states of one forward pass, and the logits that the model makes of them."""
+    """The hidden states of one forward pass, and the logits that the model computes from them."""
 
     def __init__(self, model: Any) -> None:
-        """Of a PEFT model those of the model inside. Raises TypeError where `base_of` is None."""
+        """Wrap a model, or the model inside a PEFT model. Raises TypeError if `base_of` is None."""
         self._model = getattr(model, "get_base_model", lambda: model)()
         base = base_of(self._model)
         if base is None:
@@ -41,7 +42,7 @@ class Hidden:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep those of the pass that the block makes."""
+        """Keep the hidden states of the forward pass that runs in the block."""
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             self._output = output
@@ -53,9 +54,9 @@ class Hidden:
             hook.remove()
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """Of the tokens from `start` to `stop` of the packed batch: float32 [tokens, vocabulary].
+        """Return float32 logits [tokens, vocabulary] of the packed batch from `start` to `stop`.
 
-        The model's forward is run with these hidden states in its base's place.
+        The model's forward runs with these hidden states in place of its base.
         """
         states = self._output.last_hidden_state[:, start:stop]
         piece = dataclasses.replace(self._output, last_hidden_state=states)
@@ -74,9 +75,9 @@ class Hidden:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Where tokens of a prompt are read in a batch: `count` of them from place `at` on.
+    """A run of prompt tokens in a batch: `count` tokens from place `at`.
 
-    After the first of them comes token `target` of the prompt.
+    The token after the first of them is token `target` of the prompt.
     """
 
     row: Row
@@ -86,10 +87,10 @@ class Span:
 
 
 def span(row: Row, at: int, past: int, count: int) -> Span | None:
-    """What is to be scored of `count` tokens at place `at`, with `past` tokens read before them."""
+    """Return the span to score of `count` tokens at place `at`, with `past` tokens read before."""
     if not row.unscored:
         return None
-    known = row.virtual_tokens + len(row.prompt_scores) - 1  # the last place that is scored by now
+    known = row.virtual_tokens + len(row.prompt_scores) - 1  # last place scored so far
     first = max(past, known)
     last = min(past + count, row.virtual_tokens + len(row.job.prompt_ids) - 1)
     if first >= last:
@@ -108,7 +109,7 @@ def score(hidden: Hidden, spans: list[Span], vocab_size: int) -> None:
 
 
 def _score(row: Row, logits: Tensor, target: int) -> None:
-    """`logits` [tokens, vocabulary] are those before the prompt's tokens from `target` on."""
+    """Score the prompt's tokens from `target` on; `logits` [tokens, vocabulary] precede them."""
     logs = logits.log_softmax(-1)
     ids = row.job.prompt_ids[target : target + len(logs)]
     chosen = torch.tensor(ids, device=logs.device).unsqueeze(1)

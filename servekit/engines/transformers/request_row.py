@@ -1,4 +1,4 @@
-"""One request under way inside an engine: a row of the batch."""
+"""A request in flight inside the engine: a row of the batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from servekit.engines.transformers.lora.adapter import Adapter
 
 @dataclass(slots=True, eq=False)
 class Row(Underway):
-    """A request under way, and what it keeps on the device."""
+    """A request in flight, with its tensors on the device."""
 
     adapter: Adapter | None = None  # None: the base model
-    cached_tokens: int | None = None  # of the prompt, once it was looked for in the cache
-    noted: list[Tensor] | None = None  # where to keep its logits, float32 [vocabulary], if anywhere
-    private: threading.Event | None = None  # the engine's own: emitted to no one, set at its end
-    alone: int = 0  # not 0: it shares no step with others; no two rows have the same number
-    epoch: int = 0  # blocks of the prefix cache are shared with rows of the same one; see `groups`
+    cached_tokens: int | None = None  # of the prompt, once looked up in the cache
+    noted: list[Tensor] | None = None  # collects its logits, float32 [vocabulary], if set
+    private: threading.Event | None = None  # marks an internal row; set at its end
+    alone: int = 0  # if not 0, no other row shares its steps; unique among rows
+    epoch: int = 0  # the prefix cache is shared within one epoch; see `scheduler`
     _bias: tuple[Tensor, Tensor] | None = None
     _counted: int = 0
     _counts: Tensor | None = None
@@ -30,14 +30,14 @@ class Row(Underway):
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion so far, an adapter's virtual ones included."""
+        """Return the number of tokens of prompt and completion, including virtual tokens."""
         return self.virtual_tokens + len(self.job.prompt_ids) + len(self.completion)
 
     @property
     def context(self) -> list[int]:
-        """What the model has to have read before the next token.
+        """Return the tokens that the model must have read before the next one.
 
-        Virtual tokens are zeros here: what they embed to is put in their place (`Mixing`).
+        Virtual tokens are zeros here; `BatchedLora` puts their embeddings in place.
         """
         return [0] * self.virtual_tokens + self.job.prompt_ids + self.completion
 
@@ -46,9 +46,9 @@ class Row(Underway):
         return 0 if self.adapter is None else self.adapter.virtual_tokens
 
     def note_cached(self, tokens: int) -> None:
-        """So many tokens of its context were in the cache; only the first time tells of the prompt.
+        """Record the number of context tokens found in the cache, on the first lookup only.
 
-        Later ones are of a row that had to make room, and finds what it had computed itself.
+        A later lookup concerns a row that was preempted and finds its own earlier results.
         """
         if self.cached_tokens is None:
             own = max(0, tokens - self.virtual_tokens)
@@ -56,31 +56,34 @@ class Row(Underway):
 
     @property
     def group(self) -> int:
-        """Rows of one group may share a step."""
+        """Return the group of rows that may share a step with this one."""
         if self.alone:
             return -self.alone
         return 0 if self.adapter is None else self.adapter.group
 
     @property
     def adapter_uid(self) -> int:
-        """0 is the base model."""
+        """Return the adapter's unique id, or 0 for the base model."""
         return 0 if self.adapter is None else self.adapter.uid
 
     @property
     def plain(self) -> bool:
-        """Greedy and nothing else: the argmax of the logits as they are is its token."""
+        """Return whether the token is simply the argmax of the unchanged logits."""
         watched = self.wants_logprobs or self.noted is not None
         return self.sampling.greedy and not (self.steered or watched or self.constraint)
 
     @property
     def ends_itself(self) -> bool:
-        """Ended by its grammar, or by logits that are NaN, of which the library knows nothing."""
+        """Return whether its grammar or NaN logits have ended it, which the library cannot know."""
         return self.broken or (
             self.constraint is not None and (self.constraint.ended or bool(self.constraint.failure))
         )
 
     def run_alone(self, number: int, output: StepOutput) -> None:
-        """Forget what was computed for it since its last token; `output` is not to be told."""
+        """Discard all results since its last token and run it in steps of its own.
+
+        `output`, the result of the discarded step, must not be emitted.
+        """
         self.alone, self.broken, self.scores = number, False, None
         if output.prompt or self.prompt_scores:
             self.score_prompt()
@@ -88,7 +91,7 @@ class Row(Underway):
             self.noted.pop()
 
     def bias(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Token ids and what is added to their logits, both [entries]."""
+        """Return token ids and the values added to their logits, both [entries]."""
         if self._bias is None:
             ids, values = zip(*self.sampling.logit_bias, strict=True)
             self._bias = (
@@ -98,10 +101,10 @@ class Row(Underway):
         return self._bias
 
     def history(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Times each token is in the completion, and whether it is anywhere in the context.
+        """Return each token's count in the completion, and whether it occurs in the context.
 
-        Two tensors [vocabulary], float32 and bool, kept and brought up to date here. Tokens of the
-        prompt that are beyond them are read only, and are left out.
+        Both tensors are [vocabulary], float32 and bool, kept and updated here. Prompt tokens beyond
+        the vocabulary are left out: they can only be read.
         """
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros(vocab_size, device=device)

@@ -1,4 +1,4 @@
-"""Choosing how a loaded model is run: batching, cache size, context, defaults."""
+"""Choice of a model's runner, with its batching mode, cache size, context and defaults."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 #: Context of a model that states none, such as a recurrent one.
 UNSTATED_CONTEXT = 8192
-#: Smaller than this a context serves nobody.
+#: A smaller context is of no use to anybody.
 LEAST_CONTEXT = 16
-#: What the library raises for a model whose layers it cannot page, and the probe for wrong text.
+#: Errors of the library for layers that it cannot page, and of the self-check for wrong text.
 _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
-R = TypeVar("R")  # what it takes for a row
+R = TypeVar("R")  # type of its rows
 
 
 class Runner(Protocol[R]):
-    """Runs rows step by step; called by the engine's thread only."""
+    """A runner of rows, step by step; called only from the engine's thread."""
 
     capacity: int
 
@@ -62,7 +62,7 @@ class Runner(Protocol[R]):
 
 
 class CausalRunner(Runner[Row], Protocol):
-    """One that has adapters, too."""
+    """A runner that also supports adapters."""
 
     def add_first(self, row: Row) -> None: ...
     def install(self, adapter: Adapter) -> None: ...
@@ -72,7 +72,7 @@ class CausalRunner(Runner[Row], Protocol):
 def assemble(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
 ) -> tuple[CausalRunner, ModelInfo]:
-    """The runner for this model, and what it can do. Raises LoadError."""
+    """Return the runner for a model, and its properties. Raises LoadError."""
     wish = spec.options.get("batching", "auto")
     reason = "the configuration says static" if wish == "static" else _obstacle(model, spec)
     if not reason:
@@ -95,15 +95,16 @@ def assemble(
 
 
 def _not_pageable(error: Exception) -> bool:
-    """torch says a plain RuntimeError of shapes: keys wider than values, for example.
+    """Return whether an error means that the model cannot be paged.
 
-    A device that failed, or is full, is a subclass, and no reason to try it another way.
+    torch raises a plain RuntimeError for shapes, such as keys wider than values. The error of a
+    failed or full device is a subclass, and no reason to try another way.
     """
     return isinstance(error, _NOT_PAGEABLE) or type(error) is RuntimeError
 
 
 class _Way(NamedTuple):
-    """How to run batches; `why` the library decodes, for people, where that says something."""
+    """A way to run batches; `why` explains to people why the library decodes, if of interest."""
 
     by_request: bool
     decode: StepOptions | None = None
@@ -114,7 +115,7 @@ class _Way(NamedTuple):
 
 
 def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
-    """What to try: attention request by request, and else the library's over the whole batch."""
+    """Yield the ways to try: attention per request, then the library's over the whole batch."""
     own = model.config._attn_implementation == "sdpa" and spec.options.get("attention") is None
     if own and paged_attention.suits(model.config.get_text_config()):
         why = ""
@@ -133,7 +134,10 @@ def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
 
 
 def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
-    """Why this model cannot share a batch, or "". Silence here would mean wrong text."""
+    """Return why this model cannot share a batch, or "".
+
+    A missing obstacle here would produce wrong text.
+    """
     if plan.over_layers(spec):
         return "its layers are on several GPUs, and the library's paged cache on one"
     if model.config.is_encoder_decoder:
@@ -224,7 +228,7 @@ def _info(
 
 
 def spread_how(spec: WorkerSpec) -> str:
-    """How the model is spread, for people; "" where it is not."""
+    """Return how the model is distributed over devices, for people; "" for a single one."""
     if plan.over_ranks(spec):
         return f"; tensor parallel, {spec.gpus} ranks"
     return f"; layers over {spec.gpus} GPUs" if plan.over_layers(spec) else ""
@@ -244,7 +248,7 @@ def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
 def _plan(
     model: PreTrainedModel, spec: WorkerSpec, context: int, ranks: Ranks | None
 ) -> kv_cache.Plan:
-    """Of one rank's part, where there are several: sizes that are stated are for all of them."""
+    """Return the cache plan of one rank; configured sizes are totals of all ranks."""
     options, count = spec.options, 1 if ranks is None else ranks.size
     shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
     stated = options.get("kv_cache_bytes")
@@ -274,7 +278,7 @@ def _available_bytes(model: PreTrainedModel, spec: WorkerSpec, ranks: Ranks | No
 
 
 def _with_less_on_failure(make: Callable[[int], ContinuousRunner]) -> ContinuousRunner:
-    """Another process may have taken memory meanwhile; try twice with half of it."""
+    """Make the runner; retry twice with half the memory, as other processes may have taken some."""
     for halvings in range(3):
         try:
             return make(halvings)
@@ -283,11 +287,11 @@ def _with_less_on_failure(make: Callable[[int], ContinuousRunner]) -> Continuous
     raise LoadError("There is no room for the KV cache.", permanent=False)
 
 
-# ---------------------------------------------------------------- what the model says of itself
+# ---------------------------------------------------------------- properties of the model
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """All token ids that end a completion, from wherever the model names them."""
+    """Return all token ids that end a completion, from all places where the model names them."""
     found: list[Any] = []
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
@@ -298,15 +302,15 @@ def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the embedding: every token id that the model can read."""
+    """Return the rows of the embedding: the number of token ids that the model can read."""
     embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 
 
 def head_size(model: PreTrainedModel) -> int:
-    """Rows of the head: every token id that the model can say.
+    """Return the rows of the head: the number of token ids that the model can generate.
 
-    There may be fewer of them than of the embedding: ids that stand for images are read only.
+    The embedding may have more rows: for example, ids that stand for images are only read.
     """
     library: Any = model  # untyped there
     rows = getattr(library.get_output_embeddings(), "out_features", None)
@@ -315,7 +319,7 @@ def head_size(model: PreTrainedModel) -> int:
 
 
 def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
-    """The sampling that the model's generation config asks for, by `Sampling` field."""
+    """Return the sampling values of the model's generation config, by `Sampling` field."""
     config = model.generation_config
     stated = {} if config is None else config.to_diff_dict()
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -323,9 +327,9 @@ def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def cpu_threads(asked: int | None) -> int:
-    """torch threads: as asked, as OMP_NUM_THREADS says, or half the cores.
+    """Return the number of torch threads: as requested, by OMP_NUM_THREADS, or half the cores.
 
-    More are slower for models small enough for a CPU, and erratic when the cores are shared.
+    More threads are slower for models small enough for a CPU, and erratic on shared cores.
     """
     if asked is not None:
         return asked

@@ -1,8 +1,8 @@
-"""One request at a time, for models that cannot share a batch (recurrent ones, for example).
+"""Runner of one request at a time, for models that cannot share a batch, such as recurrent ones.
 
-The model's own `forward` and cache are used, by the same two methods that `generate` uses, so
-whatever `generate` can run, this can. A step is one token, or one chunk of the prompt where the
-cache allows reading it in pieces, so a request can be cancelled between any two.
+It uses the model's own `forward` and cache through the same two methods as `generate`, so it
+supports every model that `generate` does. A step is one token, or one chunk of the prompt if the
+cache allows reading it in chunks; a request can be cancelled between any two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from servekit.engines.transformers.sampling.sampler import Sampler, best
 
 
 class StaticRunner:
-    """Runs one row, and lets the others wait; all calls come from the engine's thread."""
+    """Runner of one row while the others wait; called only from the engine's thread."""
 
     def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
         self._model: Any = model
@@ -57,11 +57,11 @@ class StaticRunner:
         self._waiting.appendleft(row)
 
     def install(self, adapter: Adapter) -> None:
-        """Let rows with this adapter run."""
+        """Allow rows with this adapter."""
         self._mixing.install(adapter)
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that no row has."""
+        """Remove an adapter that no row uses."""
         self._mixing.remove(adapter)
 
     def cancel(self, row: Row) -> None:
@@ -72,7 +72,7 @@ class StaticRunner:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
-        """Read a chunk of the prompt, or make a token."""
+        """Read a chunk of the prompt, or generate a token."""
         row = self._row or self._begin(self._waiting.popleft())
         logits = self._read(row)
         if self._unread:
@@ -90,15 +90,15 @@ class StaticRunner:
         return [(row, output)]
 
     def make_pages(self) -> None:
-        """There are none: each request makes a cache of its own."""
+        """Do nothing: each request creates its own cache."""
 
     def drop_pages(self) -> None:
-        """Free what is left of the last request."""
+        """Free the cache of the last request."""
         self._drop()
         self._mixing.step = None
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """What adapters have put into the model."""
+        """Return the adapters' tensors in the model."""
         return self._mixing.tensors()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class StaticRunner:
         self._row, self._unread, self._seen, self._cache = None, [], 0, {}
 
     def _read(self, row: Row) -> torch.Tensor:
-        """Feed unread tokens; returns the logits after the last one, float32 [1, vocabulary]."""
+        """Read the next tokens; return the logits after the last one, float32 [1, vocabulary]."""
         size = self._chunk if self._in_pieces() else len(self._unread)
         now, self._unread = self._unread[:size], self._unread[size:]
         adapter = row.adapter
@@ -145,12 +145,12 @@ class StaticRunner:
 
     @staticmethod
     def _last_logits(model: Any) -> dict[str, int]:
-        """Have the model make no logits but the last token's, where it can be told to."""
+        """Limit the logits to those of the last token, if the model supports that."""
         supports = getattr(model, "_supports_logits_to_keep", lambda: False)
         return {"logits_to_keep": 1} if supports() else {}
 
     def _in_pieces(self) -> bool:
-        """A recurrent model reads its prompt at one go; attention may read it bit by bit."""
+        """Return whether the prompt can be read in chunks; a recurrent model reads it whole."""
         cache = self._cache.get("past_key_values")
         attends = not getattr(self._model, "_is_stateful", False)
         return attends and (cache is None or isinstance(cache, DynamicCache))

@@ -1,8 +1,8 @@
-"""Loading a model and its tokenizer from a folder, straight onto their device.
+"""Loading of a model and its tokenizer from a folder directly onto the device.
 
-The folder has been checked by `source`. Only safetensors are read, the hub is never asked, and
-code that comes with the model runs only where the specification says so. Whatever goes wrong
-becomes a LoadError that says what to do.
+`model_files.source` has validated the folder. Only safetensors are read, the hub is never
+contacted, and code in the folder runs only if the specification allows it. Every failure becomes a
+LoadError that names a remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
-    """The model's tokenizer, with the configuration's chat template, or its own if it has one."""
+    """Return the tokenizer, with the chat template of the configuration or else its own."""
     with explained(folder, spec):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
@@ -48,10 +48,10 @@ def load_model(
     for_embeddings: bool = False,
     device: torch.device | None = None,
 ) -> transformers.PreTrainedModel:
-    """The model in evaluation mode on `spec.device`, every tensor loaded straight there.
+    """Return the model in evaluation mode, with every tensor loaded directly onto its device.
 
-    A causal language model, or `for_embeddings` the bare transformer. `device` is this rank's,
-    where there are several; by default the first.
+    The model is a causal language model, or with `for_embeddings` the bare transformer. `device` is
+    the rank's, if there are several ranks; by default the first of `spec.device`.
     """
     device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
     for each in _devices(spec, device):
@@ -78,13 +78,13 @@ def load_model(
             f"Parameters of {spec.model} landed on {', '.join(strays)}, not {', '.join(wanted)}."
         )
     if plan.over_ranks(spec):
-        model._device_mesh = None  # the library's batching would have all ranks schedule
+        model._device_mesh = None  # otherwise the library's batching would schedule in every rank
     model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
     return model
 
 
 def _placing(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
-    """What tells the library where the weights belong."""
+    """Return the arguments that tell the library where to place the weights."""
     if plan.over_ranks(spec):
         return {"distributed_config": DistributedConfig(tp_size=spec.gpus)}
     return device_map.placing(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
@@ -97,7 +97,7 @@ def _devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:
 
 
 def outline(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> Any:
-    """The model without weights: its class is imported, and its parameters have shapes."""
+    """Return the model without weights, to import its class and shape its parameters."""
     trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(folder, **trust)
     kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
@@ -106,7 +106,10 @@ def outline(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> 
 
 
 def _require_a_head(folder: Path) -> None:
-    """The library would make an encoder, or a model without its head, say random words."""
+    """Raise LoadError for an encoder or a headless model.
+
+    The library would give it random weights for a head and generate random words.
+    """
     named = _architectures(folder)
     heads = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     others = {
@@ -148,7 +151,10 @@ def explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has an error of its own for a GPU, and a plain RuntimeError for the host."""
+    """Return whether an error means that memory is exhausted.
+
+    torch has its own exception for a GPU, and a plain RuntimeError for the host.
+    """
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         "can't allocate memory" in str(error)
     )
@@ -187,7 +193,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _progress(report: Report) -> Iterator[None]:
-    """Hear the library's progress bars; none is drawn."""
+    """Turn the library's progress bars into reports; none is drawn."""
 
     def hook(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bar:
         return _Bar(report, *args, **kwargs)
@@ -200,7 +206,7 @@ def _progress(report: Report) -> Iterator[None]:
 
 
 class _Bar:
-    """As much of tqdm as the library uses, reporting about a hundred times in all."""
+    """The subset of tqdm that the library uses, with about a hundred reports in all."""
 
     def __init__(self, report: Report, iterable: Any = None, **kwargs: Any) -> None:
         self._report = report

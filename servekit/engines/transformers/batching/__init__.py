@@ -1,4 +1,4 @@
 """Continuous batching: the library's batch processor, scheduler and paged KV cache.
 
-Only the transformers engine may import from here.
+Code outside the transformers engine must not import from here.
 """

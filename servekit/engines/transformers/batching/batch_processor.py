@@ -1,6 +1,7 @@
-"""The library's batch processor: its paged cache, its scheduler, what it puts batches together in.
+"""The library's batch processor with its paged cache, scheduler and batch buffers.
 
-Written against transformers 5.17 and 5.23, whose differences are here and in `paged_attention`.
+Written for transformers 5.17 and 5.23, whose differences are handled here, in `paged_attention` and
+in `decode.page_table`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
 def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
-    """The library's manager for this model; of it only the parts are used, not its thread.
+    """Return the library's manager for this model, for the use of its parts without its thread.
 
-    With several `ranks`, the cache it makes is this rank's part.
+    With several `ranks`, the cache that it creates is this rank's part.
     """
     options: dict[str, Any] = {
-        "num_blocks": plan.blocks + 2,  # 5.17 allots a request up to two blocks more than it fills
+        "num_blocks": plan.blocks + 2,  # 5.17 allocates up to two blocks more than a request fills
         "max_batch_tokens": plan.batch_tokens,
         "max_requests_per_batch": plan.slots,
-        "max_memory_percent": 1.0,  # sized by us
+        "max_memory_percent": 1.0,  # servekit computes the size
         "max_blocks_per_request": 0,
         "allow_block_sharing": True,
         "use_async_batching": False,
@@ -43,7 +44,7 @@ def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
     config = ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in _FIELDS})
     attention = model.config._attn_implementation
     if "auto_switch_to_flash" not in _FIELDS and attention in ("sdpa", "eager"):
-        # 5.17 would otherwise ask the hub for a flash kernel where `kernels` is installed.
+        # Otherwise 5.17 would ask the hub for a flash kernel if `kernels` is installed.
         model.set_attn_implementation(f"paged|{attention}")
     library: Any = model
     greedy: Any = GenerationConfig
@@ -57,25 +58,26 @@ def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
 
 
 def create(made: Any) -> Any:
-    """A processor with an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
+    """Return a processor with an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
     with LazyZeros():
         processor = made._create_batch_processor()
     processor.model_runner._sample = hooks.choose
-    processor.cache.layout = None  # of a step; `paged_attention` finds it there
+    processor.cache.layout = None  # of a step; read by `paged_attention`
     return processor
 
 
 def capacity(cache: Any, plan: Plan) -> int:
-    """Tokens that one request alone can have in the cache."""
+    """Return the number of tokens that a single request can have in the cache."""
     groups = getattr(cache, "num_groups", 1)
     return int(plan.tokens // groups)
 
 
 class _Part(DistributedHelper):
-    """One rank of several, to the library: it has its part of the heads, and agrees with no one.
+    """A rank's stand-in for the library's distributed helper, which never communicates.
 
-    The library would have all ranks schedule alike, and agree on every step in collectives, over
-    pickled objects. Here rank 0 schedules for all, and sizes are the same everywhere.
+    The rank has its part of the heads. In the library all ranks would schedule alike, and agree on
+    every step in collectives, over pickled objects. Here rank 0 schedules for all, and sizes are
+    the same everywhere.
     """
 
     def __init__(self, ranks: int, plan: dict[str, str]) -> None:

@@ -1,19 +1,21 @@
-"""Continuous batching by transformers' own processor, stepped by us.
+"""Continuous batching with transformers' own processor, stepped by servekit.
 
-The library offers a manager with a thread of its own. We use the manager's parts (paged cache,
-scheduler, prefix sharing, model runner) and call the three steps of its loop ourselves:
-`prepare_next_batch`, `_generation_step`, `update_batch`. Why not its thread:
+The library offers a manager with its own thread. Here only the manager's parts (paged cache,
+scheduler, prefix sharing, model runner) are used, and the three steps of its loop are called
+directly: `prepare_next_batch`, `_generation_step`, `update_batch`. The library's thread is not used
+because
 
-- Its thread dies of one bad request and takes every other with it; between steps of ours, adding
-  and cancelling cannot race with a step, and stopping with work in flight is just returning.
-- It delivers each request's whole output again on every step, through a queue; here the one new
-  token is read off the request's state.
-- A chunk of a long prompt brings no output, but is progress; here it is seen as such.
-- `add_request` blocks for ten seconds on a full queue, and says None when the loop is dead.
+- it dies of one bad request and takes all others with it; between steps of our own, adding and
+  cancelling cannot race with a step, and stopping with work in flight just means returning;
+- it delivers each request's whole output again on every step, through a queue; here the new token
+  is read from the request's state;
+- a chunk of a long prompt has no output, but is progress, and is counted as such here;
+- `add_request` blocks for ten seconds on a full queue, and returns None when the loop is dead.
 
-The library's batches are synchronous and without CUDA graphs. It reads prompts, and runs adapters;
-steps in which every request brings one token are ours where that is wished for (`decode.path`), and
-the two take turns, so that neither a long prompt nor many requests that decode hold up the others.
+The library's batches are synchronous and without CUDA graphs. The library reads prompts and runs
+adapters. If requested, servekit runs the steps that generate one token per request itself
+(`decode.decode_loop`). The two take turns, so that neither a long prompt nor many decoding requests
+delay the others.
 """
 
 from __future__ import annotations
@@ -50,23 +52,23 @@ from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 
 log = logging.getLogger(__name__)
-# The library's own logger tells of every cache it makes, in a format of its own.
+# The library's logger reports every cache that it creates, in its own format.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 
-#: Output tokens for which a request must find room before it is admitted. Requests mostly end
-#: before their limit, so not all of it is set aside; should the cache fill up all the same, the
-#: library takes the newest request out and runs it again later.
+#: Output tokens for which there must be room before a request is admitted. Most requests end before
+#: their limit, so room for only a part of it is reserved; if the cache fills up anyway, the library
+#: preempts the newest request and runs it again later.
 ADMISSION_TOKENS = 128
-#: Steps in a row that may schedule nothing although there is work.
+#: Maximum number of consecutive steps that schedule nothing although there is work.
 PATIENCE = 3
 
 
 class SchedulerStuck(RuntimeError):
-    """The library's scheduler finds nothing to run although requests are waiting."""
+    """Raised if the library's scheduler finds nothing to run although requests are waiting."""
 
 
 class ContinuousRunner:
-    """Runs many rows at once; not thread-safe, all calls come from the engine's thread."""
+    """Runner of many rows at once; not thread-safe, called only from the engine's thread."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class ContinuousRunner:
         ranks: Ranks | None = None,
         decode: StepOptions | None = None,
     ) -> None:
-        """`decode` needs `by_request`, and one rank."""
+        """Set up the cache; `decode` needs `by_request` and a single rank."""
         self._model = model
         self.plan = plan
         self._ranks = ranks
@@ -100,17 +102,17 @@ class ContinuousRunner:
         self._wish = decode
         self._decoder: DecodeLoop | None = None
         self._reading = False  # the last step was the library's
-        self._full = False  # the library cannot begin anything until something ends
+        self._full = False  # the library cannot begin a request until one ends
         self._processor: Any = None
         self.make_pages()
         self.capacity = processor.capacity(self._pages, plan)
 
     @property
     def _pages(self) -> Any:
-        """The library's cache."""
+        """Return the library's cache."""
         return self._processor.cache
 
-    # ---- what the engine sees
+    # ---- used by the engine
 
     @property
     def running(self) -> int:
@@ -122,7 +124,7 @@ class ContinuousRunner:
 
     @property
     def decodes(self) -> str:
-        """How steps of one token each are made, in a few words; "" where the library makes them."""
+        """Return a short description of our decoding; "" if the library decodes."""
         return "" if self._decoder is None else self._decoder.how
 
     @property
@@ -132,7 +134,7 @@ class ContinuousRunner:
 
     @property
     def shares_prefixes(self) -> bool:
-        """It keeps what it has read of prompts; the library does so only where all layers can."""
+        """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
 
     def add(self, row: Row) -> None:
@@ -142,11 +144,11 @@ class ContinuousRunner:
         self._waiting.appendleft(row)
 
     def install(self, adapter: Adapter) -> None:
-        """Let rows with this adapter run."""
+        """Allow rows with this adapter."""
         self._mixing.install(adapter)
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that no row has any more."""
+        """Remove an adapter that no row uses any more."""
         self._mixing.remove(adapter)
         self._sampling.forget()
 
@@ -162,12 +164,12 @@ class ContinuousRunner:
         scheduler.set_request_cancellation(row.key)
         for state in scheduler.clear_cancelled_requests():
             self._processor.offloading_manager.free_request_cpu_cache(state)
-        # The library lifts this block only when a request finishes; a cancelled one never does.
+        # The library lifts this block only when a request finishes, but not when it is cancelled.
         scheduler.block_new_requests = False
 
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
-        """Run one forward pass; returns what it brought. Any exception ends the engine."""
+        """Run one forward pass and return its output. Any exception ends the engine."""
         self._admit()
         outputs = self._run()
         if any(row.broken or row.alone for row, _ in outputs):
@@ -175,10 +177,11 @@ class ContinuousRunner:
         return outputs
 
     def _run_again(self, row: Row, output: StepOutput) -> bool:
-        """Begin a row again, by itself, if its logits are NaN: they may be so because of another.
+        """Restart a row alone if its logits are NaN, which another row may have caused.
 
-        Where attention works over the whole batch, one row's NaN is every row's of that step, and a
-        block of the prefix cache may hold NaN. A row has failed only if it does so alone.
+        With attention over the whole batch, one row's NaN reaches every row of that step, and a
+        block of the prefix cache may hold NaN. A row fails only if its logits are NaN when it runs
+        alone.
         """
         alone, row.alone = row.alone, 0
         if not row.broken:
@@ -204,13 +207,13 @@ class ContinuousRunner:
         return outputs
 
     def _decode(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
-        self._mixing.step = None  # none of these has an adapter
+        self._mixing.step = None  # rows in the decode loop have no adapter
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
 
     def _others(self, decoder: DecodeLoop) -> bool:
-        """There are requests that the library has to run."""
+        """Return whether there are requests that the library has to run."""
         scheduler = self._processor.scheduler
         known = len(scheduler.active_requests) + len(scheduler.waiting_requests)
         return bool(known > len(decoder.seated))
@@ -234,7 +237,7 @@ class ContinuousRunner:
         return self._collect()
 
     def _spans(self) -> list[prompt_scores.Span]:
-        """Where in the batch log probabilities of prompts are wanted."""
+        """Return the places in the batch where log probabilities of prompts are requested."""
         found, at = [], 0
         for future in self._processor.inputs_and_outputs.requests_in_batch:
             row, count = self._rows[future.state.request_id], future.query_length
@@ -245,7 +248,7 @@ class ContinuousRunner:
         return found
 
     def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Run rows to their end; by key, all their logits, float32 [tokens, vocabulary]."""
+        """Run rows to completion; return by key all their logits, float32 [tokens, vocabulary]."""
         seen: dict[str, list[Tensor]] = {row.key: [] for row in rows}
         for row in rows:
             row.noted = seen[row.key]
@@ -255,7 +258,7 @@ class ContinuousRunner:
         return {key: torch.stack(logits) for key, logits in seen.items()}
 
     def make_pages(self) -> None:
-        """Make the cache, empty. Raises MemoryError, torch.OutOfMemoryError: there is none then."""
+        """Create an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
         ranks = self._ranks
         with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
             made = processor.create(self._manager)
@@ -269,7 +272,7 @@ class ContinuousRunner:
             made.scheduler.ample = self._decoder.pages.is_ample
 
     def drop_pages(self) -> None:
-        """Free the cache, and all else that is left of the last step."""
+        """Free the cache and all other data of the last step."""
         self._mixing.step = None
         self._sampling.forget()
         self._drop_decoder()
@@ -280,7 +283,7 @@ class ContinuousRunner:
             self._ranks.drop_pages()
 
     def tensors(self) -> Iterable[Tensor]:
-        """What adapters have put into the model."""
+        """Return the adapters' tensors in the model."""
         return self._mixing.tensors()
 
     def close(self) -> None:
@@ -320,7 +323,7 @@ class ContinuousRunner:
             raise SchedulerStuck("the scheduler does not run any of the waiting requests")
 
     def _lay_out(self) -> Any:
-        """Say who is where in the batch; returns the model that runs it."""
+        """Set the layout of the batch; return the model that runs it."""
         batch = self._processor.inputs_and_outputs.requests_in_batch
         queries = [future.query_length for future in batch]
         pasts = [future.state.position_offset - future.query_length for future in batch]
@@ -334,7 +337,7 @@ class ContinuousRunner:
         return self._model if own is None else own
 
     def _let_inputs_arrive(self) -> None:
-        """Inputs are made on the current stream and used on the library's own, which waits here."""
+        """Make the library's stream wait for the inputs, created on the current stream."""
         stream = self._processor.inputs_and_outputs.compute_stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
@@ -367,7 +370,7 @@ def _promise(row: Row) -> int:
 
 
 def _state(row: Row) -> RequestState:
-    """The library's own record of a request. Another worker's tokens are prompt to it."""
+    """Return the library's record of a request, with another worker's tokens as prompt."""
     return RequestState(
         request_id=row.key,
         initial_tokens=row.context,

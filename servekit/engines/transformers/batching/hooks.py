@@ -1,4 +1,4 @@
-"""What stands in the library's place: its choice of tokens, and its queue of outputs."""
+"""Replacements for the library's choice of tokens and for its output queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from servekit.engines.transformers.sampling.sampler import Sampler, best
 
 
 class Discard(OutputRouter):
-    """The library queues finished outputs for someone to fetch; tokens are read elsewhere."""
+    """An output router that drops all outputs; tokens are read from the requests' states."""
 
     def deliver(self, output: Any) -> None:
         return None
@@ -27,19 +27,19 @@ class Discard(OutputRouter):
 
 
 def choose(scores: Tensor, output_ids: Tensor) -> None:
-    """Take the best tokens, in the place of the library's `ModelRunner._sample`.
+    """Take the best tokens; replaces the library's `ModelRunner._sample`.
 
-    `scores` [1, requests, vocabulary] float32; ids are written to the start of `output_ids[0]`.
+    `scores` is [1, requests, vocabulary] float32; ids are written to the start of `output_ids[0]`.
     """
     tokens = best(scores[0])
     output_ids[0, : len(tokens)].copy_(tokens)
 
 
 class SamplingHook(ContinuousBatchingLogitsProcessorList):
-    """Stands where the library keeps its logits processors, and calls our sampler.
+    """A caller of our sampler, in place of the library's logits processors.
 
-    The library is told to take the argmax. With `do_processing` false it does not come here at
-    all, which is why a batch of plain greedy rows costs nothing.
+    The library itself takes the argmax. It does not call this object if `do_processing` is false,
+    so a batch of plain greedy rows costs nothing.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SamplingHook(ContinuousBatchingLogitsProcessorList):
         self._sampler = Sampler()
 
     def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: Any) -> Any:
-        """Note whose logits will come, in order."""
+        """Record the rows whose logits follow, in order."""
         self._batch = [
             self.rows[future.state.request_id]
             for future in requests_in_batch
@@ -59,7 +59,7 @@ class SamplingHook(ContinuousBatchingLogitsProcessorList):
         return arg_storage
 
     def forget(self) -> None:
-        """Drop the last batch's rows, which hold their adapters."""
+        """Drop the last batch's rows, which hold references to their adapters."""
         self._batch = []
 
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How big the KV cache may be: what memory is really available, and how it is cut up.
+"""The size of the KV cache: the memory that is really available, and its division.
 
-The library's own default looks at the machine's total memory. Inside a container that is not
-what the process may use: the cgroup's limit is, at every level up to the root.
+The library's default considers the machine's total memory. In a container the process may use only
+the limit of its cgroup, at every level up to the root.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from servekit.errors import LoadError
 
-#: Of the memory available, what the cache may take; activations and neighbours need the rest.
+#: Share of available memory for the cache; activations and other processes need the rest.
 CPU_FRACTION = 0.4
 CUDA_FRACTION = 0.9
-#: On a CPU more cache than this per slot only costs memory: it cannot decode that much at once.
+#: On a CPU more cache per slot only costs memory: the CPU cannot decode that much at once.
 CPU_TOKENS_PER_SLOT = 512
-#: Tokens in one forward pass. On a CPU small, so that a long prompt does not hold up the others.
+#: Tokens in one forward pass. Few on a CPU, so that a long prompt does not delay the others.
 CPU_BATCH_TOKENS = 256
 CUDA_BATCH_TOKENS = 2048
 CPU_SLOTS = 32
@@ -28,7 +28,7 @@ CUDA_HEADROOM_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides the size of one cached token."""
+    """The dimensions that determine the size of a cached token."""
 
     layers: int
     heads: int
@@ -40,21 +40,21 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Return the size of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def read_bytes(self) -> int:
-        """What reading one cached token takes beside it, in the one layer that is at work."""
+        """Return the temporary memory for reading one cached token, in the layer being computed."""
         return (2 * self.kv_heads + 2 * self.heads) * self.head_dim * self.itemsize
 
     def part(self, ranks: int) -> Shape:
-        """What one of several ranks has of it: its share of the heads."""
+        """Return the part of one of several ranks: its share of the heads."""
         heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
         return replace(self, heads=heads, kv_heads=kv_heads)
 
     def fixed_bytes(self, batch_tokens: int, slots: int) -> int:
-        """Activations and logits of one forward pass, whatever the cache's size."""
+        """Return the size of activations and logits of one forward pass, for any cache size."""
         activations = (
             batch_tokens * self.itemsize * (8 * self.hidden + 4 * self.heads * self.head_dim)
         )
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The cache as it will be made: `blocks` of `block_size` tokens."""
+    """The dimensions of the cache: `blocks` of `block_size` tokens."""
 
     blocks: int
     block_size: int
@@ -84,7 +84,7 @@ class Plan:
 
 
 def shape_of(config: Any, itemsize: int) -> Shape:
-    """Read a model's text configuration."""
+    """Return the shape from a model's text configuration."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -110,9 +110,9 @@ def plan(
     batch_tokens: int | None = None,
     cache_bytes: int | None = None,
 ) -> Plan:
-    """Cut the cache to the memory there is, and to no more than the slots could use.
+    """Fit the cache into the memory available, and make it no larger than the slots can use.
 
-    Raises LoadError when not even two blocks fit.
+    Raises LoadError if not even two blocks fit.
     """
     batch_tokens = batch_tokens or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS)
     slots = min(slots or (CUDA_SLOTS if cuda else CPU_SLOTS), batch_tokens)
@@ -153,7 +153,7 @@ def _tokens_that_fit(
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """What this process may still allocate: the host's free memory and its cgroups' limits."""
+    """Return the bytes this process may still allocate, within free memory and cgroup limits."""
     return min([_mem_available(root), *_cgroup_rooms(root)])
 
 
@@ -165,7 +165,7 @@ def _mem_available(root: Path) -> int:
 
 
 def _cgroup_rooms(root: Path) -> list[int]:
-    """Bytes left under each memory limit that holds for this process, cgroup v2 and v1."""
+    """Return the bytes left under each memory limit of this process, for cgroup v2 and v1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -187,7 +187,7 @@ def _cgroup_rooms(root: Path) -> list[int]:
 
 
 def _upwards(mount: Path, path: str) -> list[Path]:
-    """The cgroup's folder and those above it; in a container the path may not exist there."""
+    """Return the cgroup's folder and its parents; in a container the path may not exist."""
     inside = Path(path.lstrip("/"))
     return [mount / inside, *(mount / parent for parent in inside.parents)]
 
@@ -204,7 +204,7 @@ def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache that the kernel gives up under pressure; it counts as usage but is free."""
+    """Return the size of page cache that counts as usage, but that the kernel frees if needed."""
     try:
         for line in (folder / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -1,9 +1,9 @@
-"""Zeros that take no memory before they are written to, for the KV cache on a CPU.
+"""Zero tensors that take no memory before they are written to, for the KV cache on a CPU.
 
-`torch.zeros` writes every page of what it makes. A cache is sized for the most that its slots could
-use, so that took a third of a small model's load, and memory that most workers never need. The
-kernel hands out pages that are zero, each at its first use, and takes them all back when the tensor
-goes. A mapping of its own, as `calloc` would take what is free in the heap, and write that.
+`torch.zeros` writes every page of its memory. A cache is sized for the maximum that its slots could
+use, so this took a large part of a small model's load time, and memory that most workers never
+need. With a mapping, the kernel provides zero pages at their first use, and takes all back with the
+tensor. `calloc` would not do, since it may reuse free heap memory and write zeros to it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-#: Smaller tensors are made as ever.
+#: Smaller tensors are created as usual.
 LEAST_BYTES = 2**20
 
 
 class LazyZeros(TorchFunctionMode):
-    """While it is entered, in this thread, large flat tensors of zero bytes on a CPU are lazy."""
+    """A context in which large flat byte tensors of zeros on a CPU are lazy, in this thread."""
 
     def __torch_function__(  # type: ignore[no-untyped-def]
         self,
@@ -31,13 +31,13 @@ class LazyZeros(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and _suits(args, kwargs):
-            return torch.frombuffer(_pages(args[0]), dtype=torch.uint8)  # which keeps the mapping
+            return torch.frombuffer(_pages(args[0]), dtype=torch.uint8)  # keeps the mapping alive
         return func(*args, **kwargs)
 
 
 def _pages(size_bytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does: fewer faults, and quicker attention
+    pages.madvise(mmap.MADV_HUGEPAGE)  # as in NumPy: fewer page faults, and faster attention
     return pages
 
 

@@ -1,13 +1,13 @@
 """Attention over the paged cache, request by request.
 
-The library packs all requests of a batch into one sequence and, with sdpa, masks out what belongs
-to others: each token is multiplied with everybody's keys, and work grows with the square of the
-company. Here requests that decode are laid side by side, [requests, heads, longest], in groups
-whose lengths differ by no more than a factor of two, and each prompt chunk is attended to alone.
-The cache, its pages and the order of the packed tokens stay the library's.
+The library packs all requests of a batch into one sequence and, with sdpa, masks the keys of other
+requests: each token is multiplied with all keys of the batch, and work grows with the square of the
+batch size. Here decoding requests are arranged side by side, [requests, heads, longest], in groups
+whose lengths differ by at most a factor of two, and attention for each prompt chunk is computed
+separately. The cache, its pages and the order of the packed tokens remain the library's.
 
-The layout of a step is known on the host before the forward pass (`Layout.of`) and left on the
-cache object, where every layer finds it.
+The layout of a step is known on the host before the forward pass (`Layout.of`) and set on the cache
+object, where every layer finds it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformers.integrations.eager_paged import eager_paged_attention_forward
 
 from servekit.engines.transformers.decode.attention_metadata import Step
 
-#: The name under which the library knows this attention.
+#: The name under which the library finds this attention.
 NAME = "paged_by_request"
-#: Requests shorter than this share a group whatever their lengths.
+#: Requests shorter than this share a group, whatever their lengths.
 _SHORT = 128
-#: Lengths are rounded up to this, which GPU kernels want of a mask.
+#: Lengths are rounded up to this multiple, as GPU kernels require for masks.
 _ALIGN = 32
-#: What other attentions can do and this one cannot; silence would be wrong text.
+#: Features of other attentions that are unsupported here; to ignore them would give wrong text.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices")
 #: The name of the library's eager attention over its paged cache.
 _EAGER = "paged|eager"
@@ -40,7 +40,7 @@ _EAGER = "paged|eager"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request in the packed batch: where its queries and its keys are, and how many."""
+    """The place and number of one request's queries and keys in the packed batch."""
 
     query: int
     queries: int
@@ -52,8 +52,8 @@ class Span:
 class Group:
     """Decoding requests side by side: `size` rows of `length` gathered keys from `start` on.
 
-    `mask` says where there is a key, None that there is one everywhere. What each layer would make
-    of it is made by the first, see `bias`.
+    `mask` is true where there is a key; None if there is one everywhere. `bias` is computed by the
+    first layer for all of them.
     """
 
     rows: Tensor  # [size] positions in the packed queries
@@ -64,7 +64,7 @@ class Group:
     _bias: Tensor | None = None
 
     def bias(self, like: Tensor) -> Tensor | None:
-        """The mask as what is added to scores, in the type of the queries."""
+        """Return the mask as values to add to the scores, in the queries' dtype."""
         if self._bias is None and self.mask is not None:
             zeros = torch.zeros_like(self.mask, dtype=like.dtype)
             self._bias = zeros.masked_fill_(~self.mask, float("-inf"))
@@ -73,7 +73,7 @@ class Group:
 
 @dataclass(slots=True)
 class Chunk:
-    """A piece of one prompt: `span.key` counts in the gathered keys; no mask means causal."""
+    """A chunk of one prompt; `span.key` counts in the gathered keys; no mask means causal."""
 
     span: Span
     mask: Tensor | None  # [queries, keys]
@@ -81,11 +81,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class Layout:
-    """Who is where in one step's packed batch.
+    """The arrangement of requests in one step's packed batch.
 
-    `gather` picks from the library's read index what is to be read, in the order of the groups
-    and chunks; None where nothing is cached yet and keys are the batch's own. `pasts` and `queries`
-    are what it was made of.
+    `gather` selects the entries of the library's read index in the order of the groups and chunks;
+    it is None if nothing is cached yet and keys are the batch's own. `pasts` and `queries` are the
+    arguments that the layout was computed from.
     """
 
     pasts: Sequence[int] = ()
@@ -97,7 +97,7 @@ class Layout:
 
     @classmethod
     def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Layout:
-        """Lay out requests by the tokens each has in the cache and brings now, in batch order."""
+        """Lay out requests, in batch order, by the number of tokens cached and new."""
         if not any(pasts):
             spans = _spans([0] * len(queries), queries)
             return cls(pasts, queries, chunks=[Chunk(span, None) for span in spans])
@@ -120,7 +120,7 @@ class Layout:
         return layout
 
     def read_index(self, packed: Tensor) -> Tensor:
-        """What to read from the cache; worked out by the first layer for all of them."""
+        """Return what to read from the cache; computed by the first layer for all of them."""
         if self.gather is None:
             return packed
         if self._read is None:
@@ -145,8 +145,8 @@ def _buckets(spans: list[Span]) -> list[list[Span]]:
 
 
 def _group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, Tensor]:
-    """The group, and what it gathers: [size * length] positions in the packed keys."""
-    if len(spans) == 1:  # its keys are all there is
+    """Return the group and the [size * length] positions in the packed keys that it gathers."""
+    if len(spans) == 1:  # all its keys, without padding
         (span,) = spans
         rows = torch.tensor([span.query], device=device)
         pick = torch.arange(span.key, span.key + span.keys, device=device)
@@ -157,7 +157,7 @@ def _group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, 
     ).unbind(1)
     offsets = torch.arange(length, device=device)
     mask = offsets < count.unsqueeze(1)
-    # Padding reads the request's own last key again: always a valid page, and masked.
+    # Padding reads the request's own last key again, which is a valid page, and is masked.
     pick = first.unsqueeze(1) + torch.minimum(offsets, count.unsqueeze(1) - 1)
     group = Group(rows, start, len(spans), length, mask[:, None, None, :])
     return group, pick.flatten()
@@ -184,18 +184,18 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The library's attention interface: states [1, heads, tokens, width], packed.
+    """Implement the library's attention interface for packed states [1, heads, tokens, width].
 
     Returns [1, tokens, heads, width].
     """
     _refuse_unsupported(kwargs)
-    if isinstance(cache.layout, Step):  # one token of each request, all of it on the device
+    if isinstance(cache.layout, Step):  # one token per request, all on the device
         layer: Any = module.layer_idx
         return cache.layout.attend(layer, query, key, value, scaling), None
     layout: Layout = cache.layout
     keys, values = _exchange(cache, key, value, module.layer_idx, layout, kwargs)
     packed = query[0].transpose(0, 1)
-    if len(layout.groups) == 1 and not layout.chunks:  # all of the batch, in its order
+    if len(layout.groups) == 1 and not layout.chunks:  # the whole batch, in its order
         out = _decode(layout.groups[0], packed, keys, values, scaling)
         return out.unsqueeze(0), None
     out = packed.new_empty(*packed.shape[:2], values.shape[-1])
@@ -211,7 +211,10 @@ def attend(
 def _decode(
     group: Group, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
-    """One query each, [size, heads, width]. Heads that share keys become queries beside it."""
+    """Attend with one query per request, [size, heads, width].
+
+    Heads that share keys become additional queries.
+    """
     stop = group.start + group.size * group.length
     shape = (group.size, group.length, *keys.shape[1:])
     key, value = (
@@ -227,7 +230,7 @@ def _decode(
 def _prefill(
     chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
-    """Several queries of one request, [queries, heads, width]."""
+    """Attend with several queries of one request, [queries, heads, width]."""
     span = chunk.span
     repeats = query.shape[1] // keys.shape[1]
     key, value = (
@@ -248,7 +251,7 @@ def _prefill(
 def _exchange(
     cache: Any, key: Tensor, value: Tensor, layer: Any, layout: Layout, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Write the new keys and values, and read what the layout gathers: [n, kv heads, width]."""
+    """Write the new keys and values, and read the gathered ones: [n, kv heads, width]."""
     read = layout.read_index(kwargs["read_index"][0])
     if hasattr(cache, "layer_to_allocator"):  # from 5.2x on
         states = (key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -271,10 +274,10 @@ def attend_eagerly(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's own eager attention, over the whole packed batch.
+    """Call the model's own eager attention, over the whole packed batch.
 
-    The library's leaves out what only some models have, such as Gemma 2's soft cap. It is called
-    for models that have no function of their own, and only where they ask for nothing of that.
+    The library's attention lacks features of some models, such as Gemma 2's soft cap. It is used
+    for models without an own function, and only if they need none of these features.
     """
     own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     library: Any = eager_paged_attention_forward
@@ -309,7 +312,7 @@ AttentionInterface.register(_EAGER, attend_eagerly)
 
 
 def suits(config: Any) -> bool:
-    """Every layer attends to the whole context, in the way that sdpa would compute it."""
+    """Return whether every layer has full attention, as sdpa would compute it."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return getattr(config, "sliding_window", None) is None

@@ -1,15 +1,14 @@
-"""Which requests may share a step, and which may share blocks of the cache.
+"""The requests that may share a step, and those that may share blocks of the cache.
 
-The library's scheduler knows one model. Adapters that cannot be mixed into the base's steps have
-models of their own, so that a step belongs to one group of requests, and groups take turns: each
-step is the next group's that has anything to run. Within a step, requests of one adapter are side
-by side, as `adapters.mixing` wants them.
+The library's scheduler knows a single model. Adapters that cannot be mixed into the base's steps
+have their own models, so a step belongs to one group of requests. Groups take turns: each step is
+the next group's that has something to run. Within a step, requests of one adapter are adjacent, as
+`lora.batched_lora` requires.
 
-The library shares blocks of equal tokens between requests. Keys and values under one adapter are
-not those under another: blocks are told apart by adapter, in that the tokens they are known by are
-changed, by something that only this adapter has, wherever they are looked up or written down. So
-are those of requests with different salts, which are not to learn of each other, and those of
-before and after a request whose logits were NaN (`Epochs`).
+The library shares blocks of equal tokens between requests. But keys and values differ between
+adapters, so the tokens that identify a block are changed in an adapter-specific way at every lookup
+and registration. The same separates requests with different salts, which must not learn of each
+other, and those before and after a request with NaN logits (`Epochs`).
 """
 
 from __future__ import annotations
@@ -30,21 +29,22 @@ from servekit.engines.transformers.request_row import Row
 
 #: The name under which the library finds this scheduler.
 NAME = "servekit_groups"
-#: Tokens of a prompt that are changed: no more than the smallest block has.
+#: Number of changed tokens of a prompt: at most the size of the smallest block.
 _SALTED = 8
-#: Adapters and salts are told apart by this many places, for the end of what they have shared.
+#: Number of hash buckets of adapters and salts that have separate epochs.
 _EPOCHS = 1024
-_SALT = 0x9E3779B1  # odd, and its bits well mixed
+_SALT = 0x9E3779B1  # odd, with well mixed bits
 _MASK30 = 0x3FFFFFFF  # the library hashes tokens as signed 32-bit numbers
 
 Scheduled = tuple[Any, bool, int, int]
 
 
 class GroupScheduler(FIFOScheduler):
-    """The library's own, on one group at a time. `rows` are those under way, by key.
+    """The library's scheduler, with one group per step; `rows` are the running ones by key.
 
-    Those `elsewhere` are run by others, and hold their blocks. Beside them requests are begun only
-    while `ample` blocks are left, and a full cache is waited for: room is not made among the rest.
+    Requests in `elsewhere` are run by the decode loop, and keep their blocks. Besides them requests
+    are begun only while `ample` returns True, and a full cache is waited for: the others are not
+    preempted.
     """
 
     rows: Mapping[str, Row] = {}
@@ -75,9 +75,10 @@ class GroupScheduler(FIFOScheduler):
         return self._in_turn(sorted(groups), token_budget, cache_budget)
 
     def _in_turn(self, groups: list[int], token_budget: int, cache_budget: int) -> Scheduled:
-        """Schedule the next group that can run. As the library does, None says: the cache is full.
+        """Schedule the next group that can run; as in the library, None means a full cache.
 
-        It then makes room among those who were starved: of all groups, since all were tried.
+        The library then preempts one of the starved requests, which are of all groups since all
+        were tried.
         """
         starved: list[Any] = []
         found: Scheduled = ([], False, 0, 0)
@@ -94,7 +95,7 @@ class GroupScheduler(FIFOScheduler):
         return (None if full else [], *found[1:]) if not found[0] else self._side_by_side(found)
 
     def _schedule(self, group: int, token_budget: int, cache_budget: int) -> Scheduled:
-        """Let the library see this group only."""
+        """Schedule with only this group visible to the library."""
         active, waiting = self.active_requests, self.waiting_requests
         order = self.waiting_requests_order
         self.active_requests = self._of(group, active)
@@ -128,11 +129,11 @@ SCHEDULER_MAPPING[NAME] = GroupScheduler
 
 
 class Epochs:
-    """Which rows share blocks of the cache, of those with one adapter and one salt.
+    """Generations of cache sharing among rows with the same adapter and salt.
 
-    Where a request's logits are NaN, blocks that it has shared may hold NaN, before the token that
-    brought it forth, too: what attention masks out is multiplied with 0. So nobody finds blocks of
-    before any more. The library drops them when it needs room.
+    If a request's logits are NaN, the blocks that it shared may hold NaN, even before the token
+    that caused it: masked values are multiplied by 0, and NaN times 0 is NaN. So no later row finds
+    blocks of earlier epochs any more; the library evicts them when it needs room.
     """
 
     def __init__(self) -> None:
@@ -140,11 +141,11 @@ class Epochs:
         self._now = [0] * _EPOCHS
 
     def join(self, row: Row) -> None:
-        """Let a row share blocks with those that are begun from now on, unless it is alone."""
+        """Set a row's epoch, so that it shares blocks with later rows unless it runs alone."""
         row.epoch = row.alone or self._now[self._place(row)]
 
     def leave(self, row: Row) -> int:
-        """Let nobody find what a row has shared. Returns a number that no other row has."""
+        """End the epoch of a row's blocks; return a number that no other row has."""
         self._now[self._place(row)] = self._last + 1
         self._last += 2
         return self._last
@@ -155,13 +156,13 @@ class Epochs:
 
 
 def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row], epochs: Epochs) -> None:
-    """Have the library's cache share blocks within one adapter and one salt only, and tell them."""
+    """Restrict the cache's block sharing to one adapter and salt; record cached tokens in rows."""
     search = cache.search_prefix_match
 
     def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
         row = rows[request_id]
         epochs.join(row)
-        if row.unscored:  # all of its prompt has to be read
+        if row.unscored:  # its whole prompt has to be read
             return 0
         changes = _changes_of(row)
         found: int = search(request_id, _salted(prompt_ids, changes) if changes else prompt_ids)
@@ -186,7 +187,7 @@ def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
 
 
 class _Disguised:
-    """A request's state as the cache reads it, with other tokens."""
+    """A request's state as read by the cache, with other tokens."""
 
     def __init__(self, state: Any, changes: Sequence[int]) -> None:
         self.request_id = state.request_id
@@ -201,7 +202,7 @@ def _changes_of(row: Row) -> Sequence[int]:
 
 
 def _changes(uid: int, salt: str) -> Sequence[int]:
-    """What the first tokens are changed by, 30 bits each; none for the base without a salt."""
+    """Return the 30-bit changes of the first tokens; none for the base without a salt."""
     if not uid and not salt:
         return ()
     changes = [uid * _SALT * (2 * place + 1) & _MASK30 for place in range(_SALTED)]
@@ -215,11 +216,11 @@ def _words(salt: str) -> tuple[int, ...]:
 
 
 def _salted(tokens: Iterable[int], changes: Sequence[int]) -> list[int]:
-    """Other tokens for each adapter and salt; the same for the same, and different for different
-    tokens.
+    """Return the tokens with the first eight changed by adapter and salt.
 
-    Eight tokens by thirty bits each: that two adapters' prompts ever look alike is out of the
-    question, where a single changed token might be another's.
+    Equal tokens remain equal, and different ones different. Eight tokens of thirty bits make a
+    collision of two adapters' prompts practically impossible; a single changed token might be
+    another's.
     """
     changed = list(tokens)
     changed[: len(changes)] = [a ^ b for a, b in zip(changed, changes, strict=False)]

@@ -1,9 +1,9 @@
-"""Proof, at load time, that a model run in pages says what it says by itself.
+"""Load-time check that a model gives the same output in the paged cache as alone.
 
-A model whose attention ignores the paged cache does not fail: it talks nonsense, or the text of
-its neighbour. So two short requests of different lengths run together, prompt and two more
-tokens each, and their logits are compared with those of the model's plain forward pass. Where steps
-are started before the last one's tokens are known, they have to find the same tokens.
+A model whose attention ignores the paged cache does not fail: it generates nonsense, or the text of
+another request. So two short requests of different lengths run together, with a prompt and two
+further tokens each, and their logits are compared with those of the model's plain forward pass. If
+steps are started before the last one's tokens are known, these must yield the same tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from servekit.protocol.messages import SamplingParams
 
 _LENGTHS = (5, 9)
 _TOKENS = 3
-#: Relative error of the logits. Rounding makes 1e-5 and 2e-2; a wrong attention makes 0.5.
+#: Relative error of the logits. Rounding causes 1e-5 and 2e-2, a wrong attention 0.5.
 _TOLERANCE = {torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.15
 
 
 class Disagreement(ValueError):
-    """Run in pages, the model says something else than by itself."""
+    """Raised if a model's output in the paged cache differs from its own."""
 
 
 def check(model: PreTrainedModel, runner: ContinuousRunner, plain_attention: str) -> None:
-    """Raise Disagreement, or whatever running the model raises. Leaves the runner empty."""
+    """Raise Disagreement, or any error of running the model. Leaves the runner empty."""
     rows = [_row(model, length) for length in _LENGTHS]
     paged = runner.logits_of(rows)
     own_attention = str(model.config._attn_implementation)
@@ -68,7 +68,7 @@ def _row(model: PreTrainedModel, length: int) -> Row:
 
 @torch.no_grad()
 def _plain(model: PreTrainedModel, row: Row) -> Tensor:
-    """Logits [tokens, vocabulary] after the prompt and after each token but the last."""
+    """Return logits [tokens, vocabulary] after the prompt and after each token but the last."""
     ids = torch.tensor([row.context[:-1]], device=model.device)
     whole: Any = model
     logits: Tensor = whole(input_ids=ids, use_cache=False).logits[0, -_TOKENS:]

@@ -1,14 +1,16 @@
-"""The decode fast path of the transformers engine: steps in which every request brings one token.
+"""The fast decode path of the transformers engine: steps that generate one token per request.
 
-    seats      who sits where in the batch, on the device and mirrored on the host
-    pages      the library's paged cache: where a request's tokens are, and room for more
-    kernels    attention over pages, one query for each request; `paged_triton` is our own
-    choice     choosing tokens on the device, as `sampling` does
-    graphs     CUDA graphs of steps, one for each size of batch
-    path       the steps themselves
+    batch_slots         the requests' slots in the batch, on the device and mirrored on the host
+    page_table          the library's paged cache: a request's pages, and their allocation
+    attention_metadata  the attention of one step
+    kernels             paged attention, one query per request; `paged_triton` is our own kernel
+    device_sampling     choice of tokens on the device, equal to `sampling`
+    graphs              CUDA graphs of steps, one per batch size
+    decode_loop         the steps themselves
+    options             whether to use this path for a model, and with which kernel
 
-A step takes all it needs from tensors that stay where they are, and leaves the next one's input in
-them: the chosen tokens, and positions that are one further. So the next step is started before
-this one's tokens are on the host, and what ended with them is found out one step late; what that
-step made of it is thrown away. Prompts are read by the library, in steps between.
+A step reads all its input from tensors at fixed addresses, and leaves the next step's input there:
+the chosen tokens, and positions advanced by one. So the next step starts before this one's tokens
+are on the host. The end of a request is noticed one step late, and that step's token is discarded.
+The library reads prompts, in steps between.
 """

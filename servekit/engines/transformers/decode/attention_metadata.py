@@ -1,4 +1,4 @@
-"""One step's attention, as every layer finds it on the cache that it is given."""
+"""Attention data of one step, which every layer finds on its cache object."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from servekit.engines.transformers.decode.page_table import Pages
 
 @dataclass(slots=True)
 class Step:
-    """Requests with one token each: where it is written, and what each of them attends to."""
+    """Requests with one token each: where the token is written, and what it attends to."""
 
     pages: Pages
     kernel: Attend
     table: Tensor  # [requests, pages] int32
-    slots: Tensor  # [requests] int64, in the tokens of all pages
+    slots: Tensor  # [requests] int64, index into the tokens of all pages
     lengths: Tensor  # [requests] int32
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
     ) -> Tensor:
-        """As `paged_attention.attend`: states [1, heads, requests, width], packed."""
+        """Attend as `paged_attention.attend` does: packed states [1, heads, requests, width]."""
         keys, values = self.pages.layer(layer)
         for pages, states in ((keys, key), (values, value)):
             flat = pages.view(-1, *pages.shape[2:])
@@ -35,6 +35,6 @@ class Step:
 
 @dataclass(slots=True)
 class Holder:
-    """What the model is given as its cache."""
+    """The object that the model receives as its cache."""
 
     layout: Step | None = None

@@ -1,8 +1,8 @@
-"""Who sits where in the batch: what a step reads and changes on the device, and its mirror here.
+"""The slots of the batch: the data that a step reads and changes on the device, and its mirror.
 
-Nothing of it moves, so that a CUDA graph finds it. The host writes to a seat when somebody takes
-it or leaves it, and to its row of the page table when the request has got another page; tokens
-and positions of those who stay seated are the device's own, and a step ahead of the host.
+The tensors keep their addresses, as CUDA graphs require. The host writes to a slot when a request
+takes or leaves it, and to its row of the page table when the request gets another page; the device
+advances the tokens and positions itself, one step ahead of the host.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torch import Tensor
 from servekit.engines.text.sampling_params import Sampling, noise_base
 from servekit.engines.transformers.request_row import Row
 
-#: Columns of `ints`. POSITION and COUNT go on by ALIVE with each step: an empty seat stays put.
+#: Columns of `ints`. A step advances POSITION and COUNT by ALIVE, so empty slots stay unchanged.
 TOKEN, POSITION, COUNT, NOISE, LIMIT, KIND, ALIVE = range(7)
 #: Columns of `floats`; FLOOR is the logarithm of min-p.
 TEMPERATURE, TOP_P, FLOOR = range(3)
-#: How a seat's token is chosen.
+#: How a slot's token is chosen.
 GREEDY, PLAIN, RANKED = range(3)
 
 
 @dataclass(slots=True, eq=False)
 class BatchSlot:
-    """One request in the batch. `started` and `done` count the tokens in its cache."""
+    """A request in the batch; `started` and `done` count the tokens in its cache."""
 
     index: int
     row: Row
     state: Any  # the library's record of it
     kind: int
-    started: int  # with all steps that have been started
-    done: int  # with those whose outcome is known
-    room: int  # tokens that its pages have room for
+    started: int  # including all started steps
+    done: int  # including only steps whose result is known
+    room: int  # tokens that fit into its pages
     taken: bool = True
 
     def said(self) -> None:
-        """Bring the library's record up to date with what the host knows."""
+        """Update the library's record to the host's state."""
         whole = self.row.context
         self.state.generated_tokens = whole[len(self.state.initial_tokens) :]
         self.state.position_offset = self.done
@@ -51,17 +51,17 @@ class BatchSlot:
 
 @dataclass(slots=True)
 class BatchSlots:
-    """`count` seats of `pages` pages each; `trash` is a page that is no one's."""
+    """The `count` slots of `pages` pages each; `trash` is an unused page."""
 
     count: int
     pages: int
     trash: int
     vocab_size: int
     device: torch.device
-    taken: dict[str, BatchSlot] = field(default_factory=dict)  # by key, in the order they came
-    ints: Tensor = field(init=False)  # [seats, 7] int64
-    floats: Tensor = field(init=False)  # [seats, 3]
-    table: Tensor = field(init=False)  # [seats, pages] int32
+    taken: dict[str, BatchSlot] = field(default_factory=dict)  # by key, in order of arrival
+    ints: Tensor = field(init=False)  # [slots, 7] int64
+    floats: Tensor = field(init=False)  # [slots, 3]
+    table: Tensor = field(init=False)  # [slots, pages] int32
     _table: Any = field(init=False)
     _free: list[int] = field(init=False)
     _moved: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class BatchSlots:
         self._free = list(range(self.count))
 
     def take(self, row: Row, state: Any, kind: int, pages: list[int], size: int) -> BatchSlot:
-        """Seat a request whose last token has been chosen and not read yet."""
+        """Give a slot to a request whose last token has been chosen but not read yet."""
         index = heapq.heappop(self._free)
         cached = row.length - 1
         seat = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
@@ -86,13 +86,13 @@ class BatchSlots:
         return seat
 
     def lay(self, seat: BatchSlot, pages: list[int]) -> None:
-        """These are the pages of its tokens, in order."""
+        """Set the pages of a slot's tokens, in order."""
         self._table[seat.index, : len(pages)] = pages
         self._table[seat.index, len(pages) :] = self.trash
         self._paged.add(seat.index)
 
     def leave(self, key: str) -> BatchSlot | None:
-        """Its pages may be another's: no step that is started from now on touches them."""
+        """Free a slot; later steps do not touch its pages, which another request may get."""
         seat = self.taken.pop(key, None)
         if seat is not None:
             seat.taken = False
@@ -103,11 +103,11 @@ class BatchSlots:
 
     @property
     def reach(self) -> int:
-        """Seats from the first to the last that is taken."""
+        """Return the number of slots up to the last taken one."""
         return max((seat.index for seat in self.taken.values()), default=-1) + 1
 
     def upload(self) -> None:
-        """Have the device know of what has changed; in order with the steps, without waiting."""
+        """Send changes to the device, in order with the steps and without waiting."""
         if self._moved:
             where = self._index(self._moved)
             ints, floats = zip(*self._moved.values(), strict=True)

@@ -1,14 +1,14 @@
-"""Steps in which every request brings one token, each started before the last one's are known.
+"""Steps that generate one token per request, each started before the last one's are known.
 
     host     start n+1 │ tokens of n: emit, end   │ start n+2 │ tokens of n+1 …
     device   ── n ─────┼───── n+1 ────────────────┼── n+2 ──
 
-A request that ended with step n has taken part in n+1 all the same: it wrote behind its end, into
-a page that was still its own when that step was started, and its token is thrown away. A page
-that is given to another is written to by steps that are started later, in the device's order.
+A request that ended with step n still takes part in n+1: that step writes past its end, into a page
+that was still the request's own when the step started, and its token is discarded. A page that
+another request gets is written only by later steps, in the device's order.
 
-Rows that need the host between their logits and their token (`choice.careful`) make the step one
-that is waited for: the forward pass is the same, and `sampling` chooses, for all.
+Rows that need the host between logits and token (`device_sampling.careful`) make the step
+synchronous: the forward pass is the same, but `sampling` chooses the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling.sampler import Sampler, best
 
 Output = tuple[Row, StepOutput]
-#: 5.17 allots a request up to so many blocks more than it fills, and one is for a step too many.
+#: transformers 5.17 allocates up to two blocks more than a request fills; one is for the extra
+#: step.
 _SPARE_PAGES = 3
 
 
 class StepOptions(NamedTuple):
-    """How steps are to be made. `ahead`: start one before the last one's tokens are known."""
+    """Options of decode steps; with `ahead`, a step starts before the last one's tokens arrive."""
 
     kernel: Kernel
-    context: int  # tokens that a request can have at most
+    context: int  # maximum tokens of a request
     graphs: bool
     ahead: bool
 
 
 class InflightStep(NamedTuple):
-    """A step that has been started: its tokens will be on the host."""
+    """A step that has been started, whose tokens are on their way to the host."""
 
     riders: list[BatchSlot]
     tokens: Tensor
-    arrived: Any  # torch.cuda.Event; None where they are there
+    arrived: Any  # torch.cuda.Event; None if they have arrived
 
 
 class DecodeLoop:
-    """Decodes the rows that have taken a seat; `rows` are all that are under way, by key."""
+    """Decoder of the rows in slots; `rows` are all running rows by key."""
 
     def __init__(
         self, model: Any, made: Any, rows: MutableMapping[str, Row], slots: int, wish: StepOptions
     ) -> None:
-        """`made` is the library's batch processor. Raises ValueError of a cache it cannot read."""
+        """Use the library's batch processor `made`. Raises ValueError for an unknown cache."""
         self._model = model
         self._scheduler = made.scheduler
         self._rows = rows
@@ -81,22 +82,22 @@ class DecodeLoop:
         self._flight: InflightStep | None = None
         self._watched: set[str] = set()
 
-    # ---- who takes part
+    # ---- participants
 
     @property
     def seated(self) -> MutableMapping[str, BatchSlot]:
-        """By key; the library's scheduler is not to run these."""
+        """Return the slots by key; the library's scheduler must not run these requests."""
         return self._seats.taken
 
     @property
     def how(self) -> str:
-        """A few words for people."""
+        """Return a short description for people."""
         graphs = "CUDA graphs" if self._graphs.on else "no CUDA graphs"
         failure = f" ({self._graphs.failure})" if self._graphs.failure else ""
         return f"{graphs}{failure}, {self._wish.kernel.name} attention"
 
     def take_in(self) -> None:
-        """Seat all that decode; a row with an adapter stays with the library."""
+        """Give slots to all decoding rows; a row with an adapter stays with the library."""
         for key, state in self._scheduler.active_requests.items():
             row = self._rows.get(key)
             if row is None or key in self.seated or row.adapter is not None:
@@ -108,18 +109,18 @@ class DecodeLoop:
                     self._watched.add(key)
 
     def leave(self, key: str) -> None:
-        """A row is cancelled: what is under way for it will not be heard."""
+        """Free the slot of a cancelled row; the output of its running step is discarded."""
         self._seats.leave(key)
         self._watched.discard(key)
 
     def give_back(self) -> None:
-        """Leave all rows to the library; nothing may be under way."""
+        """Return all rows to the library; no step may be running."""
         for key, seat in list(self.seated.items()):
             seat.said()
             self.leave(key)
 
     def close(self) -> None:
-        """Nothing is under way on the device any more; for when the cache goes."""
+        """Wait for the running step on the device, before the cache is freed."""
         if self._flight is not None and self._flight.arrived is not None:
             self._flight.arrived.synchronize()
         self._flight = None
@@ -127,9 +128,9 @@ class DecodeLoop:
     # ---- steps
 
     def step(self) -> list[Output]:
-        """Start a step, and tell what the one before has brought.
+        """Start a step, and return the output of the one before.
 
-        Where there is no room for it, all rows are given back: the library then makes some.
+        Without room for the step, all rows are returned to the library, which then frees some.
         """
         self._watched = {key for key in self._watched if self._careful(key)}
         if self._watched:
@@ -140,7 +141,7 @@ class DecodeLoop:
         return self._settle(before) + ([] if self._wish.ahead else self.land())
 
     def land(self) -> list[Output]:
-        """What the step under way brings, if there is one."""
+        """Return the output of the running step, if any."""
         flight, self._flight = self._flight, None
         return self._settle(flight)
 
@@ -148,7 +149,7 @@ class DecodeLoop:
         return device_sampling.careful(self.seated[key].row, self._vocab_size)
 
     def _look_on(self) -> list[Output]:
-        """A step whose tokens are chosen here."""
+        """Run a step whose tokens the host chooses."""
         if not self._make_room():
             return self._run_dry()
         riders = self._run(device_sampling.FREE)
@@ -166,7 +167,7 @@ class DecodeLoop:
         return [self._say(seat, token) for seat, token in zip(riders, tokens.tolist(), strict=True)]
 
     def _start(self) -> InflightStep | None:
-        """None where all that are seated end with the step that is under way."""
+        """Start a step; return None if every slot's request ends with the running step."""
         if all(_ending(seat) for seat in self.seated.values()):
             return None
         kinds = {seat.kind for seat in self.seated.values()}
@@ -240,7 +241,7 @@ class DecodeLoop:
     # ---- on the device
 
     def _run(self, manner: SamplingMode) -> list[BatchSlot]:
-        """Start a step of all that are seated; they are returned."""
+        """Start a step of all slots, and return these."""
         self._seats.upload()
         size = bucket(self._seats.reach, self._seats.count)
         work = partial(self._work, size, manner)
@@ -251,7 +252,7 @@ class DecodeLoop:
         return riders
 
     def _work(self, size: int, manner: SamplingMode) -> None:
-        """The step itself: nothing here depends on anything but tensors, and waits for none."""
+        """Run the step, using only tensors at fixed addresses and without waiting for any."""
         ints, floats = self._seats.ints[:size], self._seats.floats[:size]
         logits = self._forward(ints, self._seats.table[:size])
         if manner.free:
@@ -262,13 +263,11 @@ class DecodeLoop:
             return
         tokens = device_sampling.choose(logits.float(), ints, floats, manner)
         self._chosen[:size].copy_(tokens)
-        ints[:, batch_slots.TOKEN].copy_(
-            tokens.clamp(min=0)
-        )  # what is no token ends its row, later
+        ints[:, batch_slots.TOKEN].copy_(tokens.clamp(min=0))  # an invalid token ends its row later
         _advance(ints)
 
     def _forward(self, ints: Tensor, table: Tensor) -> Tensor:
-        """Logits of each seat, [seats, vocabulary]."""
+        """Return the logits of each slot, [slots, vocabulary]."""
         position, size = ints[:, batch_slots.POSITION].contiguous(), self.pages.size
         place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
         page = table.gather(1, place).squeeze(1).long()
@@ -285,7 +284,7 @@ class DecodeLoop:
 
 
 def bucket(seated: int, most: int) -> int:
-    """The batch that so many seats are run in: few sizes, each with a graph of its own."""
+    """Return the batch size for a number of slots: there are few sizes, each with its own graph."""
     return min(most, 1 << (seated - 1).bit_length())
 
 
@@ -294,5 +293,5 @@ def _advance(ints: Tensor) -> None:
 
 
 def _ending(seat: BatchSlot) -> bool:
-    """Its last token is under way."""
+    """Return whether the request's last token is being computed."""
     return seat.row.remaining <= seat.started - seat.done

@@ -1,8 +1,8 @@
-"""Choosing tokens on the device, for all seats at once and without waiting: as `sampling` does.
+"""Choice of tokens on the device for all slots, without waiting, equal to `sampling`'s.
 
-The draw is the same arithmetic; what differs is where its parameters are. What cannot be done so is
-`careful`: what changes the logits by what the host knows (penalties, biases, grammars), what the
-host is to be told beside the token, and a top-p that may reach deeper than the candidates.
+The arithmetic of a draw is the same, but its parameters are on the device. Rows that this cannot
+serve are `careful`: those whose logits depend on the host's state (penalties, biases, grammars),
+those that report more than the token, and those whose top-p may reach beyond the candidates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 class SamplingMode(NamedTuple):
-    """What a step has to be able to do beside taking the best token. `free`: it chooses none."""
+    """The needs of a step besides greedy tokens; with `free` it chooses no tokens."""
 
     plain: bool = False
     ranked: bool = False
@@ -33,7 +33,7 @@ FREE = SamplingMode(free=True)
 
 
 def careful(row: Row, vocab_size: int) -> bool:
-    """Its tokens are to be chosen by `sampling`, with the host looking on."""
+    """Return whether `sampling` must choose the row's tokens, with the host involved."""
     if row.steered or row.wants_logprobs or row.noted is not None or row.constraint is not None:
         return True
     how = row.sampling
@@ -42,16 +42,16 @@ def careful(row: Row, vocab_size: int) -> bool:
 
 
 def kind_of(row: Row) -> int:
-    """One of GREEDY, PLAIN and RANKED."""
+    """Return GREEDY, PLAIN or RANKED."""
     if row.sampling.greedy:
         return batch_slots.GREEDY
     return batch_slots.RANKED if row.sampling.ranked else batch_slots.PLAIN
 
 
 def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: SamplingMode) -> Tensor:
-    """A token for each seat, [seats] int64; see `sampling.best` where logits are NaN.
+    """Return a token per slot, [slots] int64; see `sampler.best` for NaN logits.
 
-    `logits` [seats, vocabulary] float32 are kept.
+    `logits` [slots, vocabulary] float32 are not changed.
     """
     tokens = sampler.best(logits)
     if not (manner.plain or manner.ranked):
@@ -72,7 +72,7 @@ def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: SamplingMode) -
 
 
 def noise_keys(base: Tensor, position: Tensor) -> Tensor:
-    """`choosing.noise_keys` of seats, [seats, 2]; int64 wraps as its 64 bits do."""
+    """Return the slots' `noise_keys` (see `sampling_params`), [slots, 2]; int64 wraps as needed."""
     mixed = base + position + _signed(_GAMMA)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_FIRST)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_SECOND)
@@ -81,7 +81,7 @@ def noise_keys(base: Tensor, position: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, filling with zeros."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 

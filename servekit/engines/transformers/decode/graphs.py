@@ -1,8 +1,8 @@
-"""CUDA graphs of steps: recorded when first needed, replayed ever after.
+"""CUDA graphs of steps, recorded at first use and replayed afterwards.
 
-A step of a small model is a thousand kernels of a few microseconds each; started one by one from
-Python they take many times that. A graph starts them all in one call. A step whose recording fails
-is run as it is, from then on, and why is told once.
+A step of a small model is a thousand kernels of a few microseconds each; starting them one by one
+from Python takes many times as long. A graph starts all of them in one call. A step that cannot be
+recorded runs without a graph from then on, and the reason is logged once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Graphs:
-    """Graphs by key. Where `wanted` is false, there are none and work is just done."""
+    """CUDA graphs by key; without `wanted`, work runs directly."""
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self._device = device
@@ -28,9 +28,10 @@ class Graphs:
         self._pool: Any = None
 
     def run(self, key: Hashable, work: Callable[[], None], changed: Tensor) -> None:
-        """Do `work`, which depends on nothing but `key` and on tensors that stay in place.
+        """Run `work`, which depends only on `key` and on tensors at fixed addresses.
 
-        Doing it twice has to be like doing it once, but for `changed`, which is put back between.
+        Running it twice must equal running it once, except for `changed`, which is restored
+        between.
         """
         if not self.on:
             work()
@@ -44,10 +45,10 @@ class Graphs:
             graph.replay()
 
     def _recorded(self, work: Callable[[], None], changed: Tensor) -> Any:
-        """The graph; None where there can be none."""
+        """Return the graph, or None if recording fails."""
         try:
             return self._record(work, changed)
-        except Exception as error:  # a model may do anything; it has to be served all the same
+        except Exception as error:  # any failure of a model: it is served without a graph
             first = next(iter(str(error).splitlines()), "")
             self.failure = f"{type(error).__name__}: {first}"
             log.warning("a step cannot be recorded as a CUDA graph: %s", self.failure)
@@ -57,13 +58,13 @@ class Graphs:
     def _record(self, work: Callable[[], None], changed: Tensor) -> Any:
         kept = changed.clone()
         try:
-            self._rehearse(work)  # kernels compile and libraries take workspaces, outside the graph
+            self._rehearse(work)  # compiles kernels outside the graph
         finally:
             changed.copy_(kept)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # other threads may be at the GPU meanwhile: an adapter that is being loaded
+        # Other threads may use the GPU meanwhile, for example to load an adapter.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph

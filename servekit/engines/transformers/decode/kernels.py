@@ -1,4 +1,4 @@
-"""Attention of one query for each request over its pages: which kernel, and what they all do.
+"""Paged attention of one query per request: the choice of a kernel, and their common interface.
 
 A kernel is called as
 
@@ -6,18 +6,18 @@ A kernel is called as
 
     query    [requests, heads, width]
     keys     [pages, page size, kv heads, width]; values alike
-    table    [requests, pages of a request], int32: which page has its tokens from i x size on
-    lengths  [requests], int32: its tokens, this step's own among them; never 0
+    table    [requests, pages of a request], int32: page i has the tokens from i x size on
+    lengths  [requests], int32: number of tokens, including this step's; never 0
 
-without waiting for the device, so that a CUDA graph can hold it. Beside our own (Triton comes with
-torch) there are packages, told here by what they need:
+without waiting for the device, so that a CUDA graph can record it. Besides our own kernel (Triton
+comes with torch) there are those of packages, with these requirements:
 
     flash-attn-4   `flash_attn.cute`; needs nvidia-cutlass-dsl, and compiles at its first call
-    FlashAttention-3 (`flash_attn_interface`) as built from source. `fa3-fwd` has no paged cache.
-    flash-attn     FlashAttention-2: pages of 256 tokens or a multiple; a source package
-    torch          `torch.nn.attention.varlen` with `block_table`; FlashAttention-2's pages, too
+    FlashAttention-3 (`flash_attn_interface`) built from source. `fa3-fwd` has no paged cache.
+    flash-attn     FlashAttention-2: page size a multiple of 256 tokens; a source package
+    torch          `torch.nn.attention.varlen` with `block_table`; the page sizes of flash-attn
 
-What is chosen has to agree with `reference` on the spot: `agrees`.
+The chosen kernel must agree with `reference` when it is chosen: `agrees`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ log = logging.getLogger(__name__)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
-#: FlashAttention-2 reads pages of a multiple of so many tokens.
+#: FlashAttention-2's page size is a multiple of this number of tokens.
 _FLASH2_PAGE = 256
-#: Relative error that rounding makes, and a wrong page by far exceeds.
+#: Relative error of rounding; a wrong page exceeds it by far.
 _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One way to attend; `captured` if a CUDA graph can hold it."""
+    """An attention kernel; `captured` if a CUDA graph can record it."""
 
     name: str
     attend: Attend
@@ -56,7 +56,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a kernel is asked to do."""
+    """The shape of a kernel's task."""
 
     heads: int
     kv_heads: int
@@ -67,9 +67,9 @@ class Shape:
 
 
 def choose(wish: str, shape: Shape) -> Kernel:
-    """The kernel that is wished for, or with "auto" the first that works here.
+    """Return the requested kernel, or with "auto" the first that works here.
 
-    Raises LookupError, which says why there is none.
+    Raises LookupError with the reason if there is none.
     """
     if wish != "auto":
         return _tried(wish, shape)
@@ -87,7 +87,7 @@ def _tried(name: str, shape: Shape) -> Kernel:
         kernel = MAKERS[name](shape)
         if kernel.captured:
             agrees(kernel, shape)
-    except Exception as error:  # a compiler's own, a missing symbol: whatever it is, not this one
+    except Exception as error:  # a compiler's own error, a missing symbol: any failure excludes it
         first = next(iter(str(error).splitlines()), "")
         raise LookupError(f"{name}: {type(error).__name__}: {first}"[:300]) from error
     return kernel
@@ -95,7 +95,7 @@ def _tried(name: str, shape: Shape) -> Kernel:
 
 @torch.no_grad()
 def agrees(kernel: Kernel, shape: Shape) -> None:
-    """Raise ValueError unless it says what `reference` says, of requests of all lengths."""
+    """Raise ValueError unless the kernel agrees with `reference` for requests of all lengths."""
     size = shape.page_size
     lengths = [1, size, size + 1, 3 * size - 1, 777, 2050]
     case = example(shape, lengths)
@@ -106,11 +106,11 @@ def agrees(kernel: Kernel, shape: Shape) -> None:
 
 
 def example(shape: Shape, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Any]:
-    """Random arguments for a kernel, with requests of these lengths on scattered pages."""
+    """Return random arguments for a kernel, with requests of these lengths on scattered pages."""
     made = torch.Generator().manual_seed(7)
     size = shape.page_size
     counts = [-(-length // size) for length in lengths]
-    order = torch.randperm(sum(counts) + 1, generator=made)  # the last page stays no one's
+    order = torch.randperm(sum(counts) + 1, generator=made)  # the last page stays unused
     table = order[-1].repeat(len(lengths), max(counts) + 1)
     for row, (page, own) in enumerate(zip(table, counts, strict=True)):
         first = sum(counts[:row])
@@ -118,7 +118,7 @@ def example(shape: Shape, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, T
     draw = partial(torch.randn, generator=made)
     pages = (len(order), size, shape.kv_heads, shape.width)
     states = [draw(len(lengths), shape.heads, shape.width), draw(*pages), draw(*pages)]
-    for tokens in states[1:]:  # what nobody has written may be anything
+    for tokens in states[1:]:  # unwritten memory may hold anything
         tokens[order[-1]] = torch.nan
         for row, length in zip(table, lengths, strict=True):
             tokens[row[(length - 1) // size], (length - 1) % size + 1 :] = torch.nan
@@ -133,11 +133,11 @@ def example(shape: Shape, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, T
 def reference(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    """In torch alone, on any device; it waits for the device to know the longest request."""
+    """Compute in plain torch, on any device; waits for the device to learn the longest length."""
     size = keys.shape[1]
     offsets = torch.arange(-(-int(lengths.max()) // size) * size, device=query.device)
     whole = lengths.unsqueeze(1)
-    # Beyond the end is what nobody has written, NaN perhaps: the last token is read again instead.
+    # Memory beyond the end is unwritten, possibly NaN: the last token is read again instead.
     at = torch.minimum(offsets, whole - 1)
     index = table.gather(1, at // size) * size + at % size
     key, value = (states.flatten(0, 1)[index].transpose(1, 2) for states in (keys, values))
@@ -161,7 +161,7 @@ def _triton(shape: Shape) -> Kernel:
     return Kernel("triton", paged_triton.attend)
 
 
-# ---------------------------------------------------------------- of packages
+# ---------------------------------------------------------------- from packages
 
 
 def _torch(shape: Shape) -> Kernel:
@@ -197,7 +197,7 @@ def _flash3(shape: Shape) -> Kernel:
 
 
 def _with_cache(name: str, module: str, table_argument: str) -> Kernel:
-    """`flash_attn_with_kvcache`, as FlashAttention 2 and 3 have it."""
+    """Return the kernel `flash_attn_with_kvcache` of FlashAttention 2 or 3."""
     if find_spec(module) is None:
         raise LookupError(f"{module} is not installed")
     with_cache: Any = importlib.import_module(module).flash_attn_with_kvcache
@@ -254,5 +254,5 @@ MAKERS: dict[str, Callable[[Shape], Kernel]] = {
 
 
 def names() -> Iterable[str]:
-    """All there are, whether installed or not."""
+    """Return the names of all kernels, installed or not."""
     return MAKERS

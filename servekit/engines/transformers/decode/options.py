@@ -1,4 +1,4 @@
-"""Whether a model's steps of one token each are ours, and with which kernel; or why not."""
+"""Choice of whether servekit decodes a model's single-token steps, and with which kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from servekit.protocol.messages import WorkerSpec
 
 
 def wish(model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int) -> StepOptions:
-    """How to decode this model. Raises LookupError: the library is to do it, and why.
+    """Return how to decode this model.
 
-    On a CPU there is nothing to gain from starting steps early: there it is done only when asked.
+    Raises LookupError with the reason if the library must decode it. On a CPU nothing is gained by
+    starting steps early, so there the user must request it.
     """
     how = spec.options.get("decode") or "auto"
     if how == "eager":

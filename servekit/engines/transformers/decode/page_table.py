@@ -1,7 +1,7 @@
-"""The library's paged cache as decoding needs it: pages by layer, and room for one token more.
+"""The library's paged cache as decoding needs it: pages by layer, and room for the next token.
 
-Written against transformers 5.17, where each layer has tensors of its own, and 5.23, where all of
-them share one and a block is the pages of all layers, one after the other.
+Written for transformers 5.17, where each layer has its own tensors, and 5.23, where all layers
+share one and a block holds the pages of all layers in sequence.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-#: Of its blocks, what the library's scheduler keeps free of new requests.
+#: Share of blocks that the library's scheduler keeps free of new requests.
 _MARGIN = 0.15
 
 
 class Pages:
-    """Of a model whose layers all attend to the whole context; raises ValueError of another."""
+    """The cache of a model with full attention in all layers. Raises ValueError for another."""
 
     def __init__(self, cache: Any, scheduler: Any) -> None:
         self._cache = cache
@@ -29,13 +29,13 @@ class Pages:
         self._owner: Any = owners[0]
         self.size: int = self._owner.tokens_per_page if self._new else cache.block_size
         trash: int = self._owner.write_trash_index if self._new else cache.write_trash_index
-        #: A page for what is written and read by no one.
+        #: A page for data that is written but never read.
         self.trash = trash // self.size
-        #: From a block's number to its page's.
+        #: Factor from a block's number to its page's.
         self.stride: int = self._owner.block_physical_stride // self.size if self._new else 1
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [pages, page size, kv heads, width] each."""
+        """Return keys and values of one layer, [pages, page size, kv heads, width] each."""
         if self._new:
             keys, values = self._owner.get_cache_for_block_table(index)
             return keys, values
@@ -44,12 +44,12 @@ class Pages:
         return self._cache.key_cache[place].view(shape), self._cache.value_cache[place].view(shape)
 
     def of(self, key: str) -> list[int]:
-        """The blocks of a request, in order."""
+        """Return the blocks of a request, in order."""
         blocks: list[int] = self._owner.block_table[key]
         return blocks
 
     def reserve(self, state: Any) -> bool:
-        """Have room for one token more; False where there is none left."""
+        """Allocate room for one more token; return False if the cache is full."""
         if not self._new:
             found: bool = self._scheduler._allocate_blocks_if_needed(state, 1)
             return found
@@ -63,13 +63,13 @@ class Pages:
         return bool(self._cache.can_store_request_tokens(state, 1))
 
     def is_ample(self) -> bool:
-        """So much is free that new requests may be begun beside those that decode."""
+        """Return whether enough blocks are free to begin new requests beside those that decode."""
         if self._new:
             return bool(self._scheduler._try_to_meet_safety_margin())
         return bool(self._cache.get_num_free_blocks() >= _MARGIN * self._cache.num_blocks)
 
     def complete(self, state: Any) -> None:
-        """One more block of a request is full: others may share it, or it theirs."""
+        """Mark one more block of a request as full, so that it can be shared."""
         if not self._cache.use_prefix_sharing:
             return
         if self._new:

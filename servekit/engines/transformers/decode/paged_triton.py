@@ -1,9 +1,9 @@
-"""Our own attention over pages, in Triton: one query for each request, split over its context.
+"""Our own paged attention in Triton: one query per request, split over its context.
 
 One program reads a stretch of one request's keys for one kv head, and serves all query heads that
-share them: keys and values are read from memory once. A step's time is that of reading them, so
-stretches are made short enough to keep the whole GPU at it where requests are few or one is long;
-`_merge` then weighs what the stretches found. Where each request is one stretch, it is not needed.
+share them, so keys and values are read from memory once. Reading them dominates a step's time, so
+stretches are short enough to keep the whole GPU busy when requests are few or one is long; `_merge`
+then combines the results of the stretches. With one stretch per request it is not needed.
 
 It compiles at its first call, and runs on the CPU under TRITON_INTERPRET=1, for tests.
 """
@@ -17,18 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Keys that a program takes at a time.
+#: Keys that a program processes at a time.
 _KEYS = 64
-#: Programs that keep a big GPU busy: some for each of its multiprocessors.
+#: Programs that keep a big GPU busy: several per multiprocessor.
 _PROGRAMS = 1024
-#: A long request among short ones is still cut into so many.
+#: Minimum number of splits, as a long request among short ones must still be split.
 _LEAST_SPLITS = 4
 _MOST_SPLITS = 32
-#: No stretch but the last is shorter than this.
+#: Minimum length of a stretch, except the last.
 _STRETCH = 256
-#: Of a key: of wider ones, several tiles at once do not fit into shared memory.
+#: Maximum size of a key for staging: several tiles of wider ones do not fit in shared memory.
 _STAGED_BYTES = 512
-_LEAST_ROWS = 16  # of a tile, as tensor cores have it
+_LEAST_ROWS = 16  # of a tile, for tensor cores
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,7 +65,7 @@ def _stretch(  # type: ignore[no-untyped-def]
     heads = tl.num_programs(1) * SHARE
 
     length = tl.load(lengths + request)
-    # a whole number of tiles, as near to an equal share as that allows
+    # A whole number of tiles, as near to an equal share as possible.
     share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
     share = tl.maximum(share, STRETCH)
     first = split * share
@@ -93,7 +93,7 @@ def _stretch(  # type: ignore[no-untyped-def]
         k = tl.load(
             keys + key_at[None, :] + lane[:, None], mask=there[None, :] & wide[:, None], other=0.0
         )
-        # "ieee" is for float32, which would else lose half its digits
+        # "ieee" is for float32, which would otherwise lose half its digits.
         score = tl.dot(q, k, input_precision="ieee") * scale
         score = tl.where(there[None, :], score, float("-inf"))
         higher = tl.maximum(best, tl.max(score, 1))
@@ -143,7 +143,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def splits_of(requests: int, kv_heads: int, longest: int) -> int:
-    """Stretches for each request; `longest` tokens are the most one can have."""
+    """Return the number of stretches per request; `longest` is a request's maximum token count."""
     wanted = triton.next_power_of_2(max(1, _PROGRAMS // (requests * kv_heads)))
     useful = triton.next_power_of_2(max(1, -(-longest // _STRETCH)))
     return int(min(max(wanted, _LEAST_SPLITS), _MOST_SPLITS, useful))
@@ -152,7 +152,7 @@ def splits_of(requests: int, kv_heads: int, longest: int) -> int:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    """See `kernels`."""
+    """Compute paged attention; see `kernels` for the arguments."""
     requests, heads, width = query.shape
     size, kv_heads = keys.shape[1], keys.shape[2]
     query = query.contiguous()
@@ -160,7 +160,7 @@ def attend(
         raise ValueError("the innermost dimension has to be contiguous")
     splits = splits_of(requests, kv_heads, table.shape[1] * size)
     out = torch.empty_like(query)
-    parts, marks = out, out  # not looked at where there is one stretch
+    parts, marks = out, out  # unused with a single stretch
     if splits > 1:
         parts = torch.empty(
             (requests, heads, splits, width), dtype=torch.float32, device=out.device

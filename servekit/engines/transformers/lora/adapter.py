@@ -1,4 +1,4 @@
-"""A loaded adapter, as the engine's loop sees it."""
+"""A loaded adapter, as the engine's loop uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from servekit.protocol.adapters import AdapterMode
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What a low-rank adapter adds to one layer: `x @ down.T @ up`, its scaling in `up`.
+    """The addition of a low-rank adapter to one layer: `x @ down.T @ up`, with its scaling in `up`.
 
     `down` is [rank, in], `up` [rank, out].
     """
@@ -23,14 +23,14 @@ class Factors:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """An adapter in one of its three forms.
+    """An adapter in one of its three modes.
 
-    mixed: `factors` by module name, or a `prompt` of virtual tokens; run in the base's own steps.
-    grouped, merged: a `model` of its own, run instead of the base in steps of its own.
+    mixed: `factors` by module name, or a `prompt` of virtual tokens; runs in the base's own steps.
+    grouped, merged: a separate `model`, which runs instead of the base in separate steps.
     """
 
     name: str
-    uid: int  # never given twice: a later adapter of the same name is another one
+    uid: int  # never reused: a later adapter of the same name gets another
     mode: AdapterMode = "mixed"
     factors: dict[str, Factors] = field(default_factory=dict)
     prompt: Tensor | None = None  # [virtual tokens, hidden size]
@@ -38,10 +38,10 @@ class Adapter:
 
     @property
     def group(self) -> int:
-        """Rows of one group may share a step; 0 is the base model's."""
+        """Return the group of rows that may share a step; 0 is the base model's."""
         return 0 if self.model is None else self.uid
 
     @property
     def virtual_tokens(self) -> int:
-        """Tokens that stand before each prompt, and are no one's."""
+        """Return the number of virtual tokens before each prompt."""
         return 0 if self.prompt is None else int(self.prompt.shape[0])

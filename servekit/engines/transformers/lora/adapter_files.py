@@ -1,4 +1,4 @@
-"""An adapter's files: fetched as a model's are, and read no further than their headers."""
+"""An adapter's files: fetched like a model's, with only their headers read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAM = "lora_path"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A folder, its configuration as written, and the shape of each tensor by its name."""
+    """A folder, its configuration as written, and the shape of each tensor by name."""
 
     folder: Path
     config: dict[str, Any]
@@ -29,10 +29,10 @@ class AdapterFiles:
 
 
 def read(spec: AdapterSpec) -> AdapterFiles:
-    """Find the adapter, fetching it if need be; its weights are not read.
+    """Find the adapter and fetch it if necessary; its weights are not read.
 
-    Raises RequestError if it is none, is damaged, or has its weights as a pickle only, and
-    LoadError if it cannot be fetched now.
+    Raises RequestError if the folder holds no adapter, a damaged one, or weights only as a pickle,
+    and LoadError if it cannot be fetched now.
     """
     folder = resolve_adapter(spec.path, spec.revision)
     config = _config(folder)

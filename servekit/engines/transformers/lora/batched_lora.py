@@ -1,17 +1,17 @@
 """Adapters of many requests in one forward pass of the base model.
 
-A step's tokens are packed, request after request, those of one adapter side by side. To each linear
-layer that some adapter changes, `down` and `up` of all of them are stacked: [ranks, in] and
+A step's tokens are packed request after request, with those of one adapter adjacent. For each
+linear layer that any adapter changes, `down` and `up` of all adapters are stacked: [ranks, in] and
 [ranks, out]. A layer adds to its output
 
-- run by run, `x @ down.T @ up` of one adapter's tokens at a time: least arithmetic, two kernels for
-  each adapter;
-- or stacked, at one go for all tokens and ranks, with those products zeroed whose adapter is not
-  the token's: three kernels for any number of adapters, and more arithmetic. They are overwritten,
-  not multiplied by zero: a product of another adapter's may be no number.
+- run by run, `x @ down.T @ up` of one adapter's tokens at a time: least arithmetic, two kernels per
+  adapter;
+- or stacked, one product for all tokens and ranks, with the entries zeroed whose adapter is not the
+  token's: three kernels for any number of adapters, and more arithmetic. The entries are
+  overwritten instead of multiplied by zero, because another adapter's product may be NaN.
 
-Which is quicker is a matter of tokens, ranks, and the device. A step without adapters calls the
-layer's own forward and returns what it gave.
+The faster way depends on tokens, ranks and device. A step without adapters returns the output of
+the layer's own forward unchanged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from torch import Tensor, nn
 
 from servekit.engines.transformers.lora.adapter import Adapter, Factors
 
-#: Multiplications that a device does in the time that it takes to add one more run: with more than
-#: that to spare, run by run is quicker. On a CPU as measured (7 µs a run, one thread, layers from
-#: 256 × 256 to 2048 × 2048); on an H100 as measured too (43 µs a run, the host's time for three
-#: calls), at 100 T multiplications a second.
+#: Multiplications that a device does in the time of one more run: the stacked way is faster as long
+#: as it wastes fewer. Measured on a CPU (7 µs per run with one thread) and an H100 (43 µs per run,
+#: the host's time for three calls, at 100 T multiplications per second).
 _LAUNCH_WORTH = {"cpu": 2.5e5, "cuda": 4.0e9}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One request in a step: `past` tokens of it are in the cache, `count` come now."""
+    """A request in a step: `past` of its tokens are in the cache, `count` are new."""
 
     adapter: Adapter | None
     past: int
@@ -46,8 +45,8 @@ class Part:
 class Stack:
     """The factors of all adapters on one layer: `down` [ranks, in], `up` [ranks, out].
 
-    `owners` is the uid of each rank's adapter, `places` are their ranks by uid. Stacks of the same
-    owners, in whatever layer, have the same `key`.
+    `owners` has the adapter's uid for each rank, `places` the range of ranks for each uid. Stacks
+    with the same owners have the same `key`, in any layer.
     """
 
     key: int
@@ -59,9 +58,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`runs` are (first rank, last, first token, last), the lasts excluded.
+    """The products of a step with the stacks of one key.
 
-    `wasted` are products of a token and a rank that are not of the same adapter.
+    `runs` are (first rank, end rank, first token, end token), ends excluded. `wasted` counts the
+    products of a token and a rank that belong to different adapters.
     """
 
     runs: list[tuple[int, ...]]
@@ -70,10 +70,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Step:
-    """Whose tokens are where in one packed batch of `tokens`.
+    """The layout of one packed batch of `tokens`.
 
-    `runs` are (uid, start, stop) of tokens with low-rank adapters; `prompts` are rows that stand
-    for virtual tokens, with the place of their first.
+    `runs` are (uid, start, stop) of tokens with low-rank adapters; `prompts` are embedding rows of
+    virtual tokens, with the place of the first.
     """
 
     tokens: int
@@ -85,7 +85,7 @@ class Step:
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Step | None:
-        """Lay out a batch in its order; None where nothing is to be added to the base."""
+        """Lay out a batch in its order; return None if nothing is to be added to the base."""
         step = cls(0)
         for part in parts:
             if part.adapter is not None and part.adapter.model is None:
@@ -104,7 +104,7 @@ class Step:
             self.runs.append((adapter.uid, start, stop))
 
     def plan(self, stack: Stack) -> Plan:
-        """Whose ranks meet which tokens; worked out once for all stacks of the same owners."""
+        """Return which ranks meet which tokens; computed once per key of stacks."""
         found = self._plans.get(stack.key)
         if found is None:
             places = stack.places
@@ -115,7 +115,7 @@ class Step:
         return found
 
     def others(self, stack: Stack, device: torch.device) -> Tensor:
-        """Where a token's adapter is not the rank's: bool [tokens, ranks]."""
+        """Return where a token's adapter is not the rank's: bool [tokens, ranks]."""
         found = self._masks.get(stack.key)
         if found is None:
             ranks = torch.tensor(stack.owners, device=device)
@@ -133,23 +133,23 @@ class Step:
 
 
 class BatchedLora:
-    """Puts adapters into a model that runs, and takes them out; between steps only."""
+    """Installer of adapters into a running model; used only between steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: dict[str, MixedLayer] = {}
         self._prompts = 0
-        self._keys: dict[tuple[int, ...], int] = {}  # by owners, of adapters that are here
+        self._keys: dict[tuple[int, ...], int] = {}  # by owners, for the installed adapters
         self._next_key = count()
         self._embedding: _Wrapped | None = None
         self.step: Step | None = None
 
     def lay_out(self, parts: Sequence[Part]) -> None:
-        """Say whose tokens come in the next forward pass."""
+        """Set the layout of the next forward pass."""
         self.step = Step.of(parts)
 
     def install(self, adapter: Adapter) -> None:
-        """Nothing is left of it should this raise."""
+        """Install an adapter; on an exception nothing of it remains."""
         try:
             for name, factors in adapter.factors.items():
                 self._layer(name).put(adapter.uid, factors)
@@ -166,7 +166,7 @@ class BatchedLora:
             layer = self._layers.get(name)
             if layer is not None and layer.drop(adapter.uid):
                 self._layers.pop(name).unwrap()
-        # uids do not come again: what was known by one would stay for good
+        # uids are never reused, so their keys would stay for good
         self._keys = {who: key for who, key in self._keys.items() if adapter.uid not in who}
         if adapter.prompt is not None and self._prompts:
             self._prompts -= 1
@@ -175,12 +175,12 @@ class BatchedLora:
                 self._embedding = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """All stacks of all layers."""
+        """Yield the stacks of all layers."""
         for layer in self._layers.values():
             yield from layer.tensors()
 
     def stack(self, factors: dict[int, Factors]) -> Stack:
-        """Lay the factors of a layer side by side, in memory of their own."""
+        """Stack the factors of a layer in new memory."""
         places: dict[int, tuple[int, int]] = {}
         owners: list[int] = []
         for uid, one in factors.items():
@@ -205,7 +205,7 @@ class BatchedLora:
             self._embedding.wrap(self._embed)
 
     def _embed(self, plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The base's embedding, with an adapter's own rows where its virtual tokens are."""
+        """Compute the base's embedding, with the adapters' own rows for virtual tokens."""
         out = plain(*args, **kwargs)
         if self.step is not None:
             flat = out.view(-1, out.shape[-1])
@@ -215,7 +215,7 @@ class BatchedLora:
 
 
 class _Wrapped:
-    """A module whose forward is ours for a while."""
+    """A module whose forward is temporarily replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -233,7 +233,7 @@ class _Wrapped:
 
 
 class MixedLayer:
-    """A linear layer of the base, and what each adapter adds to it."""
+    """A linear layer of the base, with the factors of its adapters."""
 
     def __init__(self, mixing: BatchedLora, module: nn.Module) -> None:
         self._mixing = mixing
@@ -246,7 +246,7 @@ class MixedLayer:
         self._restack(self._factors | {uid: factors})
 
     def drop(self, uid: int) -> bool:
-        """Forget an adapter; True where none is left."""
+        """Remove an adapter; return True if none is left."""
         self._restack({other: f for other, f in self._factors.items() if other != uid})
         return not self._factors
 
@@ -258,7 +258,7 @@ class MixedLayer:
         self._wrapped.unwrap()
 
     def _restack(self, factors: dict[int, Factors]) -> None:
-        """Copy all factors side by side, and keep them there only: views are what is left."""
+        """Copy all factors into one stack, and replace them by views of it to save memory."""
         self._stack = stack = self._mixing.stack(factors) if factors else None
         if stack is not None:
             factors = {
@@ -275,7 +275,7 @@ class MixedLayer:
 
 
 def _add(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
-    """Change `out` [tokens, out] in place by what the adapters make of `x` [tokens, in]."""
+    """Add the adapters' products with `x` [tokens, in] to `out` [tokens, out] in place."""
     plan = step.plan(stack)
     if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):
         hidden = x @ stack.down.T

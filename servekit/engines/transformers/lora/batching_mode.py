@@ -1,11 +1,11 @@
-"""How an adapter shares batches, and why.
+"""Choice of how an adapter shares batches.
 
-mixed     plain low-rank factors on linear layers, and virtual tokens before the prompt: what is
-          added to each token is its own adapter's, so all of them and the base share a step
-merged    tuners whose layers cost more than the base's own: the weights are worked out once,
-          in copies, if there is memory for these
-grouped   all others, and those for whose copies there is no memory: their own layers over the
-          base's weights, in steps of their own, taken in turns
+mixed     plain low-rank factors on linear layers, and virtual tokens before the prompt: each token
+          gets the addition of its own adapter, so all adapters and the base share a step
+merged    tuners whose layers cost more than the base's own: the weights are computed once, in
+          copies, if there is memory for these
+grouped   all others, and those without memory for copies: their own layers over the base's
+          weights, in separate steps that take turns
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from servekit.engines.transformers.lora.peft_model import NAME
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterMode
 
-#: Tuners that work out a whole weight, or invert a matrix, in each layer and each step.
+#: Tuners that compute a whole weight, or invert a matrix, in each layer and step.
 COSTLY = {
     *("DORA", "BOFT", "OFT", "LOHA", "LOKR", "HRA", "HIRA", "FOURIERFT", "WAVEFT", "RANDLORA"),
     *("VBLORA", "C3A", "DELORA", "SHIRA", "PSOFT", "GRALORA", "TINYLORA", "UNILORA", "ADALORA"),
 }
-#: Tuners whose virtual tokens are all there is to them.
+#: Tuners that consist of virtual tokens only.
 PROMPTS = {"PROMPT_TUNING", "P_TUNING", "CPT"}
-#: Of the memory that is free, what copies for merging may take.
+#: Share of free memory that copies for merging may take.
 MERGE_FRACTION = 0.5
 
 
@@ -42,7 +42,7 @@ class Choice:
 
 
 def choose(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
-    """The mode for a PeftModel of this kind; its weights are loaded."""
+    """Choose the mode for a PeftModel of this kind, whose weights are loaded."""
     if kind in PROMPTS:
         return Choice("mixed", "Its virtual tokens stand before the prompt as tokens of its own.")
     obstacle = _unmixable(kind, model, skeletons)
@@ -65,9 +65,9 @@ def choose(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
 
 
 def factors_of(model: Any) -> dict[str, Factors]:
-    """The low-rank factors of a LoRA without anything else to it, by module name of the base.
+    """Return the low-rank factors of a plain LoRA, by module name of the base.
 
-    Raises RequestError if one of them is no number: in a batch it would be everybody's.
+    Raises RequestError if a factor is not finite: in a batch it would affect every request.
     """
     found = {}
     for name, layer in tuner_layers(model):
@@ -86,7 +86,7 @@ def factors_of(model: Any) -> dict[str, Factors]:
 
 
 def tuner_layers(model: Any) -> list[tuple[str, Any]]:
-    """PEFT's layers in a PeftModel, by the names that their bases have in the base model."""
+    """Return PEFT's layers in a PeftModel, by the names of their modules in the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     named = model.get_base_model().named_modules()
@@ -94,13 +94,13 @@ def tuner_layers(model: Any) -> list[tuple[str, Any]]:
 
 
 def copied_bytes(model: Any) -> int:
-    """What copies of all the weights that the tuner changes take."""
+    """Return the size of copies of all weights that the tuner changes."""
     bases = (layer.get_base_layer() for _, layer in tuner_layers(model))
     return sum(p.numel() * p.element_size() for base in bases for p in base.parameters())
 
 
 def _unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
-    """Why tokens of this adapter cannot share a step with others, or ""."""
+    """Return why tokens of this adapter cannot share a step with others, or ""."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     if kind != "LORA":
@@ -142,7 +142,7 @@ def _free_bytes(skeletons: ModuleClones) -> int:
 
 @torch.no_grad()
 def merge(model: Any) -> Any:
-    """Merge a PeftModel into copies of the weights that it changes; the bare model is returned."""
+    """Merge a PeftModel into copies of the weights that it changes; return the bare model."""
     for _, layer in tuner_layers(model):
         base = layer.get_base_layer()
         for name, parameter in list(base.named_parameters(recurse=False)):

@@ -1,10 +1,10 @@
 """BOFT without its CUDA extension.
 
-PEFT compiles a kernel for the block-diagonal matrix when a BOFT layer is made, once more for each
-layer if that fails, and then forces the butterfly factor to 1, so that any other adapter does not
-fit. Where it does compile, it is known to have given zeros. The matrix is made once per layer here,
-since BOFT is served merged: plain torch is fast enough, right on every device, and gives any
-factor.
+PEFT compiles a kernel for the block-diagonal matrix when a BOFT layer is created, again for each
+layer if that fails, and then forces the butterfly factor to 1, so that adapters with another factor
+do not fit. Where the kernel compiles, it is known to have returned zeros. BOFT is served merged, so
+the matrix is computed once per layer: plain torch is fast enough, correct on every device, and
+supports any factor.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 class BlockDiagonal:
-    """Stands where PEFT keeps its compiled extension."""
+    """Replacement of PEFT's compiled extension."""
 
     @staticmethod
     def forward(blocks: Tensor) -> tuple[Tensor]:
-        """[n, d, h, h] to the block-diagonal matrices [n, d * h, d * h]."""
+        """Convert blocks [n, d, h, h] to block-diagonal matrices [n, d * h, d * h]."""
         return (torch.stack([_diagonal(each) for each in blocks]),)
 
 
@@ -31,7 +31,7 @@ def _diagonal(blocks: Tensor) -> Tensor:
 
 
 def use_torch() -> None:
-    """Let PEFT take this for its extension; cheap, and may be repeated."""
+    """Make PEFT use this module as its extension; cheap and repeatable."""
     from peft.tuners.boft import layer
 
     library: Any = layer

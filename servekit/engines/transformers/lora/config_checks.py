@@ -1,4 +1,4 @@
-"""What of an adapter can be refused by its configuration, before anything of it is loaded."""
+"""Checks of an adapter's configuration, before any of its weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from servekit.engines.transformers.lora.adapter_files import PARAM, AdapterFiles
 from servekit.errors import RequestError
 
-#: Highest rank served unless the configuration says otherwise.
+#: Highest rank served unless the configuration sets another.
 MAX_RANK = 256
-#: Tuners that have been proved: the tests serve one of each, and compare it with what PEFT says.
-#: An adapter is data of a stranger's. What else PEFT knows may load a model that the adapter names.
+#: Tuners proved by tests, which serve one adapter of each and compare it with PEFT's output. An
+#: adapter is untrusted data, and other tuners of PEFT may load a model that the adapter names.
 PROVED = frozenset(
     {
         *("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "PVERA", "HRA"),
@@ -21,16 +21,16 @@ PROVED = frozenset(
         *("DEFT", "FROD", "OSF", "PROMPT_TUNING", "P_TUNING", "CPT", "TRAINABLE_TOKENS"),
     }
 )
-#: Fields of a configuration that name code or files; none of them is needed to serve an adapter.
+#: Configuration fields that name code or files; serving needs none of them.
 _NAMING = {
     "megatron_config": "code of Megatron's",
     "corda_config": "files to begin a training with",
     "lora_ga_config": "files to begin a training with",
     "arrow_config": "other adapters",
 }
-#: Initial weights of LoRA that are made of data or files, and change the base.
+#: Initialisations of LoRA from data or files that change the base.
 _MADE_OF_DATA = ("corda", "lora_ga", "loftq")
-#: Tuners whose layers need what a request cannot say, or keep state of their own per sequence.
+#: Tuners whose layers need input that a request cannot carry, or keep state per sequence.
 _REFUSED = {
     "PREFIX_TUNING": "it puts keys and values of its own into the cache of every layer",
     "CARTRIDGE": "it puts keys and values of its own into the cache of every layer",
@@ -83,7 +83,7 @@ def check(files: AdapterFiles, max_rank: int) -> None:
 
 
 def _check_names(config: dict[str, Any]) -> None:
-    """Raise RequestError for a configuration that has PEFT load files or code."""
+    """Raise RequestError for a configuration that makes PEFT load files or code."""
     for field, what in _NAMING.items():
         if config.get(field):
             raise RequestError(
@@ -102,7 +102,7 @@ def _check_names(config: dict[str, Any]) -> None:
 
 
 def rank_of(config: dict[str, Any]) -> int:
-    """The highest rank in an adapter's configuration; 0 where its tuner has none."""
+    """Return the highest rank in an adapter's configuration; 0 if its tuner has none."""
     return max(_ranks(config), default=0)
 
 
@@ -113,10 +113,10 @@ def _ranks(config: dict[str, Any]) -> Iterator[int]:
 
 
 def require_base(config: dict[str, Any], names: set[str], base: str) -> None:
-    """Raise RequestError if the adapter names another base; `base` is what to call this one.
+    """Raise RequestError if the adapter names another base; `base` is this model's display name.
 
-    Models of one family have the same shapes, so that these alone do not tell them apart. Folders
-    move and models are renamed, too: whoever knows better says so.
+    Models of one family have the same shapes, so shapes alone do not tell them apart. Folders move
+    and models are renamed: the user can override this check with `any_base`.
     """
     if stated := other_base(config, names):
         raise RequestError(
@@ -127,7 +127,7 @@ def require_base(config: dict[str, Any], names: set[str], base: str) -> None:
 
 
 def other_base(config: dict[str, Any], names: set[str]) -> str:
-    """The base that the adapter names, if it is none of `names` by its last part; else ""."""
+    """Return the base that the adapter names, or "" if its last path component is in `names`."""
     stated = config.get("base_model_name_or_path")
     if not isinstance(stated, str) or not stated:
         return ""

@@ -1,9 +1,9 @@
-"""An adapter's layers one by one: alive, merged as unmerged, and as float32 on the CPU has them.
+"""Checks of an adapter's layers: their effect, merging, and accuracy against float32 on the CPU.
 
-What each layer is given in one forward pass is recorded, and given once more to
+The inputs of each layer in one forward pass are recorded and passed again to
 
-- the layer it wraps: an output of zeros, or one that is no number, is the adapter's fault;
-- a copy of the layer that is merged;
+- the layer that it wraps: an output of zeros, NaN or Inf is then the adapter's fault;
+- a merged copy of the layer;
 - a copy of the layer in float32 on the CPU.
 """
 
@@ -26,13 +26,13 @@ from servekit.errors import RequestError
 
 log = logging.getLogger(__name__)
 
-#: Weights that are copied to the CPU at most; of a larger model every n-th layer is compared.
+#: Maximum size of the weights copied to the CPU; of a larger model every n-th layer is compared.
 REFERENCE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One layer in one forward pass."""
+    """The inputs and output of one layer in one forward pass."""
 
     name: str
     layer: Any
@@ -42,9 +42,9 @@ class Seen:
 
 @torch.no_grad()
 def check(model: Any, run: Callable[[], object], tolerance: Tolerance) -> dict[str, float]:
-    """Run a PeftModel by `run` and compare its layers; what was measured, by name.
+    """Run a PeftModel by `run` and compare its layers; return the measurements by name.
 
-    Raises RequestError with the first layer's name that is wrong, or if none does anything.
+    Raises RequestError with the name of the first wrong layer, or if no layer has any effect.
     """
     seen = _record(model, run)
     _require_alive(seen)
@@ -127,14 +127,14 @@ def _worst(measured: list[tuple[Seen, float]], tolerance: Tolerance, what: str) 
 
 
 def _merged_error(one: Seen) -> float | None:
-    """None where the tuner cannot be merged."""
+    """Return the relative error of the merged layer; None if the tuner cannot be merged."""
     memo: dict[int, Any] = {id(p): p for p in (*one.layer.parameters(), *one.layer.buffers())}
     for parameter in one.layer.get_base_layer().parameters():
         memo[id(parameter)] = _parameter(parameter.clone())
     layer: Any = copy.deepcopy(one.layer, memo)
     try:
         layer.merge()
-    except Exception as reason:  # of many kinds, as PEFT's tuners have them
+    except Exception as reason:  # of many kinds, depending on the tuner
         log.info("%s cannot be merged: %s", one.name, reason)
         return None
     return error(layer(*one.given), one.made)
@@ -163,7 +163,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _own_arithmetic() -> Iterator[None]:
-    """The reference is not to be worked out by the extension that it is there to check."""
+    """Compute the reference without the extension that it is meant to check."""
     from peft.tuners.boft import layer
 
     library: Any = layer

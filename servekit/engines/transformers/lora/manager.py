@@ -1,12 +1,13 @@
-"""The adapters of one model: loaded, verified, served, and put away again.
+"""The adapters of one model: loaded, verified, served and unloaded.
 
-Everything that takes long happens in the caller's thread, on skeletons, while the engine serves.
-Between two of the engine's steps only two things are done: putting what is finished into the
-running model, and taking it out.
+All slow work happens in the caller's thread, on skeletons, while the engine serves. Only the
+installation of a finished adapter into the running model, and its removal, happen between two of
+the engine's steps.
 
-    read → limits → build → alone → choose → [merge → prove] → install → in the batch → served
+    read → config checks → build → verify alone → choose mode → [merge → verify] → install
+         → verify in the batch → served
 
-Whatever raises on the way leaves nothing behind.
+A failure at any point leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from servekit.protocol.messages import SamplingParams, WorkerSpec
 
 log = logging.getLogger(__name__)
 
-#: Neighbours that a new adapter is tried beside.
+#: Number of served adapters beside which a new one is verified.
 _NEIGHBOURS = 2
 
 
 class Host(Protocol):
-    """The engine, as a shelf needs it; both calls wait."""
+    """The engine as seen by `AdapterManager`; both methods block."""
 
     def between_steps(self, work: Callable[[], None]) -> None:
-        """Do something in the engine's thread, between two steps."""
+        """Run `work` in the engine's thread, between two steps."""
 
     def run_rows(self, rows: list[Row]) -> None:
-        """Run rows to their end, in the engine's own batches, and emit nothing of them."""
+        """Run rows to completion in the engine's batches, without emitting their output."""
 
 
 class AdapterManager:
-    """One model's adapters. `load` and `unload` come from one thread at a time."""
+    """The adapters of one model; `load` and `unload` are called by one thread at a time."""
 
     def __init__(
         self, model: PreTrainedModel, attention: str, runner: Any, spec: WorkerSpec, host: Host
@@ -72,10 +73,10 @@ class AdapterManager:
         self._tolerance = tolerance.of(model.device, model.dtype)
         self._uids = count(1)
         self._served: dict[str, Adapter] = {}
-        self._said: dict[str, verify.Said] = {}  # what each said when it was verified
+        self._said: dict[str, verify.Said] = {}  # output of each during its verification
 
     def get(self, name: str) -> Adapter:
-        """The adapter that a job names. Raises RequestError if there is none."""
+        """Return the adapter that a job names. Raises RequestError if it is not loaded."""
         found = self._served.get(name)
         if found is None:
             raise RequestError(f"This model has no adapter {name!r}.", param="model")
@@ -84,7 +85,7 @@ class AdapterManager:
     def load_all(
         self, specs: Iterable[AdapterSpec]
     ) -> tuple[tuple[AdapterInfo, ...], dict[str, str]]:
-        """Load what can be; what cannot is told by name."""
+        """Load all possible adapters; return the reasons for the refused ones by name."""
         loaded, refused = [], {}
         for spec in specs:
             try:
@@ -95,7 +96,7 @@ class AdapterManager:
         return tuple(loaded), refused
 
     def load(self, spec: AdapterSpec) -> AdapterInfo:
-        """As `Engine.load_adapter`."""
+        """Load an adapter, as `Engine.load_adapter`."""
         if spec.name in self._served:
             raise RequestError(
                 f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
@@ -119,12 +120,12 @@ class AdapterManager:
             self._collect()
 
     def unload(self, name: str) -> None:
-        """As `Engine.unload_adapter`."""
-        self._forget(self.get(name))  # by no name here: it is to be collected
+        """Unload an adapter, as `Engine.unload_adapter`."""
+        self._forget(self.get(name))  # no local name: the adapter must be collectable
         self._collect()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that the adapters have, on whatever device."""
+        """Yield all tensors of the adapters, on any device."""
         for adapter in self._served.values():
             yield from _tensors(adapter)
             if adapter.model is not None:
@@ -178,11 +179,11 @@ class AdapterManager:
     def _install(
         self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: ModuleClones
     ) -> dict[str, float]:
-        """Put it into the running model, and serve it once it has proved itself there."""
+        """Install an adapter in the running model, verify it there, and serve it."""
         if adapter.model is not None:
             paged_model.prepare(adapter.model, self._runner)
         if self._model.device.type == "cuda":
-            torch.cuda.synchronize()  # written in this thread's stream, read in the engine's
+            torch.cuda.synchronize()  # written on this thread's stream, read on the engine's
         self._host.between_steps(lambda: self._runner.install(adapter))
         try:
             figures, said = self._try_in_batch(adapter, peft, alone, skeletons)
@@ -229,7 +230,7 @@ class AdapterManager:
 
     @property
     def _names(self) -> set[str]:
-        """What the base may be called."""
+        """Return the names of the base."""
         return {self._spec.path, self._spec.model, str(self._model.config._name_or_path)}
 
     def _why(self, why: str, found: adapter_files.AdapterFiles) -> str:
@@ -237,7 +238,7 @@ class AdapterManager:
         return f"{why} It was made for {stated}, by name another base." if stated else why
 
     def _collect(self) -> None:
-        """PEFT's modules refer to each other in circles."""
+        """Free memory; PEFT's modules form reference cycles."""
         gc.collect()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -245,7 +246,7 @@ class AdapterManager:
 
 @torch.no_grad()
 def _virtual_tokens(peft: Any) -> Tensor:
-    """[virtual tokens, hidden size], as the model's embedding has them."""
+    """Return the virtual tokens' embeddings [virtual tokens, hidden size] in the model's dtype."""
     rows: Tensor = peft.get_prompt(batch_size=1)[0]
     weight = peft.get_base_model().get_input_embeddings().weight
     return rows.detach().to(weight.dtype).clone()

@@ -1,9 +1,9 @@
 """A second tree of modules over the same tensors.
 
-PEFT changes the model it is given: layers are wrapped, weights merged, embeddings replaced. So it
-is given a skeleton: all of the model's modules once more, with parameters of their own that share
-the memory of the base's. It takes no memory on the device, and whatever is assigned to one of its
-parameters stays with the skeleton.
+PEFT changes the model that it is given: it wraps layers, merges weights and replaces embeddings. So
+it is given a skeleton: a copy of all of the model's modules, with separate parameters that share
+the memory of the base's. A skeleton takes no memory on the device, and assignments to its
+parameters do not affect the base.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-#: To look at numbers of any kind as integers, whose sum is the same in any order.
+#: Integer views of tensors of any dtype: an integer sum does not depend on the order.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BaseChanged(RuntimeError):
-    """The base model's own weights are not what they were; nothing it says can be trusted."""
+    """Raised if the base model's weights have changed; its output cannot be trusted any more."""
 
 
 class ModuleClones:
-    """Makes skeletons of one model, which run with the model's plain attention."""
+    """Factory of skeletons of one model, which run with the model's plain attention."""
 
     def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
         self.base: PreTrainedModel = _twin(model)
         if attention is not None:
             self.base.set_attn_implementation(attention)
-        # By storage and not by address: after a sleep the same storage is elsewhere.
+        # By storage instead of address: sleeping moves the storage's memory.
         self._shared = {_storage(tensor) for tensor in _tensors(model)}
 
     def new(self) -> PreTrainedModel:
-        """One more, for an adapter to live in."""
+        """Return a new skeleton for an adapter."""
         return _twin(self.base)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is the base model's."""
+        """Return whether the tensor's memory is the base model's."""
         return _storage(tensor) in self._shared
 
     def own(self, module: nn.Module) -> list[Tensor]:
-        """A module's tensors that are not the base's, each memory once."""
+        """Return a module's tensors that are not the base's, each memory once."""
         found = {t.data_ptr(): t for t in _tensors(module) if t.numel() and not self.owns(t)}
         return list(found.values())
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Raise BaseChanged if the base's weights are others at the end of the block."""
+        """Raise BaseChanged if the base's weights differ at the end of the block."""
         before = self._fingerprint()
         try:
             yield
@@ -64,13 +64,13 @@ class ModuleClones:
 
     @torch.no_grad()
     def logits(self, ids: list[int], last: int) -> Tensor:
-        """What the base says by itself: float32 [last, vocabulary]."""
+        """Return the base's own logits: float32 [last, vocabulary]."""
         return logits_of(self.base, ids, last)
 
 
 @torch.no_grad()
 def logits_of(model: Any, ids: list[int], last: int) -> Tensor:
-    """Logits after each of the `last` tokens, float32 [last, vocabulary]."""
+    """Return the logits after each of the `last` tokens, float32 [last, vocabulary]."""
     device = next(model.parameters()).device
     found = model(input_ids=torch.tensor([ids], device=device), use_cache=False)
     logits: Tensor = found.logits[0, -last:]

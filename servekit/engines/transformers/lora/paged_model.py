@@ -1,7 +1,7 @@
-"""A model of an adapter's own, over the engine's pages.
+"""An adapter's own model, over the engine's paged cache.
 
-Proof first, in a cache of its own and away from the engine's thread: a model that cannot be paged
-may raise in the middle of a step, which would end the engine.
+The model is first checked with a separate cache outside the engine's thread: a model that cannot be
+paged may raise in the middle of a step, which would end the engine.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.errors import RequestError
 
-#: Enough for the probe's two requests.
+#: Enough for the check's two requests.
 _BLOCKS = 8
 
 
 def prepare(model: Any, runner: Any) -> None:
-    """Switch the model to the runner's attention, and prove that it says in pages what it says.
+    """Switch the model to the runner's attention, and check its output in the paged cache.
 
-    Raises RequestError if it does not. Nothing to do where requests run one by one.
+    Raises RequestError if the output differs. Does nothing if requests run one at a time.
     """
     if not isinstance(runner, ContinuousRunner):
         return
@@ -43,7 +43,7 @@ def prepare(model: Any, runner: Any) -> None:
 
 @contextmanager
 def plainly(model: Any, attention: str) -> Iterator[None]:
-    """For a while the model runs by itself again."""
+    """Run the model without the paged cache in the block."""
     own = str(model.config._attn_implementation)
     model.set_attn_implementation(attention)
     try:

@@ -1,8 +1,8 @@
 """PEFT's own layers on a skeleton, and their weights, checked against each other by shape.
 
-PEFT builds the layers from the configuration; what they expect is compared with the header of the
-file before a weight is read, so an adapter of another base is refused by the name of the layer that
-differs. Weights then go from the file straight onto the worker's device.
+PEFT builds the layers from the configuration. The shapes that they expect are compared with the
+file's header before any weight is read, so an adapter of another base is refused with the name of
+the layer that differs. Weights are then read directly onto the worker's device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from servekit.engines.transformers.lora.adapter_files import PARAM, WEIGHTS, Ada
 from servekit.engines.transformers.lora.module_clone import BaseChanged, ModuleClones
 from servekit.errors import LoadError, RequestError
 
-#: PEFT's name for the one adapter that each of its models holds.
+#: PEFT's name for the single adapter in each of its models.
 NAME = "default"
 _PREFIX = "base_model.model."
 
 
 def build(files: AdapterFiles, skeletons: ModuleClones, base: str) -> tuple[Any, str]:
-    """A PeftModel over a skeleton, its weights loaded, and its kind ("LORA", "DORA", …).
+    """Return a PeftModel over a skeleton with its weights, and its kind ("LORA", "DORA", …).
 
-    `base` is what to call the model.
-
-    Raises RequestError if the adapter does not fit, LoadError if memory does not suffice.
+    `base` is the model's display name. Raises RequestError if the adapter does not fit, LoadError
+    if memory does not suffice.
     """
     with explained(base), offline():
         model, kind = _layers(files, skeletons)
@@ -54,8 +53,8 @@ def _layers(files: AdapterFiles, skeletons: ModuleClones) -> tuple[Any, str]:
     config.inference_mode = True
     if kind == "BOFT":
         boft.use_torch()
-    # Low-rank factors are multiplied with activations as they are. Other tuners invert and solve,
-    # which is done in float32 whatever the model's own type, as PEFT does by default.
+    # Low-rank factors are multiplied with activations in the model's dtype. Other tuners invert and
+    # solve in float32 for any model dtype, as is PEFT's default.
     model = PeftModelForCausalLM(
         skeletons.new(), config, NAME, autocast_adapter_dtype=kind != "LORA"
     )
@@ -63,11 +62,11 @@ def _layers(files: AdapterFiles, skeletons: ModuleClones) -> tuple[Any, str]:
 
 
 def _require_fit(files: AdapterFiles, model: Any, base: str) -> None:
-    """Compare the file's header with what the layers expect."""
+    """Compare the file's header with the shapes that the layers expect."""
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    # Beside its own tensors an adapter's file may bring some of the base's, such as embeddings.
+    # An adapter's file may also contain some of the base's tensors, such as embeddings.
     known = dict(model.named_parameters(remove_duplicate=False)) | state
     for name, shape in files.shapes.items():
         wanted = known.get(name)
@@ -103,7 +102,7 @@ def _load(files: AdapterFiles, model: Any, skeletons: ModuleClones) -> None:
 
 
 def _give_own_memory(model: Any, names: Container[str], skeletons: ModuleClones) -> None:
-    """Where the file holds weights of the base itself, they must not be written into the base."""
+    """Give parameters that the file holds their own memory, so that the base is not overwritten."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name in names and skeletons.owns(parameter):
             owner, _, leaf = name.rpartition(".")
@@ -112,7 +111,7 @@ def _give_own_memory(model: Any, names: Container[str], skeletons: ModuleClones)
 
 
 def _bring_constants(model: Any, device: torch.device) -> None:
-    """Have buffers where the weights are: BOFT makes permutations on the CPU, and leaves them."""
+    """Move buffers to the weights' device: BOFT creates permutations on the CPU."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
@@ -131,7 +130,7 @@ def _require_device(model: Any, device: torch.device) -> None:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Have the hub's library refuse to fetch: an adapter is built of its own files."""
+    """Make the hub's library refuse to fetch: an adapter is built only from its own files."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -144,7 +143,7 @@ def offline() -> Iterator[None]:
 
 @contextmanager
 def explained(base: str) -> Iterator[None]:
-    """PEFT's and torch's own errors, of many kinds, as a sentence."""
+    """Turn errors of PEFT and torch, of many kinds, into a sentence."""
     try:
         yield
     except (RequestError, LoadError, BaseChanged):

@@ -1,17 +1,17 @@
-"""How far apart two ways of computing the same thing may be.
+"""Tolerances for two computations of the same result.
 
-All are relative: the norm of the difference over the norm of what is expected.
+All are relative: the norm of the difference over the norm of the expected result.
 
-    layers   one adapted layer on its device against float32 on the CPU, and merged against not
-    logits   the whole model: in a batch against alone, merged against not merged
-    noise    what rounding makes of the logits; an adapter's effect below it cannot be told
+    layers   one adapted layer on its device against float32 on the CPU, and merged against unmerged
+    logits   the whole model: in a batch against alone, merged against unmerged
+    noise    effect of rounding on the logits; a smaller effect of an adapter cannot be detected
 
 float32 has 24 bits: a sum of some thousand products is off by 1e-6, more after BOFT's and OFT's
-inverses. On a GPU, TF32 being off, sums are taken in another order and inverses by other routines:
-an order more. bfloat16 has 8 bits, an error of 0.4 % in each rounding; a layer rounds its inputs'
-product, the adapter's, and their sum, and thirty layers add up to some percent. float16 has 11.
-What is wrong is far beyond: a layer without its adapter, with another's, or with zeroes is off by
-the adapter's whole effect, which besides is compared for itself (`Tolerance.allowed`).
+inverses. On a GPU, with TF32 off, sums have another order and inverses other routines: ten times
+more. bfloat16 has 8 bits, an error of 0.4 % in each rounding; a layer rounds its own product, the
+adapter's, and their sum, and thirty layers add up to some percent. float16 has 11 bits. Real errors
+are far larger: a layer without its adapter, with another's, or with zeros is off by the adapter's
+whole effect, against which the error is also compared (`Tolerance.allowed`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Tolerance:
     noise: float
 
     def allowed(self, effect: float) -> float:
-        """For logits, where the adapter's effect on them is so large.
+        """Return the tolerance for logits, given the adapter's relative effect on them.
 
-        Nearer to the adapter's own than to the base's, as far as rounding lets this be told.
+        The result must be nearer to the adapter's logits than to the base's, as far as rounding
+        allows.
         """
         return min(self.logits, max(effect / 2, self.noise))
 
@@ -46,11 +47,11 @@ _TABLE = {
 
 
 def of(device: torch.device, dtype: torch.dtype) -> Tolerance:
-    """The tolerances for a model of this type on this device."""
+    """Return the tolerances for a model of this dtype on this device."""
     return _TABLE.get((device.type, dtype), _TABLE["cuda", torch.bfloat16])
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error, in float32; NaN where either has one."""
+    """Return the relative error in float32; NaN if either tensor has one."""
     found, expected = found.float(), expected.float()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-12))

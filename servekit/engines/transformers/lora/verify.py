@@ -1,14 +1,14 @@
-"""What an adapter must prove before it is served, on the device that it will run on.
+"""Checks that an adapter must pass before it is served, on the device that it will run on.
 
-By itself:
-- every tensor is a number, and on the worker's device (`tuner.build`);
-- its layers are alive, right, and mergeable (`layers.check`);
-- the model with it says something else than the base, and nothing that is no number;
-- merged, where it will be, the model says what it says unmerged;
-- where it has a model of its own, that says in pages what it says by itself (`Runner.prove`).
+Alone:
+- every tensor is finite and on the worker's device (`peft_model.build`);
+- its layers have an effect, are accurate, and can be merged (`layer_checks.check`);
+- the model's output with the adapter is finite and differs from the base's;
+- merged, if that is its mode, the model gives the same output as unmerged;
+- if it has its own model, that gives the same output in the paged cache (`paged_model.prepare`).
 
-In the engine's own batch, beside the base and others, while it serves: the same two prompts give
-what they give alone; the base and the neighbours give what they gave before.
+In the engine's own batch, beside the base and other adapters, while the engine serves: two prompts
+give the same output as alone, and the base and the other adapters give the same output as before.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from servekit.engines.transformers.lora.module_clone import ModuleClones, logits
 from servekit.engines.transformers.lora.tolerance import Tolerance, error
 from servekit.errors import RequestError
 
-#: Lengths of the prompts that are tried, and how many tokens each is gone on with.
+#: Lengths of the test prompts, and the number of tokens generated for each.
 LENGTHS = (5, 11)
 TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What an adapter says by itself, in the model's plain attention."""
+    """Output of an adapter alone, in the model's plain attention."""
 
     logits: Tensor  # float32 [tokens, vocabulary], after the longer prompt
-    effect: float  # relative to what the base says there
+    effect: float  # relative to the base's logits
     figures: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a probe went on with: `logits` [tokens, vocabulary] before each of `completion`."""
+    """Output of a test prompt: `logits` [tokens, vocabulary] before each token of `completion`."""
 
     completion: tuple[int, ...]
     logits: Tensor
 
 
 def prompt(length: int, vocab_size: int) -> list[int]:
-    """Token ids of a probe, spread over the vocabulary."""
+    """Return the token ids of a test prompt, spread over the vocabulary."""
     return [(7919 * (index + length)) % vocab_size for index in range(length)]
 
 
 def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance) -> Alone:
-    """Verify a PeftModel by itself. Raises RequestError with what is wrong."""
+    """Verify a PeftModel alone. Raises RequestError with the failed check."""
     ids = prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []
 
@@ -75,7 +75,7 @@ def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Toler
 
 
 def merged(model: Any, before: Alone, vocab_size: int, tolerance: Tolerance) -> dict[str, float]:
-    """Compare a merged model with what it said unmerged."""
+    """Compare a merged model with its output before merging. Raises RequestError."""
     ids = prompt(LENGTHS[-1], vocab_size)
     found = error(logits_of(model, ids, len(ids)), before.logits)
     return {"merged_error": _require(found, before.effect, tolerance, "merged into the weights")}
@@ -84,17 +84,17 @@ def merged(model: Any, before: Alone, vocab_size: int, tolerance: Tolerance) -> 
 def batched(
     said: Sequence[Tensor], expected: Sequence[Tensor], effect: float, tolerance: Tolerance
 ) -> float:
-    """Compare logits [tokens, vocabulary] from the engine's batch with those from alone."""
+    """Compare logits [tokens, vocabulary] from the engine's batch with those computed alone."""
     pairs = zip(said, expected, strict=True)
     found = max((error(a, b) for a, b in pairs), key=lambda value: (value != value, value))
     return _require(found, effect, tolerance, "in a batch with others")
 
 
 def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
-    """Compare what someone else says beside the adapter with what it said without.
+    """Compare the output of another model beside the adapter with its output without the adapter.
 
-    As far as both went on alike: where two tokens are nearly as likely, rounding chooses, and what
-    follows another token is rightly other.
+    The comparison ends where the completions diverge: between two almost equally likely tokens
+    rounding decides, and the output after another token is rightly different.
     """
     pairs = zip(said.completion, before.completion, strict=True)
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""Choosing tokens on the host: masks, penalties, temperature, log probabilities.
+"""Choice of tokens on the host: masks, penalties, temperature, log probabilities.
 
-Only the transformers engine may import from here.
+Code outside the transformers engine must not import from here.
 """

@@ -1,4 +1,4 @@
-"""Keeping the rows that have a grammar to it: everything else gets a logit of minus infinity."""
+"""Enforcement of grammars: a forbidden token gets a logit of minus infinity."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 class Masks:
-    """The tokens that may come next, one bit each, for the rows of a batch that have a grammar.
+    """Bit masks of the allowed next tokens, for the rows of a batch that have a grammar.
 
-    Made on the CPU, and before anything waits for the device: there the forward pass is still
-    under way.
+    They are computed on the CPU while the forward pass still runs on the device.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -36,7 +35,7 @@ class Masks:
             constraint.fill(bits, avoid_end=end_unwanted)
 
     def apply(self, logits: Tensor) -> None:
-        """Change `logits` [rows, vocabulary] in place, in those rows only."""
+        """Change `logits` [rows, vocabulary] in place, only in rows with a grammar."""
         if not self._indices:
             return
         bits = torch.from_numpy(self._bits).to(logits.device).unsqueeze(-1)
@@ -45,5 +44,5 @@ class Masks:
         where = torch.tensor(self._indices, device=logits.device)
         masked = logits[where]
         masked[:, : self._size].masked_fill_(~allowed, -torch.inf)
-        masked[:, self._size :] = -torch.inf  # rows of the head that no token has
+        masked[:, self._size :] = -torch.inf  # rows of the head without a token
         logits[where] = masked

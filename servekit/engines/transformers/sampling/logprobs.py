@@ -1,8 +1,8 @@
-"""Log probabilities of chosen tokens and of the best ones, for the rows that asked for them.
+"""Log probabilities of chosen and best tokens, for rows that request them.
 
-They are the model's own: the log-softmax of its logits as it gave them, before bias, penalties,
-grammar, temperature and filters, as OpenAI reports them. So a token that a grammar or a bias has
-forced may be an improbable one, and the best ones need not contain it.
+They are the log-softmax of the model's raw logits, before bias, penalties, grammar, temperature and
+filters, as in OpenAI's API. So a token forced by a grammar or a bias may be improbable, and the
+best tokens need not contain it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Looks at a batch's logits before they are changed, and tells its rows afterwards."""
+    """Reader of a batch's unchanged logits that later sets the scores of its rows."""
 
     def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
-        """`logits` [rows, vocabulary], as the model gave them."""
+        """Read `logits` [rows, vocabulary] as the model returned them."""
         self._rows = [(index, row) for index, row in enumerate(rows) if row.wants_logprobs]
         if self._rows:
             self._where = torch.tensor([index for index, _ in self._rows], device=logits.device)
             self._logs = logits[self._where].log_softmax(-1)
 
     def tell(self, logits: Tensor) -> None:
-        """Leave each row its `scores`; the argmax of `logits` is what has been chosen."""
+        """Set each row's `scores`; the argmax of `logits` is the chosen token."""
         if not self._rows:
             return
         chosen = logits[self._where].argmax(-1, keepdim=True)
         width = max(row.sampling.logprobs or 0 for _, row in self._rows)
         values, ids = self._logs.topk(min(width, logits.shape[1]), dim=-1)
         of_chosen = self._logs.gather(1, chosen)
-        # One transfer: ids are exact in float64, and so is every float32.
+        # A single transfer: ids are exact in float64, and so is every float32.
         numbers = torch.cat([of_chosen.double(), values.double(), ids.double()], dim=1).tolist()
         for (_, row), numbers_of_row in zip(self._rows, numbers, strict=True):
             row.scores = _scores(numbers_of_row, values.shape[1], row.sampling.logprobs or 0)

@@ -1,15 +1,14 @@
-"""Choosing tokens: greedy rows and sampled rows side by side in one batch.
+"""Choice of tokens, with greedy and sampled rows in one batch.
 
-A sampled token is drawn by the Gumbel-max trick: the argmax of logits plus Gumbel noise is an
-exact draw from their softmax. The noise is no generator's state but a hash of (seed, position,
-token id), so a request draws the same tokens alone, in a crowd, after it was moved to another
-worker, and on any device (up to the last bits of the logits). `position` counts the completion
-tokens before the one that is drawn.
+A sampled token is drawn by the Gumbel-max trick: the argmax of logits plus Gumbel noise is an exact
+draw from their softmax. The noise is a hash of (seed, position, token id) instead of a generator's
+state, so a request draws the same tokens alone, in a batch, after a move to another worker, and on
+any device (up to the last bits of the logits). `position` counts the completion tokens before the
+drawn one.
 
 Filters apply in the order of `transformers`: temperature, top-k, top-p, min-p. Top-k and top-p
-look at the 256 best candidates only, and sort the whole vocabulary for those rows alone whose
-mass lies deeper. Before them come penalties, the bias of single tokens, and what a grammar allows:
-these hold for greedy rows too.
+consider the 256 best candidates, and sort the whole vocabulary only for rows whose mass reaches
+deeper. Penalties, token biases and grammars come first, and apply to greedy rows too.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from servekit.engines.transformers.sampling.logprobs import Report
 if TYPE_CHECKING:
     from servekit.engines.transformers.request_row import Row
 
-#: Noise is made for this many logits at a time, so that a big batch needs no gigabytes for it.
+#: Number of logits per batch of noise, which limits the memory used for a large batch.
 _NOISE_CHUNK = 8 * 2**20
 _MASK32 = 0xFFFFFFFF
 
 
 def best(logits: Tensor) -> Tensor:
-    """The best token of each row; NOT_A_NUMBER where a logit is NaN.
+    """Return the best token of each row; NOT_A_NUMBER if a logit is NaN.
 
-    `logits` [rows, vocabulary]; returns ids [rows] int64. Nothing here waits for the device: the
-    host hears of it with the token.
+    `logits` is [rows, vocabulary]; the ids are [rows] int64. This does not wait for the device: the
+    host learns of NaN with the token.
     """
     most, tokens = logits.max(-1)  # NaN is more than any number
     return tokens.masked_fill_(most.isnan(), NOT_A_NUMBER)
 
 
 class Sampler:
-    """Turns a batch of logits so that the argmax of each row is its chosen token."""
+    """Sampler that changes a batch's logits so that each row's argmax is its chosen token."""
 
     def apply(self, rows: Sequence[Row], logits: Tensor) -> None:
         """Change `logits` [len(rows), vocabulary], float32, in place.
 
-        Rows that are plain greedy are not touched and cost nothing.
+        Plain greedy rows are not touched and cost nothing.
         """
         masks = Masks(rows)
         report = Report(rows, logits)
@@ -80,12 +79,15 @@ class Sampler:
 
 
 def _within(tokens: Iterable[int], logits: Tensor) -> list[int]:
-    """Those that the model can say: its embedding may have more rows than its head."""
+    """Return the tokens that the head covers: an embedding may have more rows than its head."""
     return [token for token in tokens if token < logits.shape[-1]]
 
 
 def _penalise(row: Row, logits: Tensor) -> None:
-    """Lower what was said before: OpenAI's penalties count the completion, repetition all."""
+    """Lower the logits of earlier tokens.
+
+    OpenAI's penalties count the completion, the repetition penalty the whole context.
+    """
     sampling = row.sampling
     counts, seen = row.history(logits.shape[0], logits.device)
     if sampling.repetition_penalty != 1.0:
@@ -99,7 +101,7 @@ def _penalise(row: Row, logits: Tensor) -> None:
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """Draw one token per row. `logits` [rows, vocabulary] are overwritten; returns ids [rows]."""
+    """Draw one token per row, ids [rows]; `logits` [rows, vocabulary] are overwritten."""
     device = logits.device
     logits.div_(_column([s.temperature for s in samplings], device))
     keys = torch.tensor(
@@ -129,7 +131,7 @@ def _draw_plain(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor) -> 
 
 
 def loudest(logits: Tensor, keys: Tensor) -> Tensor:
-    """The best token of each row under its noise, from the whole vocabulary."""
+    """Return the best token of each row with noise, from the whole vocabulary."""
     vocabulary = logits.shape[1]
     ids = torch.arange(vocabulary, device=logits.device).unsqueeze(0)
     step = max(1, _NOISE_CHUNK // vocabulary)
@@ -141,7 +143,7 @@ def loudest(logits: Tensor, keys: Tensor) -> Tensor:
 
 
 def _draw_ranked(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor) -> Tensor:
-    """Draw from the best candidates; rows whose top-p reaches deeper go over all tokens."""
+    """Draw from the best candidates, or from all tokens in rows whose top-p reaches deeper."""
     width = min(CANDIDATES, logits.shape[1])
     tokens, enough = _draw_among(logits, samplings, keys, width)
     if width < logits.shape[1] and not bool(enough.all()):
@@ -162,15 +164,15 @@ def _draw_among(
 
 
 class Bounds(NamedTuple):
-    """What may be drawn, [rows, 1] each."""
+    """Limits of the tokens that may be drawn, [rows, 1] each."""
 
-    limit: Tensor  # top-k; the vocabulary where it is off
+    limit: Tensor  # top-k; the vocabulary size if off
     top_p: Tensor
     floor: Tensor | None  # the logarithm of min-p
 
 
 def among(logits: Tensor, keys: Tensor, bounds: Bounds, width: int) -> tuple[Tensor, Tensor]:
-    """Draw among the `width` best; also say for which rows those were all that could be drawn."""
+    """Draw among the `width` best; also return for which rows these suffice."""
     limit, top_p, floor = bounds
     values, ids = logits.topk(width, dim=-1)
     keep = torch.arange(width, device=logits.device).unsqueeze(0) < limit
@@ -180,7 +182,7 @@ def among(logits: Tensor, keys: Tensor, bounds: Bounds, width: int) -> tuple[Ten
     before = mass.cumsum(-1) - mass
     keep &= (before < top_p) | (torch.arange(width, device=logits.device) == 0)
     enough = (limit <= width) | ((top_p < 1) & (before[:, -1:] + mass[:, -1:] >= top_p))
-    # A top-k deeper than the candidates renormalises over tokens that are not seen here.
+    # A top-k beyond the candidates renormalises over tokens that are not among them.
     enough &= (limit <= width) | (limit >= logits.shape[1])
     if floor is not None:
         keep &= values >= values[:, :1] + floor
@@ -189,7 +191,7 @@ def among(logits: Tensor, keys: Tensor, bounds: Bounds, width: int) -> tuple[Ten
 
 
 def _floor(best: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The lowest logit that min-p lets through, [rows, 1]."""
+    """Return the lowest logit that min-p allows, [rows, 1]."""
     return best + _logs_of_min_p(samplings, best.device)
 
 
@@ -202,11 +204,11 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _gumbel(ids: Tensor, keys: Tensor) -> Tensor:
-    """Gumbel noise for token `ids` [rows or 1, n] under `keys` [rows, 2]; float32 [rows, n].
+    """Return Gumbel noise for token `ids` [rows or 1, n] under `keys` [rows, 2]; float32 [rows, n].
 
-    Integer arithmetic in int64 cut to 32 bits, so that every device computes the same hash
-    (lowbias32 by C. Wellons, twice). 24 bits of it become a uniform in the open interval (0, 1),
-    whose small end, which decides who wins, float32 resolves well.
+    Integer arithmetic in int64, cut to 32 bits, makes every device compute the same hash (lowbias32
+    by C. Wellons, twice). 24 of its bits become a uniform number in the open interval (0, 1);
+    float32 resolves its small end, which decides the maximum, well.
     """
     bits = (ids * 0x9E3779B1 + keys[:, :1]).bitwise_and_(_MASK32)
     _scramble(bits)

@@ -1,4 +1,4 @@
-"""Sleep: freeing a device's memory and taking it back.
+"""Sleep: releasing a device's memory and taking it back.
 
-Only the transformers engine may import from here.
+Code outside the transformers engine must not import from here.
 """

@@ -1,4 +1,4 @@
-"""How much memory of a device this process may take, and that it takes no more."""
+"""The memory of a device that this process may use, and its enforcement."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from servekit.engines.transformers.batching import kv_cache
 from servekit.protocol.messages import WorkerSpec
 
-#: What a process holds on a GPU beside torch's tensors: its context, the kernels that it has
-#: loaded, the workspaces of libraries. 612 MiB were seen on an H200.
+#: GPU memory of a process besides torch's tensors: its context, loaded kernels, and the workspaces
+#: of libraries.
 CONTEXT_BYTES = 640 * 2**20
-#: The same for NCCL's buffers, where several processes share a model.
+#: The same for NCCL's buffers, if several processes share a model.
 NCCL_BYTES = 512 * 2**20
 
 
 def bound(spec: WorkerSpec, device: torch.device) -> None:
-    """Have torch refuse what goes over `spec.memory_bytes`, where that is said."""
+    """Make torch enforce `spec.memory_bytes`, if set."""
     if not spec.memory_bytes or device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -24,13 +24,13 @@ def bound(spec: WorkerSpec, device: torch.device) -> None:
 
 
 def tensors_bytes(spec: WorkerSpec) -> int:
-    """Of `spec.memory_bytes`, what is for tensors."""
+    """Return the part of `spec.memory_bytes` for tensors."""
     ranks = spec.parallel == "tensor" and spec.gpus > 1
     return spec.memory_bytes - CONTEXT_BYTES - (NCCL_BYTES if ranks else 0)
 
 
 def available_bytes(spec: WorkerSpec, device: torch.device) -> int:
-    """What this process may still allocate there."""
+    """Return the bytes that this process may still allocate on the device."""
     if device.type == "cpu":
         return kv_cache.available_host_bytes()
     torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
-"""Whether the engine sleeps, and how it goes from one to the other. In the engine's thread.
+"""The engine's sleep state and its transitions, in the engine's thread.
 
-    awake ── cache dropped, weights put to bed ──▶ asleep
-      ▲                                              │
-      └────── weights awake, cache made again ───────┘
+    awake ── cache dropped, weights offloaded ──▶ asleep
+      ▲                                             │
+      └──── weights restored, cache created ────────┘
 
-What fails on the way is undone, on all ranks, before it is told.
+A failed transition is undone on all ranks before the error is raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_ROOM = (MemoryError, torch.OutOfMemoryError, LoadError)
 
 
 class SleepState:
-    """One engine's sleep."""
+    """The sleep state of one engine."""
 
     def __init__(self, runner: Runner[Any], bed: WeightStore, ranks: Ranks | None) -> None:
         self._runner = runner
@@ -34,7 +34,7 @@ class SleepState:
         self.asleep = False
 
     def sleep(self) -> None:
-        """As `Engine.sleep`."""
+        """Put the model to sleep, as `Engine.sleep`."""
         if self.asleep:
             return
         if self._runner.running or self._runner.waiting:
@@ -50,7 +50,7 @@ class SleepState:
         _trim()
 
     def wake(self) -> None:
-        """As `Engine.wake`."""
+        """Wake the model, as `Engine.wake`."""
         if not self.asleep:
             return
         try:
@@ -78,7 +78,7 @@ def _told(error: Exception) -> LoadError:
 
 
 def _trim() -> None:
-    """Have the C library give back what it keeps of freed memory."""
+    """Make the C library return freed memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,11 +1,11 @@
-"""Weights that leave their device and come back: where they are meanwhile, and how.
+"""Offloading of weights from their device during sleep.
 
-    on a GPU    every byte is copied to the host's memory, page-locked where the system lets it be,
-                and the device's is freed under the tensors, which stay what they are: whoever
-                shares them (a tied head, an adapter's model) need not be told
-    on a CPU    weights that are mapped from their file are left to the kernel, which reads them
-                again by itself; those that were converted are dropped, and loaded again; so are
-                packed copies, which are made again
+    on a GPU    every byte is copied to host memory, page-locked if the system allows it, and the
+                device memory under the tensors is freed; the tensors remain the same objects, so
+                modules that share them (a tied head, an adapter's model) are not affected
+    on a CPU    weights mapped from their file are left to the kernel, which reads them again on
+                use; converted weights are dropped and loaded again; packed copies are dropped
+                and created again
 
 Source for freeing under a tensor: `UntypedStorage.resize_`, as FSDP does it.
 """
@@ -35,22 +35,22 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class WeightStore(Protocol):
-    """Weights, awake or asleep. Both calls may come twice."""
+    """Store of weights, awake or asleep; both methods are idempotent."""
 
     def sleep(self) -> None:
-        """Raises LoadError, and is awake then."""
+        """Offload the weights. Raises LoadError, and the weights are then awake."""
 
     def wake(self) -> None:
-        """Raises LoadError, and is asleep then."""
+        """Restore the weights. Raises LoadError, and the weights are then asleep."""
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """A module's weights and buffers."""
+    """Return a module's weights and buffers."""
     return chain(module.parameters(), module.buffers())
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Their memory, each piece once; of a tensor that is spread over ranks, this rank's part."""
+    """Return the tensors' storages, each once; of a tensor sharded over ranks, this rank's part."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     found = (tensor.untyped_storage() for tensor in local)
     return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
@@ -62,7 +62,7 @@ def bed_for(
     more: Tensors = list,
     load: Callable[[], nn.Module] | None = None,
 ) -> WeightStore:
-    """Where this model sleeps, and on a GPU `more` with it; `load` makes it once more."""
+    """Return the store for a model, on a GPU also for `more`; `load` loads the model again."""
     if device.type == "cuda":
         return HostOffload(lambda: chain(tensors_of(model), more()))
     return DiskReload(model, load)
@@ -72,11 +72,11 @@ def bed_for(
 
 
 class HostOffload:
-    """Weights of GPUs, which sleep in the host's memory."""
+    """Store of GPU weights that sleep in host memory."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._kept: list[tuple[UntypedStorage, Tensor]] = []  # and its bytes
+        self._kept: list[tuple[UntypedStorage, Tensor]] = []  # with a copy of its bytes
         self._host: Tensor | None = None
 
     def sleep(self) -> None:
@@ -121,14 +121,14 @@ class HostOffload:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """A storage as a tensor, uint8 [bytes]."""
+    """Return a storage as a tensor, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _host_memory(size: int) -> Tensor:
-    """So many bytes of the host, page-locked if that can be. Raises LoadError.
+    """Allocate host memory, page-locked if possible. Raises LoadError.
 
-    Locked in place: torch's own pinned memory comes in powers of two.
+    It is locked in place, because torch's pinned memory comes in powers of two.
     """
     room = kv_cache.available_host_bytes()
     if size > room:
@@ -167,13 +167,16 @@ def _empty_caches() -> None:
 
 
 class DiskReload:
-    """Weights of the CPU. `load` makes the model once more; None: only what is mapped can go."""
+    """Store of CPU weights; `load` loads the model again.
+
+    Without `load` only file-mapped weights can be released.
+    """
 
     def __init__(self, model: nn.Module, load: Callable[[], nn.Module] | None) -> None:
         self._model = model
         self._load = load
         self._packed = packed_linear.packed_in(model)
-        self._dropped: dict[int, tuple[UntypedStorage, int]] = {}  # and its bytes
+        self._dropped: dict[int, tuple[UntypedStorage, int]] = {}  # with its size in bytes
 
     def sleep(self) -> None:
         if self._dropped:
@@ -210,10 +213,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def release(own: Iterable[UntypedStorage]) -> None:
-    """Have the kernel forget the pages of files that are mapped; it reads them again when used.
+    """Make the kernel drop the pages of mapped files; they are read again on use.
 
-    Not where anything was written into them, which would be lost, nor where the kernel does not
-    tell that.
+    Mappings with modified pages are skipped, because the changes would be lost, and so are all
+    where the kernel does not report them.
     """
     places = [storage.data_ptr() for storage in own if not storage.resizable()]
     if not places or not _SMAPS.exists():
@@ -226,7 +229,7 @@ def release(own: Iterable[UntypedStorage]) -> None:
 
 
 def _mappings(path: Path) -> Iterator[tuple[int, int, int]]:
-    """(start, end, KiB that are not the file's any more) of this process's mappings of files."""
+    """Yield (start, end, KiB of private pages) of this process's file mappings."""
     place: tuple[int, int] | None = None
     anonymous_kb = 0
     for line in path.read_text().splitlines():

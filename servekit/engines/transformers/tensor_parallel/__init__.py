@@ -1,12 +1,12 @@
 """One replica over several devices.
 
-    tensor       every layer over all devices, one process each, by the model's own plan in
+    tensor       every layer over all devices, one process per device, by the model's own plan in
                  transformers (`tp_plan`)
-    device_map   layer after layer, one process: `layers`
+    device_map   each layer on one device, in one process (`device_map`)
 
-Under `tensor` the worker is rank 0. It schedules, samples and answers as always; the other ranks
-are children of its own (`children`) that hold their shards and their part of the KV cache, and do
-one thing: run the forward passes that rank 0 runs (`leader`, `rank`), with the same arguments
-(`packing`). What is to be done they hear over a socket, so that who has nothing to do waits there
-and not in a collective; tensors come by one broadcast.
+Under `tensor` the worker is rank 0. It schedules, samples and answers as usual. The other ranks are
+its children (`rank_processes`); they hold their shards of the model and of the KV cache, and only
+run the forward passes that rank 0 runs (`controller`, `rank_process`), with the same arguments
+(`tensor_transfer`). They receive commands over a socket, so that an idle rank waits there and not
+in a collective; all tensors arrive in one broadcast.
 """

@@ -1,6 +1,6 @@
-"""The other ranks, as rank 0 has them: told what to do, and asked whether it is done.
+"""Control of the other ranks by rank 0.
 
-All calls come from one thread at a time: the one that loads, then the engine's.
+All calls come from one thread at a time: first the loading one, then the engine's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from servekit.engines.transformers.tensor_parallel.rank_processes import (
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 
-#: From the end of a rank's connections, as rank 0's step sees it, to the end of its lifeline.
+#: Time between the end of a rank's connections, seen by rank 0's step, and of its lifeline.
 _DYING_S = 0.1
-#: How long the worker may take to exit once it knows of a rank's death.
+#: How long the worker may take to exit after a rank's death.
 _EXIT_S = 3.0
 
 
@@ -34,7 +34,7 @@ class Ranks:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.size = spec.gpus
-        self.free_bytes: int | None = None  # the least that any of them could have, where asked
+        self.free_bytes: int | None = None  # minimum over the other ranks, once reported
         self._spec = spec
         self._device = process_group.device_of(spec, 0)
         try:
@@ -51,21 +51,21 @@ class Ranks:
     def loading(
         self, folder: Path, threads: int, *, for_embeddings: bool = False
     ) -> Iterator[None]:
-        """Load their shards, while the block loads rank 0's. Raises LoadError."""
+        """Load the other ranks' shards while the block loads rank 0's. Raises LoadError."""
         store = self._children.store
         self._tell(messages.Begin(self._spec, str(folder), store, threads, for_embeddings))
         try:
             process_group.join(self._device, 0, self.size, store)
-        except Exception as error:  # the others wait for us, and would for ever
+        except Exception as error:  # the others would wait for rank 0 forever
             self.close()
             raise LoadError(f"The ranks do not come together: {error}") from error
         with self._answered():
             yield
 
     def report_death(self, died: Callable[[str], None]) -> None:
-        """Have `died` told which rank has died, and why, instead of the process ended at once.
+        """Call `died` with the reason for a rank's death, instead of ending the process at once.
 
-        It is ended all the same where it does not exit by itself.
+        The process is still ended if it does not exit by itself.
         """
 
         def tell(reason: str) -> None:
@@ -77,11 +77,11 @@ class Ranks:
 
     @property
     def dying(self) -> bool:
-        """Whether a rank has died, which ends rank 0's step with an error of its own."""
+        """Return whether a rank has died, which makes rank 0's step fail with another error."""
         return self._children.dying.wait(_DYING_S)
 
     def follow(self, model: Any) -> None:
-        """Have every forward pass of rank 0's model run in all ranks, from now on."""
+        """Run every forward pass of rank 0's model in all ranks from now on."""
 
         def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if args:
@@ -92,9 +92,10 @@ class Ranks:
 
     @contextmanager
     def paging(self, plan: Plan, attention: str) -> Iterator[None]:
-        """Make their KV caches, while the block makes rank 0's; none is left where one fails.
+        """Create the other ranks' KV caches while the block creates rank 0's.
 
-        Raises what the block raises, and MemoryError where a rank has no room.
+        If one fails, no cache is left. Raises the block's exception, and MemoryError if a rank has
+        no room.
         """
         make = messages.MakePages(
             plan.blocks,
@@ -113,22 +114,22 @@ class Ranks:
 
     @contextmanager
     def falling_asleep(self) -> Iterator[None]:
-        """Put them to sleep, while the block puts rank 0; all are awake where one fails."""
+        """Put the other ranks to sleep while the block does rank 0; on failure all are awake."""
         with self._together(messages.FallAsleep(), undo=messages.WakeUp()):
             yield
 
     @contextmanager
     def waking(self) -> Iterator[None]:
-        """The reverse; all are asleep where one fails."""
+        """Wake the other ranks while the block wakes rank 0; on failure all are asleep."""
         with self._together(messages.WakeUp(), undo=messages.FallAsleep()):
             yield
 
     def close(self) -> None:
-        """End them, and return when they are reaped."""
+        """End the other ranks, and return once they are reaped."""
         self._children.close()
         process_group.leave()
 
-    # ---- what is said
+    # ---- messages
 
     def _run(self, attention: str, kwargs: dict[str, Any]) -> None:
         arguments, tensors = tensor_transfer.pack(kwargs)
@@ -144,7 +145,7 @@ class Ranks:
     def _together(
         self, order: messages.ToRank, undo: messages.ToRank | None = None
     ) -> Iterator[None]:
-        """Have something done by all; where any fails, have it undone by the others."""
+        """Carry out a command on all ranks; if one fails, undo it on the others."""
         self._tell(order)
         with self._answered(undo):
             yield
@@ -178,5 +179,5 @@ class Ranks:
 
 
 def threads_each(threads: int, size: int) -> int:
-    """torch threads of one rank, where together they are to have `threads`."""
+    """Return the torch threads of one rank, if all together have `threads`."""
     return max(1, threads // size)

@@ -1,4 +1,4 @@
-"""One model over several GPUs of one process, layer after layer (accelerate's device map)."""
+"""One model over several GPUs in one process, layer by layer (accelerate's device map)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from servekit.engines.transformers.sleep import device_memory
 from servekit.protocol.messages import WorkerSpec
 
-#: Of what is free on each GPU, for the weights; caches and activations need the rest.
+#: Share of each GPU's free memory for weights; caches and activations need the rest.
 _WEIGHTS_FRACTION = 0.9
 
 
 def placing(spec: WorkerSpec) -> dict[str, Any]:
-    """What tells the library to spread the layers evenly."""
+    """Return the arguments that make the library spread the layers evenly."""
     devices = [torch.device("cuda", index) for index in range(spec.gpus)]
     room = {
         device.index: int(device_memory.available_bytes(spec, device) * _WEIGHTS_FRACTION)
         for device in devices
     }
-    # On no other device: a part on the CPU or on disk would be served a hundred times slower.
+    # No other device: a part on the CPU or on disk would be a hundred times slower.
     return {"device_map": "balanced", "max_memory": room | {"cpu": 0}}

@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks of a replica say to each other: one message, one packet.
+"""Messages between rank 0 and the other ranks of a replica, one per packet.
 
 rank 0 → rank    Begin · MakePages · DropPages · Run · FallAsleep · WakeUp
 rank → rank 0    Done · Failed       in answer to all of them but Run
@@ -14,12 +14,12 @@ import msgspec
 from servekit.protocol.base import Message, Value
 from servekit.protocol.messages import WorkerSpec
 
-#: Longest message. The longest is a Run: four numbers for each of the requests in a step.
+#: Maximum size of a message. The longest is a Run, with four numbers per request in a step.
 MAX_BYTES = 2**20
 
 
 class Begin(Message, frozen=True):
-    """Load your part of the model in `folder`; `store` is where all ranks meet."""
+    """Command to load a rank's part of the model in `folder`; all ranks meet at `store`."""
 
     spec: WorkerSpec
     folder: str
@@ -29,7 +29,7 @@ class Begin(Message, frozen=True):
 
 
 class MakePages(Message, frozen=True):
-    """Make a KV cache for `attention`; the numbers are those of `kv_cache.Plan`."""
+    """Command to create a KV cache for `attention`; the numbers are those of `kv_cache.Plan`."""
 
     blocks: int
     block_size: int
@@ -40,18 +40,21 @@ class MakePages(Message, frozen=True):
 
 
 class DropPages(Message, frozen=True):
-    """Free the KV cache, if there is one."""
+    """Command to free the KV cache, if there is one."""
 
 
 class TensorForm(Value, frozen=True):
-    """A tensor in the broadcast: `dtype` as torch names it, without `torch.`."""
+    """A tensor in the broadcast; `dtype` is torch's name without `torch.`."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Run(Message, frozen=True):
-    """Run the model once. `arguments` and `tensors` are `packing`'s; `size_bytes` are broadcast."""
+    """Command to run the model once, with `size_bytes` of tensors in a broadcast.
+
+    `arguments` and `tensors` are those of `tensor_transfer`.
+    """
 
     attention: str
     arguments: Any
@@ -60,21 +63,21 @@ class Run(Message, frozen=True):
 
 
 class FallAsleep(Message, frozen=True):
-    """Keep the weights in the host's memory, and give the device's back."""
+    """Command to keep the weights in host memory, and free the device's."""
 
 
 class WakeUp(Message, frozen=True):
-    """Take it again."""
+    """Command to move the weights back to the device."""
 
 
 class Done(Message, frozen=True):
-    """`free_bytes` are what could be had on its device."""
+    """Success; `free_bytes` is the memory available on the rank's device."""
 
     free_bytes: int = 0
 
 
 class Failed(Message, frozen=True):
-    """It is as it was before."""
+    """Failure; the rank's state is unchanged."""
 
     message: str
     out_of_memory: bool = False
@@ -90,19 +93,19 @@ _answer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromRank)
 
 
 def send(channel: socket.socket, message: msgspec.Struct) -> None:
-    """Blocks; raises OSError."""
+    """Send a message; blocks, and raises OSError."""
     channel.send(_encode(message))
 
 
 def receive_order(channel: socket.socket) -> ToRank | None:
-    """The next one; None when rank 0 is gone."""
+    """Return the next command; None when rank 0 is gone."""
     data = channel.recv(MAX_BYTES)
     order: ToRank | None = _order.decode(data) if data else None
     return order
 
 
 def receive_answer(channel: socket.socket) -> FromRank | None:
-    """The next one; None when the rank is gone."""
+    """Return the next answer; None when the rank is gone."""
     data = channel.recv(MAX_BYTES)
     answer: FromRank | None = _answer.decode(data) if data else None
     return answer

@@ -1,4 +1,4 @@
-"""Whether a model can be spread as the file has it, said before anything is loaded."""
+"""Checks before loading that a model can be spread over devices as configured."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def is_spread(spec: WorkerSpec) -> bool:
 
 
 def over_ranks(spec: WorkerSpec) -> bool:
-    """One process for each device."""
+    """Return whether the model is spread over one process per device."""
     return is_spread(spec) and spec.parallel == "tensor"
 
 
 def over_layers(spec: WorkerSpec) -> bool:
-    """Layer after layer, in one process. A CPU is one device."""
+    """Return whether the model is spread by layers, in one process. A CPU is one device."""
     return is_spread(spec) and spec.parallel == "device_map" and spec.device == "cuda"
 
 
@@ -36,7 +36,8 @@ def check(model: Any, spec: WorkerSpec) -> None:
             "This build of torch has no torch.distributed, which tensor parallel needs."
         )
     instead = f"`parallel: device_map` for {spec.model}"
-    if not model.tp_plan or model.config.is_encoder_decoder:  # where rank 0 runs a part by itself
+    # Rank 0 runs a part of these models by itself.
+    if not model.tp_plan or model.config.is_encoder_decoder:
         raise LoadError(
             f"transformers {transformers.__version__} has no plan for tensor parallelism of "
             f"{type(model).__name__}; write {instead}."

@@ -1,7 +1,7 @@
 """The process group of a replica's ranks.
 
-They meet in a file that has no name, in memory that rank 0 has shared with its children: no port is
-taken for it, two replicas never meet, and nothing is left when they are gone.
+The ranks meet in an unnamed file in memory that rank 0 shares with its children: no port is used,
+two replicas never meet, and nothing is left after their end.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 
 from servekit.protocol.messages import WorkerSpec
 
-#: What the libraries read when a group is made, where the environment does not say. All ranks are
-#: on this host. NVLink multicast takes memory of its own, and is for sums larger than a step's.
+#: Defaults of environment variables that the libraries read when a group is created. All ranks are
+#: on this host. NVLink multicast takes extra memory, and helps only sums larger than a step's.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
 }
-#: No rank is waited for in vain: one that dies is noticed otherwise, at once. Loading takes long.
+#: Long, as loading takes long; a rank's death is noticed at once by other means.
 _TIMEOUT = timedelta(hours=2)
 
 
 def device_of(spec: WorkerSpec, rank: int) -> torch.device:
-    """Where a rank's part of the model is."""
+    """Return the device of a rank's part of the model."""
     return torch.device("cuda", rank) if spec.device == "cuda" else torch.device("cpu")
 
 
 def join(device: torch.device, rank: int, size: int, store: str) -> None:
-    """Meet the others. From here on nothing of this process is on another GPU than its own."""
-    os.environ["LOCAL_RANK"] = str(rank)  # transformers finds its GPU by it
+    """Join the group; from here on this process uses only its own GPU."""
+    os.environ["LOCAL_RANK"] = str(rank)  # tells transformers its GPU
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     cuda = device.type == "cuda"
-    library: Any = dist  # which does not say what it exports
+    library: Any = dist  # untyped exports
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -52,7 +52,7 @@ def join(device: torch.device, rank: int, size: int, store: str) -> None:
 
 
 def leave() -> None:
-    """Forget the group. Not in NCCL's own way, which would wait for ranks that are gone."""
+    """Leave the group; NCCL's regular way would wait for ranks that are gone."""
     library: Any = dist.distributed_c10d
     if not dist.is_initialized():
         return
@@ -63,7 +63,7 @@ def leave() -> None:
 
 
 def broadcast(tensor: Tensor) -> Tensor:
-    """Rank 0's content, into all others'."""
+    """Broadcast rank 0's content to all other ranks."""
     if len(tensor):
         dist.broadcast(tensor, src=0)
     return tensor

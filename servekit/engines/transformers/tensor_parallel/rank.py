@@ -1,4 +1,4 @@
-"""The program of a rank other than 0: `python -m` this module. Only rank 0 starts it."""
+"""Entry point of a rank other than 0, started with `python -m` only by rank 0."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ if __name__ == "__main__":
     from servekit.engines.transformers.tensor_parallel.rank_process import Follower
 
     Follower(socket.socket(fileno=args.channel_fd), args.rank, args.size).live()
-    os._exit(0)  # the group's own end would wait for ranks that are gone
+    os._exit(0)  # a regular exit of the group would wait for ranks that are gone

@@ -1,9 +1,9 @@
-"""A rank other than 0: begin, then run what rank 0 runs, until rank 0 is gone.
+"""A rank other than 0: runs the commands of rank 0 until rank 0 is gone.
 
 Begin      join the group, load the shards
 Run        one forward pass; an error in it ends the process, and so the replica: the ranks
            would no longer be in step
-the rest   answered by Done or Failed
+others     answered by Done or Failed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from servekit.protocol.messages import WorkerSpec
 
 
 class Follower:
-    """One rank's part of the model, and of the KV cache."""
+    """One rank's part of the model and of the KV cache."""
 
     def __init__(self, channel: socket.socket, rank: int, size: int) -> None:
         self._channel = channel
@@ -38,14 +38,14 @@ class Follower:
         self._size = size
         self._device = torch.device("cpu")
         self._model: Any = None
-        self._attention = ""  # as the library would run it
+        self._attention = ""  # the library's name of its implementation
         self._spec: WorkerSpec
         self._bed: weight_offload.WeightStore
         self._processor: Any = None
-        self._past: Any = None  # of the request that runs alone, where none share a batch
+        self._past: Any = None  # cache of the running request, if requests run one at a time
 
     def live(self) -> None:
-        """Until rank 0 is gone."""
+        """Carry out commands until rank 0 is gone."""
         while (order := messages.receive_order(self._channel)) is not None:
             if isinstance(order, messages.Run):
                 self._run(order)
@@ -57,7 +57,7 @@ class Follower:
             self._carry_out(order)
         except Exception as error:
             if self._model is None and not dist.is_initialized():
-                raise  # the others wait for this rank, and are told by its death only
+                raise  # the other ranks wait, and only this rank's death tells them
             traceback.print_exception(error)
             scarce = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             permanent = isinstance(error, LoadError) and error.permanent

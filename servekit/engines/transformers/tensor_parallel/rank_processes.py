@@ -1,11 +1,11 @@
-"""The other ranks as processes: started, watched, ended.
+"""The other ranks as processes: start, supervision and end.
 
-Each is a fresh interpreter and a child of the worker, in its process group, so that whoever ends
-the one ends all; and the kernel ends it when the worker dies. A rank that dies takes the worker
-with it, at once: what rank 0 has begun with it can never be completed, and the thread that waits
-for it waits in C code that nothing can interrupt. So a thread of our own watches a lifeline to each
-rank and says what became of it: to the engine, whose worker then exits, and until there is one, or
-where the worker does not exit, as the last line of a process that it ends itself.
+Each rank is a fresh interpreter and a child of the worker, in the worker's process group, so that
+both are killed together; the kernel also kills it when the worker dies. A rank's death ends the
+worker at once: rank 0 can never complete the work in progress, and its waiting thread is in C code
+that cannot be interrupted. So a separate thread watches a lifeline to each rank and reports its
+end: to the engine, whose worker then exits; or, before there is an engine or if the worker does not
+exit, as the last line of the process, which the thread then ends itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
-EXIT_RANK_DIED = os.EX_SOFTWARE  # as `worker.EXIT_ENGINE_DIED`
-#: From the end of a rank's lifeline to its exit code, and from being told to end to SIGKILL.
+EXIT_RANK_DIED = os.EX_SOFTWARE  # the value of `worker.EXIT_ENGINE_DIED`
+#: Maximum time from the end of a rank's lifeline to its exit code, and from the order to end to
+#: SIGKILL.
 _GRACE_S = 2.0
-#: Of the last lines that a rank wrote, so many are told, and so much of them.
+#: Number and length of the last lines of a rank's output to report.
 _LINES = 3
 _LINE_CHARS = 300
 
 
 @dataclass(slots=True)
 class _Child:
-    """One rank: `channel` for messages, `lifeline` for its death, `errors` for what it writes."""
+    """A rank: `channel` for messages, `lifeline` to notice its death, `errors` for its output."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -45,7 +46,7 @@ class _Child:
     unfinished: bytes = b""
 
     def read(self) -> bool:
-        """Pass on what it has written; False at the end."""
+        """Pass on the rank's output; return False at its end."""
         data = os.read(self.errors.fileno(), 65536)
         with contextlib.suppress(OSError):
             os.write(2, data)
@@ -56,16 +57,16 @@ class _Child:
 
 
 def end_process(reason: str) -> None:
-    """Say why, as the last line, and be gone."""
+    """Print the reason as the last line, and exit."""
     sys.stderr.flush()
     os.write(2, f"{reason}\n".encode())
     os._exit(EXIT_RANK_DIED)
 
 
 class Children:
-    """Ranks 1 to `size` - 1. `died` is called with a sentence, in the watching thread.
+    """Ranks 1 to `size` - 1; `died` is called with a sentence, in the watching thread.
 
-    `dying` is set as soon as a rank is gone, before it is known why.
+    `dying` is set as soon as a rank is gone, before the reason is known.
     """
 
     def __init__(self, size: int, died: Callable[[str], None] = end_process) -> None:
@@ -77,7 +78,7 @@ class Children:
         self._ready = threading.Event()
         self._failure: OSError | None = None
         self._store = os.memfd_create("servekit-ranks", os.MFD_CLOEXEC)
-        # The kernel ends a child when the thread that has started it ends: so this one does.
+        # The kernel ends a child when the thread that started it ends, so this thread starts them.
         self._thread = threading.Thread(target=self._live, name="ranks", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -86,7 +87,7 @@ class Children:
 
     @property
     def store(self) -> str:
-        """The file to meet in, as every rank can open it."""
+        """Return the path of the file to meet in, which every rank can open."""
         return f"/proc/self/fd/{self._store}"
 
     @property
@@ -98,17 +99,17 @@ class Children:
         return [child.process.pid for child in self._children]
 
     def await_end(self, within_s: float) -> bool:
-        """Wait until they are to be closed; False if that does not come in time."""
+        """Wait for the call of `close`; return False after a timeout."""
         return self._closing.wait(within_s)
 
     def close(self) -> None:
-        """End all, and return when they are reaped."""
+        """End all ranks, and return once they are reaped."""
         self._closing.set()
         for child in self._children:
             with contextlib.suppress(OSError):
                 child.channel.shutdown(socket.SHUT_RDWR)
                 child.lifeline.shutdown(socket.SHUT_RDWR)
-        self._thread.join()  # a matter of _GRACE_S
+        self._thread.join()  # takes up to _GRACE_S
 
     # ---- in the thread
 
@@ -148,7 +149,7 @@ class Children:
         return _Child(rank, process, channel, lifeline, os.fdopen(reading, "rb", buffering=0))
 
     def _watch(self) -> _Child | None:
-        """Until one is gone: that one."""
+        """Watch the ranks, and return the first one that is gone."""
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.lifeline, selectors.EVENT_READ, child)

@@ -1,8 +1,8 @@
-"""The arguments of a forward pass, from rank 0 to the others.
+"""Transfer of a forward pass's arguments from rank 0 to the other ranks.
 
-Plain values and the shapes of tensors go as a message; all tensors, one behind the other in one
-piece of memory on the device, are broadcast. Caches stay where they are: each rank has its own,
-and is told which is meant.
+Plain values and the shapes of tensors are sent as a message; the tensors are joined in one piece of
+device memory and broadcast. Caches are not sent: each rank has its own, and is told which one to
+use.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers import Cache
 from servekit.engines.transformers.batching.paged_attention import Layout
 from servekit.engines.transformers.tensor_parallel.messages import TensorForm
 
-#: What a tensor of any dtype may begin at.
+#: Alignment for a tensor of any dtype.
 _ALIGN_BYTES = 16
 #: The library's sampling arguments, which no model reads.
 _NOT_SENT = {"logits_processor_args"}
 
 
 def pack(arguments: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-    """What can be sent as a message, and the tensors that go with it.
+    """Return the arguments as a message, and the tensors that go with it.
 
-    Raises TypeError where something can be sent neither way.
+    Raises TypeError for a value that can be sent in neither way.
     """
     tensors: list[Tensor] = []
     kept = {name: value for name, value in arguments.items() if name not in _NOT_SENT}
@@ -52,7 +52,7 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def unpack(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any:
-    """The arguments again, with this rank's `past` and `pages` where caches are meant."""
+    """Return the arguments, with this rank's `past` and `pages` in place of caches."""
     if isinstance(packed, list):
         return [unpack(item, tensors, past, pages) for item in packed]
     if not isinstance(packed, dict):
@@ -68,7 +68,7 @@ def unpack(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any
     return pages
 
 
-# ---------------------------------------------------------------- all tensors in one
+# ---------------------------------------------------------------- tensors in one broadcast
 
 
 def forms(tensors: Sequence[Tensor]) -> tuple[TensorForm, ...]:
@@ -83,7 +83,7 @@ def size_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def join(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All of them behind each other, uint8 [size_bytes]."""
+    """Return all tensors joined, uint8 [size_bytes]."""
     whole = torch.empty(size_bytes(tensors), dtype=torch.uint8, device=device)
     at = 0
     for tensor in tensors:
@@ -94,7 +94,7 @@ def join(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def split(whole: Tensor, shapes: Sequence[TensorForm]) -> list[Tensor]:
-    """Views of `join`'s tensor, as those were that it was made of."""
+    """Return views of `join`'s result, with the original dtypes and shapes."""
     tensors, at = [], 0
     for form in shapes:
         dtype: torch.dtype = getattr(torch, form.dtype)
