@@ -116,8 +116,7 @@ class Tail:
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines written since the last call; holds at most one read block and one line.
-        """
+        """Yield the lines written since the last call; buffers at most one block and one line."""
         yield from self._read()
         if self._is_another():
             yield from self._read()  # written between the read above and the rotation

@@ -59,8 +59,7 @@ class Metric:
 
     @property
     def width(self) -> int:
-        """Return the number of figures per series; a histogram has its buckets, overflow and sum.
-        """
+        """Return the number of figures per series; a histogram has buckets, overflow and sum."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
 

@@ -1,5 +1,6 @@
-"""What the messages carry, without tags of their own: sampling, deltas, and what is known of
-models, workers and gateways. Imported by way of `servekit.protocol.messages`.
+"""Types inside messages, without tags: sampling parameters, deltas, and status.
+
+Imported by way of `servekit.protocol.messages`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ WorkerState = Literal[
     "asleep",  # its weights are in the host's memory, or are read again; it takes no requests
 ]
 
-#: What a request asks a worker to do.
+#: Tasks of a request.
 Task = Literal["generate", "embed", "tokenize", "detokenize"]
-#: Tasks, and parameters that not every engine can serve.
+#: Tasks, and parameters that not every engine supports.
 Capability = Literal[
     "generate",
     "embed",
@@ -48,9 +49,9 @@ Capability = Literal[
 ]
 
 
-#: How one replica is spread over its GPUs: each layer over all; layer after layer; as llama.cpp.
+#: How one replica is spread over its GPUs: each layer over all; by layers; by llama.cpp.
 Parallel = Literal["", "tensor", "device_map", "split"]
-#: What a grammar is made of: parameters of ours, and of vLLM's in their older and newer form.
+#: The request parameter that a grammar comes from: OpenAI's, or vLLM's, older and newer.
 GrammarParam = Literal[
     "response_format",
     "tools",
@@ -64,10 +65,10 @@ GrammarParam = Literal[
 
 
 class Grammar(Value, frozen=True):
-    """What the text has to be, token by token.
+    """A constraint on the generated text, token by token.
 
-    `text` is a JSON schema ("json_schema"; `true` lets any JSON pass), a regular expression in
-    the Rust dialect ("regex"), or a grammar in llguidance's Lark dialect ("lark").
+    `text` is a JSON schema ("json_schema"; `true` allows any JSON), a regular expression in the
+    Rust dialect ("regex"), or a grammar in llguidance's Lark dialect ("lark").
     """
 
     kind: Literal["json_schema", "regex", "lark"]
@@ -76,9 +77,9 @@ class Grammar(Value, frozen=True):
 
 
 class SamplingParams(Value, frozen=True):
-    """How to choose tokens. None means the model's own default (its generation config).
+    """Sampling parameters. None means the model's own default (its generation config).
 
-    Ranges are checked at the gateway; an engine may rely on them.
+    The gateway checks the ranges; an engine may rely on them.
     """
 
     max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt alone
@@ -106,7 +107,7 @@ class SamplingParams(Value, frozen=True):
 
 
 class ToolCall(Value, frozen=True):
-    """A call that a model has made in an earlier turn. `arguments` is the text of a JSON object."""
+    """A tool call of an earlier turn. `arguments` is the text of a JSON object."""
 
     id: str
     name: str
@@ -114,7 +115,7 @@ class ToolCall(Value, frozen=True):
 
 
 class ChatMessage(Value, frozen=True):
-    """One turn of a conversation, as the chat template gets it."""
+    """One turn of a conversation, as passed to the chat template."""
 
     role: str
     content: str
@@ -175,7 +176,7 @@ class ModelInfo(Value, frozen=True):
 
 
 class WorkerSpec(Value, frozen=True):
-    """All that a worker needs to load its model."""
+    """The settings that a worker needs to load its model."""
 
     name: str  # the worker's own name, e.g. "smollm2/0"
     model: str
@@ -259,7 +260,7 @@ class ModelStatus(Value, frozen=True):
 
 
 class TokenLogprob(Value, frozen=True):
-    """A token that was chosen, its log probability before any sampling filter, and the best.
+    """A sampled token, its log probability before any sampling filter, and the best tokens.
 
     Tokens are bytes because a token may be a part of a character.
     """
@@ -270,7 +271,7 @@ class TokenLogprob(Value, frozen=True):
 
 
 class Continuation(Value, frozen=True):
-    """What another worker needs beside the tokens so far, to go on with a request as it began."""
+    """The facts that another worker needs, beside the tokens so far, to continue a request."""
 
     generation: str  # of its worker and, after a plus sign, of the adapter that it names
     max_tokens: int  # as it was settled for the worker that began
@@ -280,9 +281,9 @@ class Continuation(Value, frozen=True):
 
 
 class PromptToken(Value, frozen=True):
-    """A token of a prompt, and how probable it was after those before it.
+    """A token of a prompt, and its probability after those before it.
 
-    The first comes after nothing: its `logprob` is None. The most probable token has rank 1.
+    The first token has no `logprob`. The most probable token has rank 1.
     """
 
     id: int
@@ -293,21 +294,21 @@ class PromptToken(Value, frozen=True):
 
 
 class Prompt(Value, frozen=True):
-    """What a request wanted to know of its own prompt."""
+    """The parts of its own prompt that a request asked for."""
 
     text: str = ""  # with `echo`
     tokens: list[PromptToken] = []  # with `prompt_logprobs`: all
 
 
 class Delta(Value, frozen=True):
-    """What one engine step brought to one request.
+    """The output of one engine step for one request.
 
-    `finish` is set on the last one, and with it `completion_tokens`; `prompt_tokens` is on each,
-    for who tells it at once. `token_ids` are those sampled since the last Delta (the
-    end-of-sequence token not among them); `text` may lag behind them while a character or a
-    possible stop string is incomplete. With `logprobs` and stop strings they wait for their text,
-    and those of a stop string that was found never come. The answer to "tokenize" is one Delta
-    with the ids, to "detokenize" one with the text.
+    The last one has `finish` and `completion_tokens`; each one has `prompt_tokens`, for clients
+    that report it at once. `token_ids` are those sampled since the last Delta, without the
+    end-of-sequence token; `text` may lag behind them while a character or a possible stop string is
+    incomplete. With `logprobs` and stop strings the ids wait for their text, and those of a stop
+    string are never sent. The answer to "tokenize" is one Delta with the ids, to "detokenize" one
+    with the text.
     """
 
     id: int
@@ -320,8 +321,8 @@ class Delta(Value, frozen=True):
     vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
     stop: str = ""  # the stop string that ended it, if one did
     cached_tokens: int = 0  # of the prompt, those that came from the engine's prefix cache
-    # of a request that is traced, with `finish`: Unix times in ns at which it was accepted, given
-    # to the engine, brought its first token, and ended
+    # of a traced request, with `finish`: Unix times in ns of its acceptance, its start in the
+    # engine, its first token, and its end
     times_ns: tuple[int, ...] = ()
     stop_token: int = -1  # that of `stop_token_ids` that ended it, if one did
     continuation: Continuation | None = None  # on the first with tokens, where more are to come
@@ -329,9 +330,9 @@ class Delta(Value, frozen=True):
 
 
 class TokenBatch(Message, frozen=True):
-    """What most of most steps is: one more token each, of requests that a Delta has spoken of.
+    """One token for each of many requests that have had a Delta: the usual result of a step.
 
-    In columns, as one message of three lists is read in a third of the time of as many Deltas.
+    Columns, because three lists in one message decode three times faster than as many Deltas.
     """
 
     ids: list[int]
@@ -340,7 +341,7 @@ class TokenBatch(Message, frozen=True):
 
 
 class ExitRecord(Value, frozen=True):
-    """One death of a worker, as far as it can be told afterwards."""
+    """One death of a worker, as far as it can be reconstructed."""
 
     at: float  # Unix time, s
     pid: int
@@ -349,18 +350,18 @@ class ExitRecord(Value, frozen=True):
     code: int | None
     signal: int | None
     phase: str  # "loading", "ready", ...: its state when it died
-    out_of_memory: str  # "", "host" or "gpu": a guess, from the kernel's counters and its words
+    out_of_memory: str  # "", "host" or "gpu": a guess from the kernel's counters and its output
     served: int  # requests it had completed
     running: int  # requests that were in its engine, by its last Pong
     rss_bytes: int  # when last measured
     gpu_bytes: int
     tail: tuple[str, ...]  # its last lines
     stacks: tuple[str, ...]  # of all its threads, if it was made to dump them
-    start: Start | None = None  # how far it came, where it was never ready
+    start: Start | None = None  # its phases, if it was never ready
 
 
 class ReplicaHistory(Value, frozen=True):
-    """What became of one replica, the last exit last."""
+    """The history of one replica, the last exit last."""
 
     name: str
     state: str
@@ -396,7 +397,7 @@ class GpuStatus(Value, frozen=True):
 
 
 def as_builtins(value: Any) -> Any:
-    """Structs as dicts with their field names (on the wire they are arrays)."""
+    """Convert structs to dicts by field name (on the wire they are arrays)."""
     if isinstance(value, msgspec.Struct):
         return {name: as_builtins(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
