@@ -11,7 +11,7 @@ from servekit.protocol.base import Value
 
 
 class KeyRule(Value, frozen=True):
-    """One API key as gateways know it: its hash or digest, and the permissions of its holder.
+    """An API key as gateways know it: its hash or digest, and the permissions of its holder.
 
     Exactly one of `hash` (from the file) and `digest` (`config.keys.fast_digest`, of a key that the
     supervisor has in the clear) is set.

@@ -104,7 +104,7 @@ class AdapterRefused(Message, frozen=True):
 
 
 class AdapterUnused(Message, frozen=True):
-    """This gateway has no more requests for an adapter that its Topology no longer serves."""
+    """A gateway has no more requests for an adapter that its Topology no longer serves."""
 
     name: str
 

@@ -28,7 +28,7 @@ MARK_CHARS = 16
 
 
 class Prepared(Message, frozen=True):
-    """All slow imports are done; the fork server can fork from now on."""
+    """Slow imports are done; the fork server can fork from now on."""
 
 
 class Fork(Message, frozen=True):
@@ -39,9 +39,7 @@ class Fork(Message, frozen=True):
 
 
 class Forked(Message, frozen=True):
-    """The new worker is set up: a child of the supervisor, in its own session,
-    under its own mark.
-    """
+    """The new worker is set up: a child of the supervisor, in its own session, with its mark."""
 
     pid: int
 

@@ -294,7 +294,7 @@ class Generate(Message, frozen=True):
     one_call: bool = False  # at most one tool call; likewise
     request: str = ""  # the client's request id, for the log
     trace: str = ""  # W3C traceparent of the request's span; "": not traced
-    continuation: Continuation | None = None  # from the first worker; only one of its generation may continue
+    continuation: Continuation | None = None  # from the first worker, whose generation must match
     cache_salt: str = ""  # only requests with equal salts share the prefix cache
 
 

@@ -162,7 +162,7 @@ class Looked(Message, frozen=True):
 
 
 class Nodes(Message, frozen=True):
-    """All present nodes, sent on every change; new nodes have examined themselves."""
+    """The present nodes, sent on every change; new nodes have examined themselves."""
 
     nodes: tuple[Node, ...]
 

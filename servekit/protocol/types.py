@@ -115,7 +115,7 @@ class ToolCall(Value, frozen=True):
 
 
 class ChatMessage(Value, frozen=True):
-    """One turn of a conversation, as passed to the chat template."""
+    """A turn of a conversation, as passed to the chat template."""
 
     role: str
     content: str
@@ -330,7 +330,7 @@ class Delta(Value, frozen=True):
 
 
 class TokenBatch(Message, frozen=True):
-    """One token for each of many requests that have had a Delta: the usual result of a step.
+    """A token for each of many requests that have had a Delta: the usual result of a step.
 
     Columns, because three lists in one message decode three times faster than as many Deltas.
     """
@@ -341,7 +341,7 @@ class TokenBatch(Message, frozen=True):
 
 
 class ExitRecord(Value, frozen=True):
-    """One death of a worker, as far as it can be reconstructed."""
+    """A death of a worker, as far as it can be reconstructed."""
 
     at: float  # Unix time, s
     pid: int

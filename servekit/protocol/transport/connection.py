@@ -49,7 +49,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Connection(asyncio.Protocol, Generic[Incoming]):
-    """One end of a connection; `incoming` is the union of messages that may arrive.
+    """An end of a connection; `incoming` is the union of messages that may arrive.
 
     `on_message` is called for every message, `on_close` once with the error that ended the
     connection, or None after a clean EOF or `close`. `crowded` is set while much data is unsent;

@@ -226,9 +226,7 @@ class PendingConnection:
         self._port.admit(self.connection, hello)
 
     def _check(self, hello: Hello) -> None:
-        """Check that the peer's certificate confirms its Hello. Raises WireError
-        with a sentence.
-        """
+        """Check that the peer's certificate confirms its Hello; raise WireError otherwise."""
         peer, port = self.connection.peer, self._port
         if hello.protocol != PROTOCOL:
             raise WireError(

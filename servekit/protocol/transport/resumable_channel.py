@@ -56,7 +56,7 @@ class Attached(Message, frozen=True):
 
 
 class SupervisorReplaced(Message, frozen=True):
-    """Another supervisor has attached; this one has lost the control channel."""
+    """The control channel belongs to another supervisor now."""
 
 
 class ReplayBuffer:
