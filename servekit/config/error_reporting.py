@@ -63,7 +63,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error. `loc` is its place; `at_key` blames the key instead of the value."""
+    """An error. `loc` is its place; `at_key` blames the key instead of the value."""
 
     loc: tuple[str | int, ...]
     message: str
