@@ -28,9 +28,7 @@ class Clients:
 
 
 def limits(found: Clients) -> Iterator[str]:
-    """Yield one sentence, with its figure, for each way in which the clients were
-    the bottleneck.
-    """
+    """Yield a sentence with a figure for each way in which the clients were the bottleneck."""
     busiest = max(found.cpu_cores, default=0.0)
     if busiest >= BUSY_CORES:
         yield (

@@ -51,9 +51,7 @@ class Options(msgspec.Struct, frozen=True):
     slo: dict[str, float]
 
     def processes_of(self, load: Load) -> int:
-        """Return the number of client processes: as needed, limited by cores,
-        users and requests.
-        """
+        """Return the number of client processes, limited by cores, users and requests."""
         most = min(load.users or self.requests or 1_000_000, self.requests or 1_000_000)
         if self.processes is not None:
             return min(self.processes, most)

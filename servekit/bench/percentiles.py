@@ -14,9 +14,7 @@ _LEAST_S = 1e-6
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two nearest ranks (numpy's default);
-    `ordered` is not empty.
-    """
+    """Interpolate linearly between the nearest ranks (numpy's default); `ordered` is not empty."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -56,7 +54,7 @@ class Sample:
 
 
 class Histogram:
-    """Counts of durations in logarithmic buckets, in constant memory.
+    """Counts of durations in logarithmic buckets, in a few kilobytes.
 
     Values are accurate to 0.3 %; 0 stays 0. Histograms of several processes can be merged.
     """

@@ -1,6 +1,4 @@
-"""Checks before the load: reach the server, list its models, and measure the
-length of its tokens.
-"""
+"""Checks before the load: the server, its list of models, and the length of its tokens."""
 
 from __future__ import annotations
 

@@ -86,9 +86,7 @@ class Go(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, array_like=True, gc=False):
-    """One request. Times are monotonic; `first` and `last` are those of chunks with text in a
-    stream.
-    """
+    """A request. Times are monotonic; `first` and `last` are those of chunks with text."""
 
     fate: Fate
     began: float

@@ -19,7 +19,7 @@ _LONGEST_BODY_BYTES = 256 * 2**20
 
 
 class Exchange:
-    """One request and its answer so far."""
+    """A request and its answer so far."""
 
     __slots__ = ("body", "done", "events", "gaps", "record", "reused", "status", "texts", "whole")
 
