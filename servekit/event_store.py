@@ -50,7 +50,7 @@ _BUSY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `worker` is "" in events of a model; `model` is "" in those of the supervisor."""
+    """An event. `worker` is "" in events of a model; `model` is "" in those of the supervisor."""
 
     at: float  # Unix time, s
     kind: str

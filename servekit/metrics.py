@@ -49,7 +49,7 @@ _DEVICE = ("gpu", "uuid", "name", "node")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `buckets` are the upper bounds of a histogram's buckets, without infinity."""
+    """A metric. `buckets` are the upper bounds of a histogram's buckets, without infinity."""
 
     name: str
     kind: Kind
