@@ -6,7 +6,7 @@ import msgspec
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The base of structs inside messages, without a tag."""
+    """Base of what messages carry: no tag."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -53,8 +53,8 @@ class Running(Value, frozen=True):
     """A process in a berth."""
 
     pid: int
-    address: str  # where it listens
-    fingerprint: str  # of what it was started to be
+    address: str  # its listening address
+    fingerprint: str  # of its start options
 
 
 # ---------------------------------------------------------------- supervisor → cluster
@@ -70,7 +70,7 @@ class Join(Message, frozen=True):
     address: str
     namespace: str
     grace_s: float
-    within_s: float  # for all of it
+    within_s: float  # total time limit
     wants: tuple[Want, ...]
     run_dir: str  # identifies this instance to others that want the namespace
     since: float  # Unix time, s

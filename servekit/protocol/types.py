@@ -73,7 +73,7 @@ class Grammar(Value, frozen=True):
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
-    param: GrammarParam = "response_format"  # what it is made of
+    param: GrammarParam = "response_format"  # where it comes from
 
 
 class SamplingParams(Value, frozen=True):
@@ -82,7 +82,7 @@ class SamplingParams(Value, frozen=True):
     The gateway checks the ranges; an engine may rely on them.
     """
 
-    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt alone
+    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt only
     temperature: float | None = None  # >= 0; 0 is greedy
     top_p: float | None = None  # (0, 1]
     top_k: int | None = None  # >= 0; 0 is off
@@ -95,15 +95,15 @@ class SamplingParams(Value, frozen=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, [-100, 100] added to its logit
-    logprobs: int | None = None  # report log probabilities, and those of so many best, 0 to 20
+    logprobs: int | None = None  # report log probabilities, with those of the N best, 0 to 20
     grammar: Grammar | None = None
-    clamp: bool = False  # lower max_tokens to the room there is, rather than refuse the request
-    stop_token_ids: tuple[int, ...] = ()  # these end the text as the end of sequence does
-    include_stop: bool = False  # what ended the text, a string or one of these, is a part of it
-    bad_words: tuple[str, ...] = ()  # whose tokens, written as such, never come
-    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens
-    echo: bool = False  # tell the prompt's text
-    truncate_prompt: int = 0  # keep so many tokens of the prompt's end; 0: all; -1: those that fit
+    clamp: bool = False  # lower max_tokens to fit the context, instead of an error
+    stop_token_ids: tuple[int, ...] = ()  # they end the text, like the end of sequence
+    include_stop: bool = False  # include the stop string or token in the text
+    bad_words: tuple[str, ...] = ()  # strings whose token sequences are never generated
+    prompt_logprobs: int | None = None  # like `logprobs`, for the prompt's tokens
+    echo: bool = False  # return the prompt's text as well
+    truncate_prompt: int = 0  # keep the last N tokens of the prompt; 0: all; -1: as fits
 
 
 class ToolCall(Value, frozen=True):
@@ -122,7 +122,7 @@ class ChatMessage(Value, frozen=True):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     tool_call_id: str | None = None  # which call a tool's message answers
-    reasoning: str | None = None  # what an assistant thought before it said this
+    reasoning: str | None = None  # an assistant's thoughts before this text
 
 
 class Progress(Value, frozen=True):
@@ -190,15 +190,15 @@ class WorkerSpec(Value, frozen=True):
     sampling: dict[str, float | int]  # defaults from the file, by SamplingParams field
     options: dict[str, Any]  # the engine's own, already checked against its schema
     socket: str  # where the worker listens
-    tool_parser: str = ""  # a key of `dialects.MARKERS`, or "none"; "": as the template tells
-    reasoning_parser: str = ""  # a key of `dialects.THOUGHTS`, or "none"; "": as the template tells
+    tool_parser: str = ""  # a key of `tool_formats.MARKERS`, or "none"; "": from the template
+    reasoning_parser: str = ""  # a key of `tool_formats.THOUGHTS`, or "none"; "": from the template
     adapters: tuple[AdapterSpec, ...] = ()
-    gpus: int = 1  # how many it sees, on a GPU; it is to use all of them
-    parallel: Parallel = ""  # how it is spread over them; "": it has one
-    memory_bytes: int = 0  # of each GPU, all that the worker may take; 0: as much as is free
-    host_memory_bytes: int = 0  # on a CPU, what the file lets it take of the host's; 0: unsaid
-    sleeps: bool = False  # it will be put to sleep, and should be able to
-    edition: str = ""  # a digest of what of this decides what is said
+    gpus: int = 1  # number of visible GPUs, all of which it uses
+    parallel: Parallel = ""  # how it is spread over several GPUs; "": one GPU
+    memory_bytes: int = 0  # limit on each GPU; 0: all free memory
+    host_memory_bytes: int = 0  # on a CPU, the file's limit of host memory; 0: none stated
+    sleeps: bool = False  # prepare the engine for sleep
+    edition: str = ""  # a digest of the settings that affect the text
     chat_template: str = ""  # jinja text; "": the model's own
 
 
@@ -273,10 +273,10 @@ class TokenLogprob(Value, frozen=True):
 class Continuation(Value, frozen=True):
     """The facts that another worker needs, beside the tokens so far, to continue a request."""
 
-    generation: str  # of its worker and, after a plus sign, of the adapter that it names
-    max_tokens: int  # as it was settled for the worker that began
-    #: Token ids of the prompt, where a chat template made it, which may tell the time: unsigned, 4
-    #: bytes each, little-endian. b"": the request's own prompt makes the same ones again.
+    generation: str  # of the worker and, after a plus sign, of the request's adapter
+    max_tokens: int  # as determined by the first worker
+    #: Token ids of a prompt from a chat template, which may contain the time: unsigned, 4 bytes
+    #: each, little-endian. b"": the request's own prompt gives the same ids again.
     prompt: bytes = b""
 
 
@@ -317,16 +317,16 @@ class Delta(Value, frozen=True):
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
+    logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, if requested
     vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
-    stop: str = ""  # the stop string that ended it, if one did
-    cached_tokens: int = 0  # of the prompt, those that came from the engine's prefix cache
+    stop: str = ""  # the stop string that ended the text, if any
+    cached_tokens: int = 0  # prompt tokens from the engine's prefix cache
     # of a traced request, with `finish`: Unix times in ns of its acceptance, its start in the
     # engine, its first token, and its end
     times_ns: tuple[int, ...] = ()
-    stop_token: int = -1  # that of `stop_token_ids` that ended it, if one did
-    continuation: Continuation | None = None  # on the first with tokens, where more are to come
-    prompt: Prompt | None = None  # with the first one, where asked for
+    stop_token: int = -1  # the one of `stop_token_ids` that ended the text, if any
+    continuation: Continuation | None = None  # on the first with tokens, if more follow
+    prompt: Prompt | None = None  # with the first one, if requested
 
 
 class TokenBatch(Message, frozen=True):
@@ -350,13 +350,13 @@ class ExitRecord(Value, frozen=True):
     code: int | None
     signal: int | None
     phase: str  # "loading", "ready", ...: its state when it died
-    out_of_memory: str  # "", "host" or "gpu": a guess from the kernel's counters and its output
+    out_of_memory: str  # "", "host" or "gpu": a guess from kernel counters and the worker's output
     served: int  # requests it had completed
     running: int  # requests that were in its engine, by its last Pong
     rss_bytes: int  # when last measured
     gpu_bytes: int
     tail: tuple[str, ...]  # its last lines
-    stacks: tuple[str, ...]  # of all its threads, if it was made to dump them
+    stacks: tuple[str, ...]  # of all its threads, if it has dumped them
     start: Start | None = None  # its phases, if it was never ready
 
 
@@ -367,9 +367,9 @@ class ReplicaHistory(Value, frozen=True):
     state: str
     reason: str
     restarts: int
-    next_attempt_s: float | None  # seconds from now; None where none is planned
+    next_attempt_s: float | None  # seconds from now; None if none is planned
     exits: tuple[ExitRecord, ...]
-    alert: str = ""  # a sentence on what is amiss while it lives
+    alert: str = ""  # a sentence about a problem of a live worker
 
 
 class GatewayStatus(Value, frozen=True):

@@ -51,7 +51,7 @@ class Attached(Message, frozen=True):
     pid: int
     now_s: float  # by its monotonic clock
     state: Literal["empty", "loading", "ready", "failed"]
-    spec: WorkerSpec | None = None  # what a worker was told to load
+    spec: WorkerSpec | None = None  # the worker's Load
     added: tuple[AdapterSpec, ...] = ()  # adapters that operators have added to its model
 
 

@@ -69,7 +69,7 @@ def inherit(paths: Iterable[Path]) -> list[tuple[socket.socket, list[socket.sock
         try:
             elder.connect(str(path))
             _, fds, _, _ = socket.recv_fds(elder, 1, _MOST_SOCKETS)
-        except OSError:  # it has ended
+        except OSError:  # the gateway has ended
             elder.close()
             continue
         listeners = [socket.socket(fileno=fd) for fd in fds]

@@ -41,7 +41,7 @@ _VERDICTS = {
 _REASONS = {
     "WRONG_VERSION": "the other side does not speak TLS: is that the port of a servekit worker?",
     "PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
-    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",  # as a server sees it
+    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",  # on a server
     "PEER_DID_NOT_RETURN": "the other side has shown no certificate",
     "UNEXPECTED_EOF": "the other side hung up during the handshake",
 }
