@@ -20,7 +20,7 @@ ServekitError                     500 internal_error
    ├─ ClientClosed                499 client_closed          the client has disconnected
    ├─ QueueFull                   429 queue_full             (Retry-After)
    ├─ RateLimited                 429 rate_limit_exceeded    (Retry-After)
-   ├─ SourceQuarantined           429 source_quarantined     the key's requests crash workers
+   ├─ SourceQuarantined           429 source_quarantined     its requests crash workers
    ├─ EngineFailed                500 engine_error           the engine failed on this request
    ├─ RequestQuarantined          500 request_quarantined    the request has crashed workers
    ├─ EndpointFailed              502 endpoint_error         a remote endpoint failed

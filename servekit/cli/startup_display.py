@@ -47,7 +47,7 @@ _OURS = frozenset(
 class Words:
     """Facts for the banner that are not in the status."""
 
-    ui: bool  # whether there is one
+    ui: bool  # the UI is served
     stop: str  # the command that stops this instance
 
 

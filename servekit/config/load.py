@@ -85,7 +85,7 @@ def _settle(config: Config, root: Node, choices: Choices) -> Config:
         if (choice := choices.get(model.name)) is not None:
             models[index] = model.model_copy(update={"engine": choice.engine})
             keys = find(root, ("models", index)).node.value
-            assert isinstance(keys, dict)  # it was valid
+            assert isinstance(keys, dict)  # the section is valid
             keys["engine"] = replace(keys["engine"], value=choice.engine)
     return config.model_copy(update={"models": tuple(models)})
 

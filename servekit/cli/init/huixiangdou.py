@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from servekit.config import paths
 from servekit.errors import ConfigError
 
-#: Its server's limit of an answer; source: `llm_server_hybrid.py`, max_new_tokens of Qwen models.
+#: HuixiangDou's limit of an answer; source: `llm_server_hybrid.py`, max_new_tokens of Qwen models.
 ANSWER_TOKENS = 512
-#: Its server's default port.
+#: HuixiangDou's default port.
 PORT = 8888
 
 _WHY_NOT = {
