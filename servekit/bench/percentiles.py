@@ -83,7 +83,7 @@ class Histogram:
         return value_of(max(self.counts))
 
     def at(self, percent: float) -> float:
-        """Return the value that so many percent do not exceed."""
+        """Return the value that `percent` percent of the values do not exceed."""
         wanted = max(1, math.ceil(len(self) * percent / 100))
         for bucket in sorted(self.counts):
             wanted -= self.counts[bucket]

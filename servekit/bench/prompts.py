@@ -86,7 +86,7 @@ class Prompts:
         return Conversation(self, number, source, line)
 
     def text(self, tag: str, tokens: float, source: random.Random) -> str:
-        """Return about so many tokens of text. It starts with the tag, so that no two texts begin
+        """Return about `tokens` tokens of text. It starts with the tag, so that no two texts begin
         alike.
         """
         size = max(1, round(tokens * self.asking.token_chars))

@@ -35,7 +35,7 @@ class Attention:
     max_context: int  # 0: not stated
 
     def numbers(self, tokens: int, *, latent: bool = False) -> int:
-        """Return the numbers stored for a text of so many tokens, in all layers."""
+        """Return the numbers stored for a text of `tokens` tokens, in all layers."""
         each = self.latent if latent and self.latent else self.per_token
         windowed = min(tokens, self.window) if self.window else tokens
         return each * (self.full_layers * tokens + self.windowed_layers * windowed)

@@ -57,7 +57,7 @@ class Dialer:
         return connection
 
     async def open_ahead(self, count: int) -> None:
-        """Open connections until so many are idle; failures are left for the requests to report."""
+        """Open connections until `count` are idle; failures are left for the requests to report."""
         made = await asyncio.gather(
             *(self.open() for _ in range(count - len(self._resting))), return_exceptions=True
         )
